@@ -80,11 +80,16 @@ def model_sizes(name: str, trust_remote_code: bool = False) -> tuple[int | None,
 
 def text_config(name: str, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a model, of a multimodal one that of its language model. See `model_positions`."""
+    return model_config(name, trust_remote_code).get_text_config()
+
+
+def model_config(name: str, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model; errors as for `model_positions`."""
     from transformers import AutoConfig
 
     try:
         with quiet_hub():
-            config = AutoConfig.from_pretrained(
+            return AutoConfig.from_pretrained(
                 name, trust_remote_code=trust_remote_code, local_files_only=local_files_only(name)
             )
     except (OSError, ValueError) as error:
@@ -92,7 +97,6 @@ def text_config(name: str, trust_remote_code: bool = False) -> Any:
             f"no model configuration can be read from {name!r}: there is no such model, or its config.json is invalid "
             f"({first_line(error)}). Check policy.model_name"
         ) from error
-    return config.get_text_config()
 
 
 def first_size(config: Any, *keys: str) -> int | None:
