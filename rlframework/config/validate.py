@@ -28,6 +28,14 @@ _ALLOWED = {
 }
 """Pydantic error type to our message. Other types keep pydantic's message."""
 
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "greater than or equal to"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "less than or equal to"),
+}
+"""Pydantic error type to the key of the bound and our words: pydantic writes 1e-30 with all its zeros."""
+
 
 def validate(
     tree: Tree, model: type[Model], elsewhere: Mapping[Keys, str] | None = None
@@ -49,10 +57,11 @@ def _problems(
 ) -> list[Problem]:
     """One problem per key. The members of a union each report an error, and are joined as alternatives."""
     by_key: dict[Keys, Problem] = {}
-    for item in error.errors(include_url=False, include_context=False):
+    for item in error.errors(include_url=False):
         kind, keys = item["type"], _place(item["loc"], item["type"], tree)
         path, value = tuple(map(str, keys)), tree.get(keys)
-        problem = Problem(".".join(path), _message(kind, item["msg"]), given=value, origin=tree.origin(keys))
+        message = _message(kind, item["msg"], item.get("ctx", {}))
+        problem = Problem(".".join(path), message, given=value, origin=tree.origin(keys))
         if kind == "extra_forbidden":
             problem = replace(problem, hint=elsewhere.get(keys) or unknown_key_hint(path, value, model))
         elif kind == "missing":
@@ -66,9 +75,13 @@ def _problems(
     return list(by_key.values())
 
 
-def _message(kind: str, message: str) -> str:
+def _message(kind: str, message: str, context: Mapping[str, Any]) -> str:
     if kind in _ALLOWED:
         return _ALLOWED[kind]
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        bound = context[key]
+        return f"must be {words} {bound:,}" if isinstance(bound, int) else f"must be {words} {bound:,.10g}"
     if kind == "literal_error":  # as YAML writes it
         message = message.replace("False", "false")
     message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
