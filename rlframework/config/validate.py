@@ -48,7 +48,8 @@ def validate(
         config = model.model_validate(tree.values)
     except ValidationError as error:
         return None, _problems(error, tree, model, elsewhere or {})
-    problems = list(_mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree))
+    problems = [*_mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree)]
+    problems += _null_characters(tree.values, (), tree)
     return (None, problems) if problems else (config, [])
 
 
@@ -106,6 +107,16 @@ def _mistaken_booleans(given: Any, taken: Any, keys: Keys, tree: Tree) -> Iterat
                 yield from _mistaken_booleans(given[key], taken[key], (*keys, key), tree)
     elif isinstance(given, bool) != isinstance(taken, bool) and {type(given), type(taken)} <= {bool, int, float}:
         message = "must be true or false" if isinstance(taken, bool) else "must be a number"
+        yield Problem(".".join(map(str, keys)), message, given=given, origin=tree.origin(keys))
+
+
+def _null_characters(given: Any, keys: Keys, tree: Tree) -> Iterator[Problem]:
+    """Report texts with the character 0, which no path, name or environment variable can have."""
+    if isinstance(given, (Mapping, list)):
+        for key, value in given.items() if isinstance(given, Mapping) else enumerate(given):
+            yield from _null_characters(str(key) if "\0" in str(key) else value, (*keys, key), tree)
+    elif isinstance(given, str) and "\0" in given:
+        message = "must not contain the character U+0000"
         yield Problem(".".join(map(str, keys)), message, given=given, origin=tree.origin(keys))
 
 

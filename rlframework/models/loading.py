@@ -8,17 +8,19 @@ supports.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -26,6 +28,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError, NotSupported
 from rlframework.huggingface.hub import local_files_only
+from rlframework.huggingface.model_directories import invalid_config, read_config
+from rlframework.huggingface.model_files import check_model_files
 from rlframework.models.file_weights import FileLayout, FileWeight, by_file_names
 from rlframework.models.named_tensors import named_tensors
 from rlframework.models.replacing import replacing
@@ -53,11 +57,22 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
             trust_remote_code=config.trust_remote_code,
             local_files_only=local_files_only(config.model_name),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _cannot_be_loaded(config, error) from error
-    if found["missing_keys"]:  # transformers initialized them at random, differently in each process
-        raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}")
+    except Exception as error:
+        raise _cannot_be_loaded(config, f"{type(error).__name__}: {error}") from error
+    # transformers initialized these at random, differently in each process
+    if other := sorted(found["mismatched_keys"]):
+        name, shape, wanted = other[0]
+        raise _cannot_be_loaded(config, _other_shape("it", name, shape, wanted, model_config))
+    if found["missing_keys"]:
+        raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}{_depth(model_config)}")
+    if unused := _unused(found["unexpected_keys"], model, config.head):
+        raise _cannot_be_loaded(
+            config, f"it has {unused[:3]}, which its config.json does not describe{_depth(model_config)}"
+        )
+    for name, weight in model.named_parameters():
+        require_finite(weight, name, config.model_name)
     return _prepared(model, config.head)
 
 
@@ -84,15 +99,8 @@ def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) 
 
 
 def load_config(config: PolicyConfig) -> Any:
-    """Load the configuration of the model, with dropout disabled."""
-    try:
-        model_config = transformers.AutoConfig.from_pretrained(
-            config.model_name,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=local_files_only(config.model_name),
-        )
-    except (OSError, ValueError) as error:
-        raise _cannot_be_loaded(config, error) from error
+    """Load the configuration of the model, with dropout disabled; the files in a directory must have its weights."""
+    model_config = read_config(config.model_name, config.trust_remote_code)
     if not getattr(model_config, "auto_map", None) and _language_class(model_config) is None:
         raise _cannot_be_loaded(config, f"unrecognized configuration class {type(model_config).__name__}")
     try:
@@ -103,11 +111,69 @@ def load_config(config: PolicyConfig) -> Any:
             "policy.model_name to a model with one"
         ) from error
     disable_dropout(model_config)
+    if Path(config.model_name).is_dir() and not getattr(model_config, "quantization_config", None):
+        _require_described(config, model_config)
     return model_config
+
+
+def _require_described(config: PolicyConfig, model_config: Any) -> None:
+    """Raise `DataError` unless the safetensors files have the weights of the model of `model_config`, if any has them.
+
+    Files with other names of weights are left to transformers, which converts them.
+    """
+    folder = weights_folder(config.model_name)
+    if folder is None:
+        return
+    check_model_files(folder)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = auto_class(model_config, config.head).from_config(
+                copy.deepcopy(model_config), dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
+            layout = FileLayout.of(model)
+    except Exception as error:
+        raise invalid_config(config.model_name, error) from error
+    files = ModelFiles(folder, layout.weights, f"{model.base_model_prefix}.", layout.other_names, model_config)
+    if not files.missing:
+        files.require_used(model, model_config, config.head)
 
 
 def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
     return DataError(f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {why}")
+
+
+def _other_shape(place: object, name: str, found: Any, wanted: Any, model_config: Any) -> str:
+    """Say that `name` has another shape in files than `model_config` describes, with the fields of the wrong sizes."""
+    wrong = {size for size, there in zip_longest(wanted, found) if size != there}
+    sizes = {} if model_config is None else model_config.get_text_config().to_dict()
+    fields = [f"{key}={size}" for key, size in sizes.items() if type(size) is int and size in wrong]
+    said = f" ({', '.join(fields)})" if fields else ""
+    return f"{place} has {name} with shape {tuple(found)}, but its config.json describes {tuple(wanted)}{said}"
+
+
+def _depth(model_config: Any) -> str:
+    layers = getattr(model_config.get_text_config(), "num_hidden_layers", None)
+    return "" if layers is None else f" (num_hidden_layers={layers})"
+
+
+def _unused(names: Iterable[str], model: Any, head: str) -> list[str]:
+    """Return those of the weights `names`, which `model` lacks, that do not belong to another use of the same model.
+
+    These are buffers that older releases saved, what the classes of transformers say to ignore, and the language head
+    beside that of a reward model.
+    """
+    known = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$"]
+    known += [r"^lm_head\."] * (head == "score") + list(
+        getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    )
+    return sorted(name for name in names if not re.search("|".join(known), name))
+
+
+def require_finite(weight: Tensor, name: str, place: object) -> None:
+    """Raise `DataError` if `weight`, read from the model `place`, has a NaN or an infinity."""
+    known = weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if known and weight.numel() and not all(bound.isfinite() for bound in weight.detach().aminmax()):
+        raise DataError(f"the weight {name} of {place} has values that are not finite; use another copy of it")
 
 
 def auto_class(config: Any, head: str = "language") -> Any:
@@ -192,12 +258,13 @@ def disable_dropout(config: Any) -> None:
 
 
 def require_vocabulary(model: Any, tokenizer: Any) -> None:
-    """Raise `DataError` if `tokenizer` has more tokens than `model` has embeddings; `model` may be their number."""
-    rows, tokens = model if isinstance(model, int) else model.get_input_embeddings().weight.shape[0], len(tokenizer)
-    if tokens > rows:
+    """Raise `DataError` if `tokenizer` has an id beyond the embeddings of `model`, which may be their number."""
+    rows = model if isinstance(model, int) else model.get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= rows:
         raise DataError(
-            f"the tokenizer has {tokens} tokens and the model embeddings for {rows}: they do not belong together; "
-            "check policy.tokenizer_name"
+            f"the tokenizer has a token with the id {largest} and the model embeddings for {rows}: they do not belong "
+            "together; check policy.tokenizer_name"
         )
 
 
@@ -236,7 +303,8 @@ class ModelFiles(Saved):
     """The `weights` of a model in the safetensors files of `folder`, by name.
 
     `prefix`: the base model's, with its dot, which files may omit or add. `other_names`: of tied weights. `missing`:
-    the weights that the files lack. Raises `DataError` for a weight of another shape.
+    the weights that the files lack. Raises `DataError` for a weight of another shape, one that is not of floating
+    point, and, when it is read, one that is not finite.
     """
 
     def __init__(
@@ -245,8 +313,14 @@ class ModelFiles(Saved):
         weights: Mapping[str, FileWeight],
         prefix: str,
         other_names: Mapping[str, Sequence[str]],
+        model_config: Any = None,
     ) -> None:
+        """`model_config`: to name the fields that belong to a wrong shape."""
         self._files = SavedTensors(folder)
+        self._names = {
+            name: [one for of in (name, *other_names.get(name, ())) if (one := self._stored(prefix, of))]
+            for name in weights
+        }
         located: dict[str, FileWeight] = {}
         for name, weight in weights.items():
             if stored := self._stored(prefix, name, *other_names.get(name, ())):
@@ -255,11 +329,10 @@ class ModelFiles(Saved):
                 located[name] = replace(weight, source=stored)
             else:
                 continue
-            if (found := self._files.shape(stored)) != located[name].whole:
-                raise DataError(
-                    f"{folder} has {stored} with shape {found}, but its config.json describes a model with shape "
-                    f"{located[name].whole}"
-                )
+            if (found := self._files.shape(stored)) != (wanted := located[name].whole):
+                raise DataError(_other_shape(folder, stored, found, wanted, model_config))
+            if not (dtype := self._files.dtype(stored)).is_floating_point:
+                raise DataError(f"{folder} has {stored} as {dtype}, but weights must be of floating point")
         self.missing = [name for name in weights if name not in located]
         super().__init__(folder, located)
 
@@ -275,12 +348,26 @@ class ModelFiles(Saved):
     def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """See `Saved.read_slice`."""
         part: FileWeight = self._entries[name]
-        if not part.is_part:
-            return self._files.read_slice(part.source, where)
-        rows = slice(where[0].start + part.start, where[0].stop + part.start)
-        if part.expert is None:
-            return self._files.read_slice(part.source, (rows, *where[1:]))
-        return self._files.read_slice(part.source, (slice(part.expert, part.expert + 1), rows, *where[1:]))[0]
+        if part.is_part:
+            where = (slice(where[0].start + part.start, where[0].stop + part.start), *where[1:])
+            where = where if part.expert is None else (slice(part.expert, part.expert + 1), *where)
+        found = self._files.read_slice(part.source, where)
+        require_finite(found, part.source, self.folder)
+        return found if part.expert is None else found[0]
+
+    def require_used(self, model: Any, model_config: Any, head: str) -> None:
+        """Raise `DataError` if the files have weights that `model` lacks, or several values of a tied weight."""
+        used = {weight.source for weight in self._entries.values()}.union(*self._names.values())
+        if unused := _unused((name for name in self._files if name not in used), model, head):
+            raise DataError(
+                f"{self.folder} has {unused[:3]}, which its config.json does not describe{_depth(model_config)}"
+            )
+        for first, *others in filter(None, self._names.values()):
+            if any(not torch.equal(self._files[first], self._files[other]) for other in others):
+                raise DataError(
+                    f"{self.folder} has different values of {first} and {others[0]}, which its config.json ties; set "
+                    "tie_word_embeddings in it to false, or remove one of them"
+                )
 
 
 def pretrained_weights(

@@ -127,3 +127,17 @@ def test_a_number_that_is_certainly_a_mistake_is_rejected_with_its_bound(overrid
     key, _, _ = override.partition("=")
     assert message in str(caught.value)
     assert key in str(caught.value) or key.rpartition(".")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'output_dir="a\\0b"',
+        'environment.prompt="{expression}\\0"',
+        'observers.wandb={tags: ["\\0"]}',
+    ],
+)
+def test_no_text_has_a_null_character(override: str) -> None:
+    parts = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
+    with pytest.raises(ConfigError, match=r"must not contain the character U\+0000"):
+        load_config(parts, [override])
