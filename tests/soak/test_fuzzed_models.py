@@ -14,6 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import empty_model, load_config, load_model, pretrained_weights, require_vocabulary
 from rlframework.models.probing import probe_packing
+from rlframework.policy.checkpoint.pretrained import write_config
 
 REMOVED: Any = object()
 HOSTILE: tuple[Any, ...] = (
@@ -42,7 +44,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's and tr
 
 
 def weights_as_loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """Load `folder` as a worker does, once as a whole and once by slices; return the weights, which must be equal."""
+    """Load `folder` as a worker does, once as a whole and once by slices, and save what goes with the weights.
+
+    Returns the weights, after checking that both ways read the same ones.
+    """
     config = PolicyConfig(model_name=str(folder))
     require_available(config.model_name)
     tokenizer = load_tokenizer(config.model_name)
@@ -51,6 +56,9 @@ def weights_as_loaded(folder: Path) -> dict[str, torch.Tensor]:
     probe_packing(config, model_config, torch.device("cpu"), "auto")
     whole = load_model(config, None)
     require_vocabulary(whole, tokenizer)
+    (folder / "saved").mkdir()
+    engine: Any = SimpleNamespace(config=config, tokenizer=tokenizer)
+    write_config(folder / "saved", engine)  # at the end of the run
     empty = empty_model(config, model_config, None)
     weights = pretrained_weights(FileLayout.of(empty), empty, config, None)
     found = {name: weights[name] for name in weights}
