@@ -129,7 +129,7 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
     names = layer.values.pop(INHERIT, None)
     where = layer.origins.get((INHERIT,), "the configuration")
     names = [names] if isinstance(names, str) else (names or [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
         raise ConfigError(f"`defaults` in {where} must be a file name or a list of file names, given {names!r}")
     above = (*above, path.resolve()) if path else above
     layers: list[Tree] = []

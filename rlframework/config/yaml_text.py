@@ -115,8 +115,9 @@ def read_yaml(path: Path) -> Tree:
         raise ConfigError(f"configuration file not found: {path}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the configuration file {str(path)!r}: {reason}") from error
     return parse_yaml(text, str(path))
 
 

@@ -70,6 +70,7 @@ def test_defaults_are_relative_to_their_file_and_one_may_be_inherited_along_two_
             "`defaults` in {0}/a.yaml:1 must be a file name or a list of file names, given 3",
         ),
         ({"a.yaml": "defaults: [a.yaml, 3]\n"}, "must be a file name or a list of file names"),
+        ({"a.yaml": 'defaults: "a\\0b"\n'}, "must be a file name or a list of file names"),
         ({"a.yaml": "x: 1\ny:\n  z: ${nope}\n"}, "`y.z` ({0}/a.yaml:3): Interpolation key 'nope' not found"),
     ],
 )
