@@ -30,7 +30,7 @@ from pydantic import BaseModel
 
 from rlframework.algorithm import Parts
 from rlframework.errors import DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError
-from rlframework.files import Replacement, remove_directory, remove_temporary_directories, reporting_full_disk
+from rlframework.files import Replacement, remove_directory, remove_temporary, writing
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
 
@@ -116,7 +116,7 @@ class Checkpoints:
         replacement = Replacement(path)
         folder = replacement.folder
         try:
-            with reporting_full_disk(path):
+            with writing(path):
                 (folder / "run.json").write_text(json.dumps(facts.model_dump()) + "\n", encoding="utf-8")
                 write_manifest(folder)
                 self._parts.policy.save_checkpoint(
@@ -174,7 +174,7 @@ class Checkpoints:
 
     def restore(self) -> RunState | None:
         """Restore the run and return the contents of its checkpoint's `run.json`; None for a new run."""
-        remove_temporary_directories(self._folder)
+        remove_temporary(self._folder)
         path = self._parts.checkpoint
         if path is None:
             return None

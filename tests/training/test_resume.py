@@ -14,7 +14,7 @@ import pytest
 from probe_runs import SHARDED, assert_same_run, assert_same_weights, begin, numbers_of, weights
 
 from rlframework import run
-from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
+from rlframework.errors import ConfigError, DataError, RunTerminated, UserError, WriteError
 from rlframework.files import exclusive_directory
 from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
@@ -109,7 +109,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(run_config, tmp_
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Policy, "save_checkpoint", full)
-    with pytest.raises(UserError, match="there is no space left on the device"):
+    with pytest.raises(WriteError, match="there is no space left on the device"):
         run(run_config("sft", *overrides(tmp_path / "run")))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     resume(tmp_path / "run")

@@ -12,7 +12,7 @@ from probe_runs import SHARDED, assert_same_weights
 from torch.distributed.checkpoint import FileSystemWriter
 
 from rlframework import run
-from rlframework.errors import DataError, UserError, WorkerLost
+from rlframework.errors import DataError, WorkerLost, WriteError
 from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
 from rlframework.runner.parts import build_parts
@@ -77,7 +77,7 @@ def test_a_save_that_fails_in_the_background_ends_the_run_and_keeps_the_last_one
         return write(self, plan, planner)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    with pytest.raises(UserError, match="there is no space left on the device"):
+    with pytest.raises(WriteError, match="there is no space left on the device"):
         run(run_config("sft", *overrides(tmp_path / "run", *SHARDED)))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
 
