@@ -179,20 +179,23 @@ def require_space(path: str | Path, size: int) -> None:
 
 
 @contextmanager
-def writing(path: str | Path) -> Iterator[None]:
+def writing(path: str | Path | None) -> Iterator[None]:
     """Turn an error of the disk within the context, which writes `path`, into a `WriteError` that says what to do.
 
-    A missing file or permission counts only if it is at `path` or beside it, where temporary files are.
+    A missing file or permission counts only if it is at `path` or beside it, where temporary files are. None: whatever
+    file the context writes, such as the standard output.
     """
     try:
         yield
     except RLFrameworkError:
         raise
     except BaseException as error:
-        reason = next((found for one in _errors_in(error) if (found := _reason(one, Path(path)))), None)
+        place = None if path is None else Path(path)
+        reason = next((found for one in _errors_in(error) if (found := _reason(one, place))), None)
         if reason is None or isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             raise
-        raise WriteError(f"cannot write {_final(path)}: {reason}") from error
+        what = "a file or the output" if path is None else _final(path)
+        raise WriteError(f"cannot write {what}: {reason}") from error
 
 
 def _errors_in(error: BaseException) -> Iterator[BaseException]:
@@ -202,17 +205,17 @@ def _errors_in(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
         yield cause
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
-def _reason(error: BaseException, path: Path) -> str | None:
+def _reason(error: BaseException, path: Path | None) -> str | None:
     """Why `path` cannot be written, if `error` says so; libraries in Rust report the number only in the text."""
     text = str(error)
     in_text = re.search(r"\(os error (\d+)\)", text)
     number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
     if number is None and "Parent directory" in text:
         number = errno.ENOENT
-    if number in _DISK or (number in _REASONS and _is_beside(error, path)):
+    if number in _DISK or (number in _REASONS and path is not None and _is_beside(error, path)):
         return _REASONS[number] + (_sizes(path) if number in _BYTES_SHOWN else "")
     if isinstance(error, RuntimeError) and any(words in text for words in _TORCH_FAILED):
         first_line = text.partition("\n")[0]
@@ -229,7 +232,9 @@ def _is_beside(error: BaseException, path: Path) -> bool:
     return str(path.parent) in str(error) or not os.access(path.parent, os.W_OK)
 
 
-def _sizes(path: Path) -> str:
+def _sizes(path: Path | None) -> str:
+    if path is None:
+        return ""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     limited = "" if limit == resource.RLIM_INFINITY else f", and a file may have {limit:,}"
     return f" ({shutil.disk_usage(_existing(path.absolute())).free:,} bytes are free{limited})"

@@ -102,7 +102,8 @@ def add_row(rows: list[dict[str, float]], row: dict[str, float]) -> None:
 def drop_steps_after(output_dir: Path, step: int) -> None:
     """Truncate `metrics.jsonl` and `samples.jsonl` after step `step`; a negative `step` empties them.
 
-    For a run that resumes from `step` and repeats the later steps. The files must not be open.
+    For a run that resumes from `step` and repeats the later steps. The files must not be open. A damaged line does not
+    count.
     """
     for path in (output_dir / METRICS_FILE, output_dir / SAMPLES_FILE):
         if path.is_file():
@@ -110,9 +111,16 @@ def drop_steps_after(output_dir: Path, step: int) -> None:
                 end = position = 0
                 for line in file:
                     position += len(line)
-                    if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    if line.endswith(b"\n") and _step_of(line) <= step:
                         end = position
                 file.truncate(end)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, LookupError):
+        return math.inf
 
 
 def seconds_of(history: History) -> list[float]:
