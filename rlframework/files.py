@@ -209,10 +209,12 @@ def _errors_in(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: BaseException, path: Path | None) -> str | None:
-    """Why `path` cannot be written, if `error` says so; libraries in Rust report the number only in the text."""
+    """Why `path` cannot be written, if `error` says so; torch and libraries in Rust report the number in the text."""
     text = str(error)
-    in_text = re.search(r"\(os error (\d+)\)", text)
-    number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
+    number = error.errno if isinstance(error, OSError) else None
+    for each in () if number else _REASONS:
+        if re.search(rf"{re.escape(os.strerror(each))} \((os error )?{each}\)", text):
+            number = each
     if number is None and "Parent directory" in text:
         number = errno.ENOENT
     if number in _DISK or (number in _REASONS and path is not None and _is_beside(error, path)):

@@ -75,7 +75,16 @@ def python(folder: Path) -> None:
     (folder / "a").write_bytes(bytes(2 * LIMIT))
 
 
-WRITERS = (safetensors, torch_file, torch_stream, torch_distributed_checkpoint, tokenizer, python)
+def memory_map(folder: Path) -> None:
+    import torch
+
+    from rlframework.datasets.reward_data import RewardData
+
+    ids = torch.zeros(LIMIT, 1, dtype=torch.int64)
+    RewardData.from_lengths(ids, torch.ones(LIMIT, dtype=torch.int64), end_scores=torch.zeros(LIMIT)).save(folder / "a")
+
+
+WRITERS = (memory_map, safetensors, torch_file, torch_stream, torch_distributed_checkpoint, tokenizer, python)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -86,7 +95,7 @@ def test_each_library_that_runs_out_of_space_is_told_with_the_bytes(tmp_path: Pa
     (target / "old").write_text("x")
     with file_limit(), pytest.raises(WriteError) as error, replacing_directory(target) as folder:
         write(folder)
-    assert str(error.value).startswith(f"cannot write {target}: ")
+    assert str(error.value).startswith(f"cannot write {target}")
     assert f"bytes are free, and a file may have {LIMIT:,})" in str(error.value)
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "old"]
 

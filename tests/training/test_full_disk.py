@@ -6,6 +6,7 @@ The limit of a file's size (RLIMIT_FSIZE) stands in for the disk: writes beyond 
 from __future__ import annotations
 
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from probe_runs import SHARDED, assert_same_weights, numbers_of
 
 from rlframework import run
 from rlframework.configure import config_yaml
+from rlframework.errors import WriteError
+from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
 from rlframework.training.checkpoints import checkpoints_in
 
@@ -74,3 +77,16 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_with_one_error(run_config, 
     run(run_config("sft", *keys, f"algorithm.num_steps={more}", f"output_dir={tmp_path / 'whole'}"))
     assert_same_weights(tmp_path / "whole", out)
     assert numbers_of(tmp_path / "whole").items() <= numbers_of(out).items()
+
+
+def test_a_folder_that_is_removed_during_the_run_is_one_error(run_config, tmp_path, monkeypatch):
+    out, train = tmp_path / "run", Policy.train
+
+    def removing(self, *args, **kwargs):
+        shutil.rmtree(out)
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "train", removing)
+    with pytest.raises(WriteError, match=f"{out} was removed or moved during the run"):
+        run(run_config("sft", f"output_dir={out}", "checkpoints.every=1", "observers.jsonl=false"))
+    assert not (out / "checkpoints").exists()
