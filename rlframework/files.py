@@ -39,8 +39,8 @@ _REASONS = {
     errno.ENAMETOOLONG: "a name in the path is too long; choose a shorter one",
     errno.EISDIR: "it is a directory; choose another name",
 }
-_TORCH_FAILED = ("inline_container", "iostream error", "PytorchStreamWriter")
-"""Words of the errors of torch's own writer, which does not say why it failed."""
+_TORCH_FAILED = re.compile(r"iostream error|PytorchStreamWriter|inline_container.*unexpected pos")
+"""Matches the errors of torch's own writer, which does not say why it failed."""
 _TEMPORARY = re.compile(r"(^|/)\.([^/]+)\.[0-9a-f]{12}\.(tmp|old)(?=/|$)")
 _BYTES_SHOWN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -211,15 +211,15 @@ def _errors_in(error: BaseException) -> Iterator[BaseException]:
 def _reason(error: BaseException, path: Path | None) -> str | None:
     """Why `path` cannot be written, if `error` says so; torch and libraries in Rust report the number in the text."""
     text = str(error)
-    number = error.errno if isinstance(error, OSError) else None
+    number = error.errno or 0 if isinstance(error, OSError) else 0
     for each in () if number else _REASONS:
         if re.search(rf"{re.escape(os.strerror(each))} \((os error )?{each}\)", text):
             number = each
-    if number is None and "Parent directory" in text:
+    if not number and "Parent directory" in text:
         number = errno.ENOENT
     if number in _DISK or (number in _REASONS and path is not None and _is_beside(error, path)):
         return _REASONS[number] + (_sizes(path) if number in _BYTES_SHOWN else "")
-    if isinstance(error, RuntimeError) and any(words in text for words in _TORCH_FAILED):
+    if path is not None and isinstance(error, RuntimeError) and _TORCH_FAILED.search(text):
         first_line = text.partition("\n")[0]
         return f"torch reports {first_line!r}, as on a full disk; {_FREE_SPACE}{_sizes(path)}"
     return None
