@@ -13,14 +13,20 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rlframework import __version__
-from rlframework.errors import RLFrameworkError, UserError
+from rlframework.errors import RLFrameworkError, UserError, WriteError
+from rlframework.files import writing
 from rlframework.logs import log_to_stderr
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line, the entry point of `rlframework`. Always raises `SystemExit`."""
     log_to_stderr()
-    app(args=list(args) if args is not None else None, prog_name="rlframework")
+    try:
+        with writing(None):
+            app(args=list(args) if args is not None else None, prog_name="rlframework")
+    except WriteError as error:  # of an option that prints something
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 class _Group(TyperGroup):
@@ -29,7 +35,8 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command of `ctx`."""
         try:
-            return super().invoke(ctx)
+            with writing(None):
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
             _report(str(error) or "interrupted", error, ctx)
             raise typer.Exit(getattr(error, "exit_code", 130)) from None

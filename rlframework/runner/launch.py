@@ -22,7 +22,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
 from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
-from rlframework.files import exclusive_directory, write_atomically
+from rlframework.files import AppendedFile, exclusive_directory, remove_temporary, write_atomically
 from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.plugins.manager import PluginManager, create_manager
@@ -129,6 +129,7 @@ def _train(
         training = algorithm(parts)
         if first:
             lock()
+            remove_temporary(folder)
             if starts:
                 check_output_dir(config)  # again, because another process may have trained in the folder since
             # it has the secrets that the configuration spells out, which a resumed run needs
@@ -198,8 +199,8 @@ def run_with_restarts(
                 "waited": seconds,
                 "error": f"{type(error).__name__}: {text}",
             }
-        with (config.output_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(facts, ensure_ascii=False) + "\n")
+        with closing(AppendedFile(config.output_dir / RESTARTS_FILE)) as file:
+            file.write((json.dumps(facts, ensure_ascii=False) + "\n").encode())
         wait(seconds)
         drop_steps_after(config.output_dir, step)
         if reached is None:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rlframework.errors import DataError
-from rlframework.files import reporting_full_disk
+from rlframework.files import writing
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading
@@ -113,7 +113,7 @@ class DirectorySave(SharedDirectory):
 
     def write(self) -> None:
         """Write this rank's shards."""
-        with reporting_full_disk(self.path):
+        with writing(self.path):
             self._results = self._writer.write_data(self._plan, self._planner).wait()
             own = self.folder.glob(f"__{self._context.rank}_*{SHARD_SUFFIX}")
             self._checksums = {path.name: describe_file(path) for path in own}

@@ -288,9 +288,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
         """The environment variables of a worker."""
         node = self._placements[rank].node_id
         cores = int(self._machines[node].total.get("CPU", 0))
-        return machine.worker_environment(
+        given = machine.worker_environment(
             self._nodes[node], self._config.environment, cores=cores, one_machine=len(self._nodes) == 1
         )
+        return self._temporary.environment(given) if runtime.is_private() else given
 
     def _address(self) -> str:
         return self.cluster.address_of(self._placements[0])
