@@ -55,7 +55,7 @@ PRELOADED = (
     "rlframework.policy.worker",
     "rlframework.generation.transformers_engine",
     "rlframework.generation.worker",
-    "rlframework.workers.freeze_imports",
+    "rlframework.workers.fork_server",
 )
 """Imported by the process that workers are forked from: slow imports without side effects, except for the last."""
 
