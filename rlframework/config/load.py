@@ -6,7 +6,6 @@ This module does not interpret the keys; `rlframework.configure` validates the r
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -16,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
+from rlframework.config.problems import shortened
 from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
 
@@ -117,6 +117,8 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
     layers: list[Tree] = []
     for name in names:
         parent = (path.parent if path else Path()) / name
+        if "\0" in name:
+            raise ConfigError(f"`defaults` in {where}: {name!r} has a NUL character, as no path does")
         if parent.resolve() in above:
             chain = " -> ".join(str(item) for item in (*above, parent.resolve()))
             raise ConfigError(f"`defaults` are circular: {chain}")
@@ -129,6 +131,7 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
 def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
     removes = override.startswith("~") and "=" not in override
     key, equals, text = (override[1:], "", "") if removes else override.partition("=")
+    override = shortened(override, 200)
     if not (removes or equals) or not _KEY.fullmatch(key) or key.count(".") > DEEPEST:
         raise ConfigError(
             f"`{override}` is not a valid override: write `key=value` with a dotted key and a YAML value, "
@@ -148,6 +151,8 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"override `{override}`: {_reason(error)}") from None
+    except ValueError:  # a name where a list has an index
+        raise ConfigError(f"override `{override}`: the items of a list are numbered: `list.0=value`") from None
     origins[tuple(int(part) if str(part).isdigit() else part for part in keys)] = f"override `{override}`"
 
 
@@ -171,7 +176,7 @@ def _plain(value: Any, keys: Keys) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return textwrap.shorten(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
+    return shortened(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
 
 
 def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:
