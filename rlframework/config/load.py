@@ -6,7 +6,6 @@ This module does not interpret the keys; `rlframework.configure` validates the r
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -17,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
+from rlframework.config.problems import shortened
 from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
 
@@ -135,6 +135,8 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
     layers: list[Tree] = []
     for name in names:
         parent = (path.parent if path else Path()) / name
+        if "\0" in name:
+            raise ConfigError(f"`defaults` in {where}: {name!r} has a NUL character, as no path does")
         if parent.resolve() in above:
             chain = " -> ".join(str(item) for item in (*above, parent.resolve()))
             raise ConfigError(f"`defaults` are circular: {chain}")
@@ -148,6 +150,7 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
     """Change `merged` and `origins`; return the keys that have a value from `override`."""
     removes = override.startswith("~") and "=" not in override
     key, equals, text = (override[1:], "", "") if removes else override.partition("=")
+    override = shortened(override, 200)
     if not (removes or equals) or not _KEY.fullmatch(key) or key.count(".") > DEEPEST:
         raise ConfigError(
             f"`{override}` is not a valid override: write `key=value` with a dotted key and a YAML value, "
@@ -167,6 +170,8 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"override `{override}`: {_reason(error)}") from None
+    except ValueError:  # a name where a list has an index
+        raise ConfigError(f"override `{override}`: the items of a list are numbered: `list.0=value`") from None
     keys = tuple(int(part) if str(part).isdigit() else part for part in keys)
     origins[keys] = f"override `{override}`"
     return set(leaves(value, keys))
@@ -192,7 +197,7 @@ def _plain(value: Any, keys: Keys) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return textwrap.shorten(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
+    return shortened(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
 
 
 def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:
