@@ -45,9 +45,8 @@ def write_atomically(path: str | Path, data: str | bytes, *, private: bool = Fal
     with _user_errors(path, _REASONS):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with new.open("xb") as file:
-                if private:
-                    os.fchmod(file.fileno(), 0o600)
+            mode = 0o600 if private else 0o666  # from the start, or a reader could open it before
+            with open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

@@ -14,7 +14,8 @@ from typer.core import TyperGroup
 
 from rlframework import __version__
 from rlframework.errors import RLFrameworkError, UserError
-from rlframework.logs import log_to_stderr
+from rlframework.logs import log_to_stderr, printable
+from rlframework.secrets import hide_in_text
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -46,8 +47,8 @@ class _Group(TyperGroup):
 
 def _report(message: str, error: BaseException, ctx: Any) -> None:
     if ctx.find_root().meta.get(_DEBUG):
-        traceback.print_exception(error)
-    print(message, file=sys.stderr)
+        message = f"{''.join(traceback.format_exception(error))}{message}"
+    print(printable(hide_in_text(message)), file=sys.stderr)
 
 
 _DEBUG = "rlframework.debug"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlframework.errors import DataError
+from rlframework.logs import printable
 from rlframework.observers.environment import run_id
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 
@@ -51,7 +52,8 @@ class JsonlObserver:
             SAMPLES_FILE: [{"run": self._run_id, **asdict(sample)} for sample in samples],
         }
         for name, file in self._files.items():
-            file.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows[name])
+            lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in rows[name])
+            file.writelines(printable(line) + "\n" for line in lines)
             file.flush()
 
     def close(self, state: str = "finished") -> None:

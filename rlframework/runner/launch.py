@@ -34,7 +34,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
 from rlframework.files import exclusive_directory, write_atomically
-from rlframework.logs import ProgressCallback, log_to_stderr
+from rlframework.logs import ProgressCallback, log_to_stderr, printable
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.parts import (
@@ -200,7 +200,7 @@ def run_with_restarts(
                 "error": f"{type(error).__name__}: {text}",
             }
         with (config.output_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(facts, ensure_ascii=False) + "\n")
+            file.write(printable(json.dumps(facts, ensure_ascii=False)) + "\n")
         wait(seconds)
         drop_steps_after(config.output_dir, step)
         if reached is None:

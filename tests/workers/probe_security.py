@@ -89,8 +89,9 @@ def main():
         time.sleep(0.05)
     seen["left"] = [process.name() for process in processes()[1:]]
     seen["still listening"] = listening()
-    secret = os.environ["PLANTED_SECRET"].encode()
-    seen["logs"] = [str(path) for path in logs.rglob("*") if path.is_file() and secret in path.read_bytes()]
+    secrets = [os.environ[name].encode() for name in ("PLANTED_SECRET", "NAMED_TOKEN")]
+    files = [path for path in logs.rglob("*") if path.is_file()]
+    seen["logs"] = [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
     seen["files"] = sum(path.is_file() for path in logs.rglob("*"))
     seen["after"] = dict(os.environ)
     print(json.dumps(seen))
