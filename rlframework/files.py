@@ -156,14 +156,22 @@ def remove_directory(path: str | Path) -> None:
     """Remove a directory atomically: it either exists in full under its name or not at all."""
     aside = _beside(Path(path), "old")
     os.rename(path, aside)
-    shutil.rmtree(aside)
+    _remove(aside)
 
 
 def remove_temporary_directories(folder: str | Path) -> None:
     """Remove temporary directories that killed processes left in `folder` while writing or removing others."""
     for path in Path(folder).glob(".*"):
         if path.suffix in (".tmp", ".old") and path.is_dir():
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or a link without what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -182,10 +190,7 @@ def _swap(new: Path, path: Path) -> None:
     except BaseException:
         os.rename(aside, path)
         raise
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside)
-    else:
-        aside.unlink()
+    _remove(aside)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ supports.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from rlframework.models.file_weights import FileLayout, FileWeight, by_file_name
 from rlframework.models.named_tensors import named_tensors
 from rlframework.models.replacing import replacing
 from rlframework.models.rotary import rotate_by_sequence
+from rlframework.policy.checkpoint.manifest import require_inside
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors
 from rlframework.policy.head.patch import output_head
 
@@ -45,6 +47,9 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     transformers.utils.logging.disable_progress_bar()
     model_config = load_config(config)
     try:
+        for index in Path(config.model_name).glob("*.index.json"):  # transformers opens whatever these name
+            for name in json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values():
+                require_inside(name)
         model, found = auto_class(model_config, config.head).from_pretrained(
             config.model_name,
             config=model_config,
