@@ -30,6 +30,7 @@ from rlframework.logs import log_to_stderr
 from rlframework.plugins.loading import load_target
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import HostFailure, as_exception
+from rlframework.workers.temporary import TemporaryFolder
 
 _LOG = logging.getLogger(__name__)
 _GRACE = 1.0
@@ -44,7 +45,7 @@ _LIVE: weakref.WeakSet[RemoteWorkerGroup] = weakref.WeakSet()
 
 
 class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
-    """One process per rank of `sharding`, each with a `WorkerHost`."""
+    """One process per rank of `sharding`, each with a `WorkerHost`. Processes on this machine share a TMPDIR."""
 
     def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
         check_ranks(sharding, sharding.size)
@@ -55,6 +56,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         self._gone: bool | None = None
         self._driver = os.getpid()
         self._pids: dict[int, tuple[int, str]] = {}
+        self._temporary = TemporaryFolder(self._config.environment.get("TMPDIR"))
         _LIVE.add(self)
         self._started = time.monotonic()
         try:
@@ -240,6 +242,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
             self._on_ended()
             _LIVE.discard(self)
             self._gone = gone
+            self._temporary.remove()
         return self._gone
 
 
