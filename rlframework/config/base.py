@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """One section of the configuration. Plugins derive their sections from this class."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 @dataclass(frozen=True)

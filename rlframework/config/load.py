@@ -6,7 +6,6 @@ This module does not interpret the keys; `rlframework.configure` validates the r
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -17,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
+from rlframework.config.problems import shortened
 from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
 
@@ -96,13 +96,30 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return [(str(index), item) for index, item in enumerate(value)] if isinstance(value, list) else []
 
 
-def escape_interpolation(value: Any) -> Any:
-    """Escape every `${` in `value`, so that loading it returns the same text."""
-    if isinstance(value, str):
-        return _BEFORE_INTERPOLATION.sub(r"\1\1\\${", value)
+def escape_interpolation(value: Any, variables: Mapping[str, str] | None = None) -> Any:
+    """Escape every `${` in `value`, so that loading it returns the same text.
+
+    `variables`: names of environment variables by their values. `${oc.env:NAME}` replaces these values, so loading
+    returns the same text where the environment has them.
+    """
+    named = {text: name for text, name in (variables or {}).items() if re.fullmatch(r"[A-Za-z_]\w*", name)}
+    return _escaped(value, named, re.compile(f"({'|'.join(map(re.escape, named)) or '(?!)'})"))
+
+
+def _escaped(value: Any, named: Mapping[str, str], pattern: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: escape_interpolation(item) for key, item in value.items()}
-    return [escape_interpolation(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _escaped(item, named, pattern) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item, named, pattern) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = ""
+    for index, part in enumerate(pattern.split(value)):
+        if index % 2:  # backslashes before it would escape it
+            text = re.sub(r"\\+$", r"\g<0>\g<0>", text) + f"${{oc.env:{named[part]}}}"
+        else:
+            text += _BEFORE_INTERPOLATION.sub(r"\1\1\\${", part)
+    return text
 
 
 def _layers(source: Source) -> list[Tree]:
@@ -129,12 +146,14 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
     names = layer.values.pop(INHERIT, None)
     where = layer.origins.get((INHERIT,), "the configuration")
     names = [names] if isinstance(names, str) else (names or [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
         raise ConfigError(f"`defaults` in {where} must be a file name or a list of file names, given {names!r}")
     above = (*above, path.resolve()) if path else above
     layers: list[Tree] = []
     for name in names:
         parent = (path.parent if path else Path()) / name
+        if "\0" in name:
+            raise ConfigError(f"`defaults` in {where}: {name!r} has a NUL character, as no path does")
         if parent.resolve() in above:
             chain = " -> ".join(str(item) for item in (*above, parent.resolve()))
             raise ConfigError(f"`defaults` are circular: {chain}")
@@ -148,6 +167,7 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
     """Change `merged` and `origins`; return the keys that have a value from `override`."""
     removes = override.startswith("~") and "=" not in override
     key, equals, text = (override[1:], "", "") if removes else override.partition("=")
+    override = shortened(override, 200)
     if not (removes or equals) or not _KEY.fullmatch(key) or key.count(".") > DEEPEST:
         raise ConfigError(
             f"`{override}` is not a valid override: write `key=value` with a dotted key and a YAML value, "
@@ -167,6 +187,8 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"override `{override}`: {_reason(error)}") from None
+    except ValueError:  # a name where a list has an index
+        raise ConfigError(f"override `{override}`: the items of a list are numbered: `list.0=value`") from None
     keys = tuple(int(part) if str(part).isdigit() else part for part in keys)
     origins[keys] = f"override `{override}`"
     return set(leaves(value, keys))
@@ -192,7 +214,7 @@ def _plain(value: Any, keys: Keys) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return textwrap.shorten(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
+    return shortened(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
 
 
 def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from shutil import which
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from rlframework.config.base import NeedsTrust, Section
+from rlframework.config.numbers import Workers
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
@@ -36,7 +37,7 @@ class DTensorConfig(Section):
     compile: bool = Field(
         False, description="compile each block with torch.compile: the first steps take a minute, later ones are faster"
     )
-    replicate: PositiveInt = Field(
+    replicate: Workers = Field(
         1, description="replicas of the weights among the data-parallel workers (HSDP); 1: shard over all of them"
     )
     custom_parallel_plan: Annotated[str | None, NeedsTrust("calls this function")] = Field(
