@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlframework.config.base import Section
+from rlframework.config.base import NeedsTrust, Section
 from rlframework.config.numbers import Coefficient, Count, Limit, Tokens, TokensOrZero
 from rlframework.config.sections import AlgorithmConfig
 
@@ -28,7 +28,9 @@ class OwnLossConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field(description="import path `module:name`, such as my_losses:MyLoss")
+    name: Annotated[str, NeedsTrust("calls this function with the arguments in its file")] = Field(
+        description="import path `module:name`, such as my_losses:MyLoss"
+    )
 
     @field_validator("name")
     @classmethod

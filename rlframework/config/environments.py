@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlframework.config.base import Section, import_path
+from rlframework.config.base import ImportsCode, Section, import_path
 from rlframework.config.numbers import Coefficient, Fraction, Seconds, Steps, Workers
 from rlframework.config.sections import EnvironmentConfig
 
@@ -148,7 +148,9 @@ class DatasetConfig(EnvironmentConfig):
         description="how completions are scored. none: not at all (for sft); exact: by exact match; math: by "
         "math-verify, where the reference answer may be a text that ends in `#### result`",
     )
-    reward: str | None = Field(None, description="import path of your reward function, an alternative to `check`")
+    reward: Annotated[str | None, ImportsCode()] = Field(
+        None, description="import path of your reward function, an alternative to `check`"
+    )
     reward_timeout: Seconds | None = Field(
         60.0,
         description="time limit of the reward function in seconds, per completion, or per step for a batched function; "

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from rlframework.config.base import Section
+from rlframework.config.base import NeedsTrust, Section
 from rlframework.config.numbers import (
     Coefficient,
     Count,
@@ -183,4 +183,6 @@ class PolicyConfig(Section):
     )
     offload: OffloadConfig = OffloadConfig()
     lora: LoraConfig | None = None
-    trust_remote_code: bool = Field(False, description="allow running Python code that is part of the model's files")
+    trust_remote_code: Annotated[bool, NeedsTrust("runs Python code from the model's files")] = Field(
+        False, description="allow running Python code that is part of the model's files"
+    )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from rlframework.config.base import Section
+from rlframework.config.base import ImportsCode, NeedsTrust, Section
 from rlframework.config.numbers import (
     Count,
     CountOrZero,
@@ -46,14 +46,19 @@ class WorkerGroupConfig(Section):
 class RemoteGroupConfig(WorkerGroupConfig):
     """Workers in separate processes. They inherit only the listed environment variables of the driver."""
 
-    environment: dict[str, str] = Field({}, description="environment variables to set for the workers, by name")
+    environment: Annotated[
+        dict[str, str],
+        NeedsTrust("sets environment variables of the workers, with which Python loads code (LD_PRELOAD, PYTHONPATH)"),
+    ] = Field({}, description="environment variables to set for the workers, by name")
     pass_environment: tuple[str, ...] = Field((), description="environment variables of the driver to pass on, by name")
 
 
 class RayGroupConfig(RemoteGroupConfig):
     """Workers as Ray actors, on one machine or several."""
 
-    address: str | None = Field(
+    address: Annotated[
+        str | None, NeedsTrust("connects to this Ray cluster, whose processes can run code in this one", ("auto",))
+    ] = Field(
         None,
         description="address of a running Ray cluster, `host:port` or `auto`; null: RAY_ADDRESS if set, otherwise the "
         "run starts a local Ray instance and stops it at the end",
@@ -62,12 +67,12 @@ class RayGroupConfig(RemoteGroupConfig):
     placement: Literal["pack", "spread"] = Field(
         "pack", description="without workers_per_node: pack onto as few nodes as possible, or spread over as many"
     )
-    listen: str = Field(
+    listen: Annotated[str, NeedsTrust("lets other machines run code in Ray, which asks no password")] = Field(
         "127.0.0.1",
         description="address on which the local Ray instance of this run listens; the loopback default makes it "
         "unreachable from other machines. On a multi-node cluster, workers listen on their nodes' addresses",
     )
-    python: str | None = Field(
+    python: Annotated[str | None, NeedsTrust("starts this program")] = Field(
         None,
         description="Python executable for the workers, present on every node, with the same versions of Python and "
         "Ray; null: the one that the backend names, otherwise that of the cluster or of the driver",
@@ -81,7 +86,9 @@ class GenerationWorkersConfig(Section):
         "processes", description="where the engines run; `inline`: a single engine in the driver process"
     )
     num_workers: Workers = Field(1, description="engines; each holds the whole model and takes a share of prompts")
-    python: str | None = Field(None, description="Python of another environment for the engines; requires `group: ray`")
+    python: Annotated[str | None, NeedsTrust("starts this program")] = Field(
+        None, description="Python of another environment for the engines; requires `group: ray`"
+    )
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
@@ -171,7 +178,7 @@ class WandbConfig(Section):
 class MlflowConfig(Section):
     """Report to MLflow. Requires the extra `mlflow`."""
 
-    tracking_uri: str | None = Field(
+    tracking_uri: Annotated[str | None, NeedsTrust("sends metrics, settings and samples to this address")] = Field(
         None, description="http://... or sqlite:///file; null: MLFLOW_TRACKING_URI if set, else MLflow's default"
     )
     experiment: str = Field("rlframework", description="experiment to log the run to")
@@ -268,7 +275,9 @@ class RunConfig(Section):
     seed: Seed = Field(0, description="random seed for data order, sampling, and environments")
     output_dir: Path = Field(Path("runs/run"), description="directory for metrics, samples, checkpoints and the model")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if available")
-    plugins: tuple[str, ...] = Field((), description="Python modules to load as plugins, besides the installed ones")
+    plugins: Annotated[tuple[str, ...], ImportsCode()] = Field(
+        (), description="Python modules to load as plugins, besides the installed ones"
+    )
     algorithm: SerializeAsAny[AlgorithmConfig]
     policy: SerializeAsAny[PolicyConfig]
     environment: SerializeAsAny[EnvironmentConfig]

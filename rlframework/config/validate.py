@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlframework.config.hints import key_paths, unknown_key_hint
-from rlframework.config.problems import NOT_GIVEN, Problem
+from rlframework.config.problems import MOST, NOT_GIVEN, Problem
 from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import Keys, Tree
 
@@ -63,7 +63,7 @@ def _problems(
         path, value = tuple(map(str, keys)), tree.get(keys)
         message = _message(kind, item["msg"], item.get("ctx", {}))
         problem = Problem(".".join(path), message, given=value, origin=tree.origin(keys))
-        if kind == "extra_forbidden":
+        if kind == "extra_forbidden" and len(by_key) < MOST:
             problem = replace(problem, hint=elsewhere.get(keys) or unknown_key_hint(path, value, model))
         elif kind == "missing":
             info = key_paths(model).get(path)

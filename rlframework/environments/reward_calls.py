@@ -148,9 +148,7 @@ def serve(descriptor: int, stack: int) -> None:
     """
     for inherited in (descriptor, stack):
         os.set_inheritable(inherited, False)
-    if sys.platform == "linux":  # end with the driver, even while no thread of this process can run
-        parent_died = 1
-        ctypes.CDLL(None).prctl(parent_died, signal.SIGKILL)
+    _end_together((descriptor, stack))
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     link = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver has exited
@@ -173,6 +171,30 @@ def serve(descriptor: int, stack: int) -> None:
             except UserError as error:
                 failure = error
             link.send(failure)
+
+
+def _end_together(descriptors: Iterable[int]) -> None:
+    """End this process with the driver, and everything in its process group with this process. Linux only.
+
+    The kernel does the first even while no thread of this process can run. A child, which closes its `descriptors`,
+    does the second: it outlives this process long enough to kill the processes that the function has started.
+    """
+    if sys.platform != "linux":
+        return
+    when_parent_ends, parent = 1, os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+    prctl(when_parent_ends, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if os.fork() == 0:
+        try:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            prctl(when_parent_ends, signal.SIGTERM)
+            if os.getppid() == parent:
+                signal.sigwait({signal.SIGTERM})
+        finally:
+            os.killpg(0, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _failure_of(error: BaseException) -> Failure:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
 import types
@@ -142,6 +145,53 @@ def test_debug_shows_the_traceback_before_or_after_the_command(
 def test_wrong_arguments_end_with_2(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     assert call(*args) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_arguments_that_are_no_text_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["config", "\udcff.yaml"], ["config", "run.yaml", "a=\0"], ["\udcff"], ["report", "--out", "\0" * 9]):
+        assert call(*words) == 2
+        assert capsys.readouterr().err.startswith("error: the argument '\\")
+
+
+@pytest.mark.parametrize("words", [["new-backend", "x", "--directory"], ["report"], ["report", ".", "--out"]])
+def test_a_path_that_no_file_can_have_ends_with_2(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert call(*words, "x" * 5000) == 2
+    assert "unexpected" not in capsys.readouterr().err
+
+
+class _Full(io.StringIO):
+    """Standard output on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["schema"], ["plugins"]])
+def test_output_on_a_full_disk_is_one_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", _Full())
+    assert call(*words) == 1
+    text = capsys.readouterr().err
+    assert "No space left on device" in text
+    assert "Traceback" not in text
+
+
+def test_characters_that_the_locale_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert call("config", "run.yaml", "output_dir=caf\u00e9") == 0
+    out.flush()
+    assert b"output_dir: caf\\xe9\n" in out.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 20), ("1", 20), ("999999999", 1000)])
+def test_no_width_of_the_terminal_empties_or_fills_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert call("plugins") == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) == width
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
-from rlframework.config.base import Section
+from rlframework.config.base import NeedsTrust, Section
 from rlframework.config.numbers import Coefficient, Fraction, Steps
 from rlframework.config.policy import PolicyConfig
 from rlframework_deepspeed.rejected_keys import REJECTED, switched_off
@@ -198,7 +198,7 @@ class DeepSpeedConfig(Keys):
         None, description="grad_accum_dtype: dtype in which gradients of microbatches are added; default: the precision"
     )
     comms_logger: Table = None
-    flops_profiler: Table = None
+    flops_profiler: Annotated[Table, NeedsTrust("overwrites the file that it names as output_file")] = None
     timers: Table = None
     wall_clock_breakdown: Switch = None
     memory_breakdown: Switch = None
