@@ -159,9 +159,15 @@ def _require_described(config: PolicyConfig, model_config: Any) -> None:
             model = auto_class(model_config, config.head).from_config(
                 copy.deepcopy(model_config), dtype=torch.float32, trust_remote_code=config.trust_remote_code
             )
-            layout = FileLayout.of(model)
     except Exception as error:
+        if "meta" in str(error):  # it reads values while it is built; it is compared when it is loaded as a whole
+            return
         raise invalid_config(config.model_name, error) from error
+    try:
+        layout = FileLayout.of(model)
+    except Exception as error:  # noqa: BLE001 - such a kind is rejected by name, or loaded and compared as a whole
+        logger.debug("the files of %s are not compared before they are loaded: %r", config.model_name, error)
+        return
     files = ModelFiles(folder, layout.weights, f"{model.base_model_prefix}.", layout.other_names, model_config)
     if not files.missing:
         files.require_used(model, model_config, config.head)
