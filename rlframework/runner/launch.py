@@ -21,8 +21,8 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Parts, RunResult
 from rlframework.config.sections import RunConfig
+from rlframework.config.trust import require_own_files
 from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
 from rlframework.files import AppendedFile, exclusive_directory, remove_temporary, write_atomically
@@ -93,11 +94,9 @@ def run(
     if checkpoint is None:
         check_output_dir(config, overwrite)
     require_models(config)
-    from rlframework.training.checkpoints import handling
-
     manager = manager or create_manager(config.plugins)
     # SIGTERM raises, so that workers and observers shut down; the training loop has its own handler
-    with handling(_terminate, signal.SIGTERM), ExitStack() as stack:
+    with _raising_on_sigterm(), ExitStack() as stack:
         lock = cache(lambda: stack.enter_context(exclusive_directory(config.output_dir)))
         return run_with_restarts(
             config, lambda attempt: _train(config, manager, attempt, lock, overwrite), checkpoint=checkpoint
@@ -234,15 +233,32 @@ def _report_limitations(config: RunConfig) -> None:
     _LOG.warning("note: fault_tolerance.max_restarts=%d, but %s", config.fault_tolerance.max_restarts, why)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise RunTerminated("terminated")
+@contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """Raise `RunTerminated` on SIGTERM, also where Ray, while it waits, replaces it by a `KeyboardInterrupt`."""
+    from rlframework.training.checkpoints import handling
+
+    received: list[int] = []
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise RunTerminated
+
+    with handling(terminate, signal.SIGTERM):
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if received and not isinstance(error, RunTerminated):
+                raise RunTerminated from error
+            raise
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
+def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, trust_run: bool = False) -> RunResult:
     """Resume the run in `run_dir` from its newest checkpoint; the numbers equal those of an uninterrupted run.
 
     `overrides` change its configuration, for example `algorithm.num_steps=200`. Raises `ConfigError` if the folder has
-    no run or no checkpoint.
+    no run or no checkpoint, or if its configuration asks for what only a run that is trusted may (`config.trust`);
+    `trust_run` says that it is.
     """
     from rlframework.training.checkpoints import newest_checkpoint
 
@@ -255,7 +271,11 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
             f"{str(run_dir)!r} has no checkpoint to resume from: the run ended before it wrote one. Start it again "
             "with --overwrite or in another output_dir; checkpoints.every=N writes one every N steps"
         )
-    return run(load_config(path, [*overrides, f"output_dir={run_dir}"]), checkpoint=checkpoint)
+    source = None if trust_run else Path(run_dir)
+    if source is not None:
+        require_own_files(source)
+    config = load_config(path, [*overrides, f"output_dir={run_dir}"], run=source)
+    return run(config, checkpoint=checkpoint)
 
 
 def dry_run(config: RunConfig, *, overwrite: bool = False, planned: PlannedGpus | None = None) -> Estimate:

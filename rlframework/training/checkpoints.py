@@ -204,7 +204,7 @@ class Checkpoints:
 
         def request_stop(number: int, frame: FrameType | None) -> None:
             if self._stop is not None:
-                raise KeyboardInterrupt
+                raise RunTerminated("interrupted before the end of the step", number)
             self._stop = signal.Signals(number)
             _LOG.warning("stopping after this step, with a checkpoint; a second signal stops immediately")
 

@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from functools import partial
 from multiprocessing import connection, forkserver, get_context
@@ -55,7 +55,7 @@ PRELOADED = (
     "rlframework.policy.worker",
     "rlframework.generation.transformers_engine",
     "rlframework.generation.worker",
-    "rlframework.workers.freeze_imports",
+    "rlframework.workers.fork_server",
 )
 """Imported by the process that workers are forked from: slow imports without side effects, except for the last."""
 
@@ -98,7 +98,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _shared(self, value: Any) -> Any:
         return _Pickled(value)
 
-    def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
+    def _wait_any(self, refs: Mapping[Any, int], timeout: float) -> list[Any]:
         return list(futures.wait(refs, timeout, return_when=futures.FIRST_COMPLETED).done)
 
     def _result(self, rank: int, ref: Any) -> Any:

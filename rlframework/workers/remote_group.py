@@ -82,8 +82,11 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         """
 
     @abstractmethod
-    def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
-        """Wait until any of `refs` has a result, and return those that have; empty after `timeout` seconds."""
+    def _wait_any(self, refs: Mapping[Any, int], timeout: float) -> list[Any]:
+        """Wait until any of `refs`, given with their ranks, has a result, and return those that have.
+
+        Empty after `timeout` seconds.
+        """
 
     @abstractmethod
     def _result(self, rank: int, ref: Any) -> Any:
@@ -219,7 +222,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         failures: dict[int, HostFailure] = {}
         while pending:
             left = min(max(until - time.monotonic(), 0.0), _LONGEST_WAIT)
-            ready = self._wait_any(list(pending), left)
+            ready = self._wait_any(pending, left)
             if not ready:
                 break
             for ref in ready:

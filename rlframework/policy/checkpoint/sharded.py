@@ -186,7 +186,10 @@ class CheckpointSave:
             self._thread.join()
 
 
-_METADATA = "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
+_METADATA = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata"
+)
 _PATHS = "Path PosixPath PurePosixPath"
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": [*_METADATA.split(), "_MEM_FORMAT_ENCODING"],
@@ -210,6 +213,13 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def read_index(path: Path) -> Metadata:
+    """Read the index `path` of a DCP checkpoint without running code. Raises `DataError` if that is not possible."""
+    with reading(path), path.open("rb") as file:
+        index: Metadata = _IndexUnpickler(file).load()
+    return index
+
+
 class _SlicePlanner(DefaultLoadPlanner):
     """Reads one slice of one tensor into `target`."""
 
@@ -227,9 +237,8 @@ class SavedShards(Saved):
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / INDEX
+        index = read_index(path)
         with reading(path):
-            with path.open("rb") as file:
-                index: Metadata = _IndexUnpickler(file).load()
             entries = index.state_dict_metadata
             tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
             for entry in tensors.values():  # a pickle can be intact and contain something else
