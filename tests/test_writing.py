@@ -107,7 +107,7 @@ def test_a_folder_that_is_removed_meanwhile_is_told(tmp_path: Path, write: Calla
         write(folder)
 
     with (
-        pytest.raises(WriteError, match="model: its directory is missing"),
+        pytest.raises(WriteError, match="model: its directory was removed"),
         replacing_directory(tmp_path / "model") as at,
     ):
         removed(at)
