@@ -29,7 +29,7 @@ from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
 from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, Capability, PolicyWorkerRecord, Record
-from rlframework.secrets import refer_to_environment
+from rlframework.secrets import secrets_of_environment
 
 OPEN_SECTIONS: Mapping[str, type[Record]] = {
     record_type.key.removesuffix(".name"): record_type
@@ -125,7 +125,7 @@ def config_yaml(config: RunConfig) -> str:
 
     Secrets of the environment are written as references to their variables; see `rlframework.secrets`.
     """
-    return to_yaml(refer_to_environment(escape_interpolation(dump_config(config))))
+    return to_yaml(escape_interpolation(dump_config(config), secrets_of_environment()))
 
 
 def config_schema(manager: PluginManager) -> dict[str, Any]:

@@ -60,9 +60,8 @@ def write_atomically(path: str | Path, data: str | bytes, *, private: bool = Fal
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with new.open("xb") as file:
-                if private:
-                    os.fchmod(file.fileno(), 0o600)
+            mode = 0o600 if private else 0o666  # from the start, or a reader could open it before
+            with open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -282,7 +281,7 @@ def remove_directory(path: str | Path) -> None:
     aside = _beside(Path(path), "old")
     with writing(path):
         os.rename(path, aside)
-        shutil.rmtree(aside)
+        _remove(aside)
 
 
 def remove_temporary(folder: str | Path) -> None:
@@ -290,7 +289,15 @@ def remove_temporary(folder: str | Path) -> None:
     for path in [*Path(folder).glob(".*"), *Path(folder).glob("*/.*")]:
         if _TEMPORARY.fullmatch(path.name):
             with writing(path):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a directory, or a link without what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -309,10 +316,7 @@ def _swap(new: Path, path: Path) -> None:
     except BaseException:
         os.rename(aside, path)
         raise
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside)
-    else:
-        aside.unlink()
+    _remove(aside)
 
 
 def _sync(path: Path) -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from rlframework.errors import UserError, WriteError
-from rlframework.files import check_writable, replacing_directory, write_atomically
+from rlframework.files import (
+    check_writable,
+    remove_directory,
+    remove_temporary,
+    replacing_directory,
+    write_atomically,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -188,3 +194,22 @@ def test_a_full_disk_in_the_block_is_told_and_other_errors_are_the_blocks_own(tm
     with pytest.raises(PermissionError), replacing_directory(tmp_path / "model"):
         raise PermissionError(errno.EACCES, "reading something else", "/elsewhere/file")
     assert names(tmp_path) == []
+
+
+def test_a_private_file_is_private_before_it_has_a_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(os, "fsync", lambda file: modes.append(stat.S_IMODE(os.fstat(file).st_mode)))
+    monkeypatch.setattr(os, "fchmod", fail_with(errno.EPERM))
+    write_atomically(tmp_path / "ours", "x", private=True)
+    assert modes[0] == stat.S_IMODE((tmp_path / "ours").stat().st_mode) == 0o600
+
+
+def test_links_are_removed_and_not_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").touch()
+    (tmp_path / "run").mkdir()
+    for name in (".step.0123456789ab.tmp", "step-1"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "theirs")
+    remove_temporary(tmp_path / "run")
+    remove_directory(tmp_path / "run" / "step-1")
+    assert (names(tmp_path / "run"), names(tmp_path / "theirs")) == ([], ["file"])

@@ -23,6 +23,7 @@ from rlframework.interfaces.environment import Sample, Split
 from rlframework.interfaces.loss import LossFunction
 from rlframework.observers.services import flatten
 from rlframework.plugins.user_defined import load_loss
+from rlframework.secrets import hide_secrets
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
 
@@ -124,8 +125,8 @@ def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:
                 f"{where} algorithm.{name}={recorded}, but this run has {configured}; set it to {recorded}, or {again}"
             )
     environment = parts.config.environment
-    ours = flatten({"environment": environment.model_dump(mode="json"), "seed": parts.config.seed})
-    theirs = flatten(tokens.meta.get("source") or {})
+    given = {"environment": environment.model_dump(mode="json"), "seed": parts.config.seed}
+    ours, theirs = (flatten(hide_secrets(source)) for source in (given, tokens.meta.get("source") or {}))
     for name in dict.fromkeys([*ours, *theirs]) if theirs else ():
         if ours.get(name) != theirs.get(name) and name not in environment.unseen_by_training:
             raise ConfigError(

@@ -18,7 +18,8 @@ from typer.core import TyperGroup
 from rlframework import __version__
 from rlframework.errors import RLFrameworkError, UserError, WriteError
 from rlframework.files import writing
-from rlframework.logs import log_to_stderr
+from rlframework.logs import log_to_stderr, printable
+from rlframework.secrets import hide_in_text
 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -70,8 +71,8 @@ class _Group(TyperGroup):
 
 def _report(message: str, error: BaseException, ctx: Any) -> None:
     if ctx.find_root().meta.get(_DEBUG):
-        traceback.print_exception(error)
-    print(message, file=sys.stderr)
+        message = f"{''.join(traceback.format_exception(error))}{message}"
+    print(printable(hide_in_text(message)), file=sys.stderr)
 
 
 _DEBUG = "rlframework.debug"

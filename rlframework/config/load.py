@@ -96,13 +96,30 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return [(str(index), item) for index, item in enumerate(value)] if isinstance(value, list) else []
 
 
-def escape_interpolation(value: Any) -> Any:
-    """Escape every `${` in `value`, so that loading it returns the same text."""
-    if isinstance(value, str):
-        return _BEFORE_INTERPOLATION.sub(r"\1\1\\${", value)
+def escape_interpolation(value: Any, variables: Mapping[str, str] | None = None) -> Any:
+    """Escape every `${` in `value`, so that loading it returns the same text.
+
+    `variables`: names of environment variables by their values. `${oc.env:NAME}` replaces these values, so loading
+    returns the same text where the environment has them.
+    """
+    named = {text: name for text, name in (variables or {}).items() if re.fullmatch(r"[A-Za-z_]\w*", name)}
+    return _escaped(value, named, re.compile(f"({'|'.join(map(re.escape, named)) or '(?!)'})"))
+
+
+def _escaped(value: Any, named: Mapping[str, str], pattern: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: escape_interpolation(item) for key, item in value.items()}
-    return [escape_interpolation(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _escaped(item, named, pattern) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item, named, pattern) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = ""
+    for index, part in enumerate(pattern.split(value)):
+        if index % 2:  # backslashes before it would escape it
+            text = re.sub(r"\\+$", r"\g<0>\g<0>", text) + f"${{oc.env:{named[part]}}}"
+        else:
+            text += _BEFORE_INTERPOLATION.sub(r"\1\1\\${", part)
+    return text
 
 
 def _layers(source: Source) -> list[Tree]:

@@ -25,7 +25,7 @@ from rlframework.evaluation.plan import EvaluationPlan
 from rlframework.evaluation.report import Evaluation, pass_at_k
 from rlframework.files import writing
 from rlframework.interfaces.environment import Sample
-from rlframework.logs import ProgressCallback
+from rlframework.logs import ProgressCallback, printable
 from rlframework.rollout import Rollout, prompt_seeds, rollout
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.recording import plain_json
@@ -98,7 +98,8 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
         }
         for row, sample in enumerate(scored.samples)
     ]
-    file.writelines(json.dumps(plain_json(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+    rows = (json.dumps(plain_json(line), ensure_ascii=False, allow_nan=False) for line in lines)
+    file.writelines(printable(row) + "\n" for row in rows)
     file.flush()
 
     def means(values: Tensor) -> list[float]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlframework.errors import DataError
 from rlframework.files import AppendedFile, writing
+from rlframework.logs import printable
 from rlframework.observers.environment import run_id
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 
@@ -50,8 +51,8 @@ class JsonlObserver:
             SAMPLES_FILE: [{"run": self._run_id, **asdict(sample)} for sample in samples],
         }
         for name, file in self._files.items():
-            lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows[name])
-            file.write("".join(lines).encode(errors="backslashreplace"))
+            lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in rows[name])
+            file.write("".join(printable(line) + "\n" for line in lines).encode(errors="backslashreplace"))
 
     def close(self, state: str = "finished") -> None:
         """Close both files."""

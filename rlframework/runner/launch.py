@@ -35,7 +35,7 @@ from rlframework.config.trust import require_own_files
 from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
 from rlframework.files import AppendedFile, exclusive_directory, remove_temporary, write_atomically
-from rlframework.logs import ProgressCallback, log_to_stderr
+from rlframework.logs import ProgressCallback, log_to_stderr, printable
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.parts import (
@@ -87,12 +87,14 @@ def run(
     restarts as `config.fault_tolerance` allows; the result's `history` is then that of the last attempt.
     """
     from rlframework.observers.services import check_services
-    from rlframework.runner.output_folder import check_output_dir
+    from rlframework.runner.output_folder import check_no_links, check_output_dir
 
     log_to_stderr()
     check_services(config.observers)
     if checkpoint is None:
         check_output_dir(config, overwrite)
+    else:
+        check_no_links(config.output_dir)
     require_models(config)
     manager = manager or create_manager(config.plugins)
     # SIGTERM raises, so that workers and observers shut down; the training loop has its own handler
@@ -200,7 +202,7 @@ def run_with_restarts(
                 "error": f"{type(error).__name__}: {text}",
             }
         with closing(AppendedFile(config.output_dir / RESTARTS_FILE)) as file:
-            file.write((json.dumps(facts, ensure_ascii=False) + "\n").encode())
+            file.write((printable(json.dumps(facts, ensure_ascii=False)) + "\n").encode())
         wait(seconds)
         drop_steps_after(config.output_dir, step)
         if reached is None:

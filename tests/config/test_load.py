@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -192,3 +194,12 @@ texts = st.text(alphabet="a\\${}:. '\"", max_size=12).filter(lambda text: text !
 @given(st.dictionaries(st.sampled_from("abc"), texts | st.lists(texts, max_size=2)))
 def test_escaped_text_is_loaded_as_it_was(data: dict[str, object]) -> None:
     assert compose(escape_interpolation(data)).values == data
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(texts | st.just("s3cr${t")).map("".join)))
+def test_values_of_variables_are_written_as_references(data: dict[str, str]) -> None:
+    with patch.dict(os.environ, {"A_TOKEN": "s3cr${t"}):
+        written = escape_interpolation(data, {"s3cr${t": "A_TOKEN", "x": "no-identifier"})
+        assert "s3cr" not in str(written)
+        assert compose(written).values == data

@@ -84,9 +84,9 @@ def main():
     seen["mode"] = os.environ.get("RAY_AUTH_MODE")
     seen["answers"] = answers(ray.get_runtime_context().gcs_address)
     logs = Path(ray._private.worker.global_worker.node.get_session_dir_path())
-    secret = os.environ["PLANTED_SECRET"].encode()
+    secrets = [os.environ[name].encode() for name in ("PLANTED_SECRET", "NAMED_TOKEN")]
     files = [path for path in logs.rglob("*") if path.is_file()]
-    seen["logs"] = [str(path) for path in files if secret in path.read_bytes()]
+    seen["logs"] = [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
     seen["files"] = len(files)
     (private,) = runtime._PRIVATE
     folder, watcher = private.folder, private._watcher.pid

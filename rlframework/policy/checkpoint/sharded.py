@@ -33,7 +33,7 @@ from rlframework.errors import DataError
 from rlframework.files import writing
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
-from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading, require_inside
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved
 from rlframework.policy.checkpoint.shared_directory import SharedDirectory
 from rlframework.policy.engine import TensorShard
@@ -243,6 +243,8 @@ class SavedShards(Saved):
             tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
             for entry in tensors.values():  # a pickle can be intact and contain something else
                 _ = tuple(entry.size), entry.chunks
+            for stored in index.storage_data.values():
+                require_inside(stored.relative_path)
             self._reader = FileSystemReader(folder)
             self._reader.set_up_storage_reader(index, is_coordinator=True)
         super().__init__(folder, tensors)

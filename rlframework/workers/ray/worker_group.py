@@ -26,6 +26,7 @@ from rlframework.config.sections import DeadlinesConfig, RayGroupConfig
 from rlframework.errors import WorkerError, WorkerLost
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
+from rlframework.secrets import is_secret
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import FAILURE, HostFailure, root_cause
 from rlframework.workers.ray import heartbeat, runtime, transport, virtual_cluster
@@ -246,7 +247,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         known = {"num_gpus": self._gpus, "num_gpus_per_node": self.cluster.num_gpus_per_node}
         workers = [{**known, "bundle_indices": each["bundle_indices"]} for each in self.worker_metadata]
         for rank, context in enumerate(contexts):
-            variables = {} if self._builder.passes_context else _rank_variables(context)
+            own = {} if self._builder.passes_context else _rank_variables(context)
+            variables = {name: text for name, text in self._environment(rank).items() if is_secret(name, text)} | own
             loading[rank] = self._send(rank, "load", spec, variables, context.node, [] if rank else workers)
         return contexts, loading
 
@@ -269,7 +271,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         groups, options = self.cluster.get_placement_groups(), []
         for rank, place in enumerate(self._placements):
             named = {"name": self.worker_metadata[rank]["name"]} if self.name_prefix else {}
-            variables = {**self._environment(rank), **(self._runtime_env.get("env_vars") or {})}
+            # secrets come with `load`: Ray writes the runtime environment to its logs
+            shown = {name: text for name, text in self._environment(rank).items() if not is_secret(name, text)}
+            variables = {**shown, **(self._runtime_env.get("env_vars") or {})}
             each = worker_options(
                 self._described,
                 {**named, **fixed, "runtime_env": {**self._runtime_env, "env_vars": variables}},

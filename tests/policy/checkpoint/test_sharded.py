@@ -157,3 +157,15 @@ def test_each_rank_checks_all_sizes_and_its_share_of_contents(tmp_path):
     (tmp_path / "b").unlink()
     with pytest.raises(DataError, match="b is missing"):
         check_files(tmp_path, share=(0, 2))
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd"])
+def test_names_that_lead_out_of_the_folder_are_refused(folder, name):
+    index = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - written above
+    next(iter(index.storage_data.values())).relative_path = name
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(DataError, match=r"\.metadata is damaged or cannot be read: .*outside its directory"):
+        open_saved(folder)
+    write_manifest(folder, {name: {"bytes": 1, "crc32": "0"}})
+    with pytest.raises(DataError, match=r"checksums.json is damaged or cannot be read: .*outside its directory"):
+        check_files(folder)
