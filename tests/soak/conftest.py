@@ -36,15 +36,17 @@ class Soak:
         return random.Random(self.seed)
 
 
-_OUTCOME = pytest.StashKey[str]()
+_REPORT = pytest.StashKey[pytest.TestReport]()
+_ERROR = 4000
+"""Characters of an error in its line."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keep the outcome for `soak`, which ends after the test."""
+    """Keep the report for `soak`, which ends after the test."""
     report = yield
     if report.when == "call" or not report.passed:
-        item.stash[_OUTCOME] = report.outcome
+        item.stash[_REPORT] = report
     return report
 
 
@@ -64,4 +66,7 @@ def soak(request: pytest.FixtureRequest) -> Iterator[Soak]:
 
     write("did not end", None, {})  # the line that remains if this process dies
     yield scale
-    write(request.node.stash.get(_OUTCOME, "failed"), round(time.monotonic() - begun, 1), scale.figures)
+    report = request.node.stash.get(_REPORT, None)
+    passed = report is not None and report.passed
+    error = {} if passed else {"error": "interrupted" if report is None else report.longreprtext[-_ERROR:]}
+    write("passed" if passed else "failed", round(time.monotonic() - begun, 1), {**scale.figures, **error})
