@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from rlframework.errors import ConfigError, UserError
-from rlframework.interfaces.environment import Sample, StepOutcome
+from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward, reward_form
 
 FAILURES = "reward_failures"
@@ -236,8 +236,9 @@ def _result(value: Any) -> RewardResult:
             if number is None or not isinstance(name, str):
                 kind = type(entry).__name__
                 return _wrong_type(f"it returned {value!r:.80}, which is not a number: {kind}", entry)
-            if not math.isfinite(number):
-                return Failure(f"it returned {value!r:.80}: {name} is not finite", f"not finite: {name}")
+            if not abs(number) <= LARGEST_REWARD:
+                why = f"is more than {LARGEST_REWARD:g} in size" if math.isfinite(number) else "is not finite"
+                return Failure(f"it returned {value!r:.80}: {name} {why}", f"{why}: {name}")
             read[name] = number
         return StepOutcome(read.pop("reward"), metrics={**read, FAILURES: 0.0})
     except Exception as error:  # noqa: BLE001 - the value may be of a user-defined class

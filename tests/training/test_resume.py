@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
@@ -15,7 +14,6 @@ from probe_runs import assert_same_run, assert_same_weights, begin, numbers_of, 
 from rlframework import run
 from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
 from rlframework.files import exclusive_directory
-from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
 from rlframework.training.checkpoints import checkpoints_in
 
@@ -93,24 +91,6 @@ def test_other_data_is_rejected(run_config, tmp_path):
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=4"))
     with pytest.raises(UserError, match="the saved position in the data is for"):
         resume(tmp_path / "run", ["seed=4"])
-
-
-def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(run_config, tmp_path, monkeypatch):
-    run(run_config("sft", *overrides(tmp_path / "whole")))
-    real, calls = Policy.save_checkpoint, []
-
-    def full(self, weights_path, optimizer_path, **how):
-        real(self, weights_path, optimizer_path, **how)
-        calls.append(weights_path)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Policy, "save_checkpoint", full)
-    with pytest.raises(UserError, match="there is no space left on the device"):
-        run(run_config("sft", *overrides(tmp_path / "run")))
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
-    resume(tmp_path / "run")
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_reported(run_config, tmp_path):
