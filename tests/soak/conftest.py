@@ -59,14 +59,14 @@ def soak(request: pytest.FixtureRequest) -> Iterator[Soak]:
 
     def write(outcome: str, seconds: float | None, figures: Mapping[str, Any]) -> None:
         if file:
-            of = {"file": request.path.name, "attack": request.node.name, "seed": scale.seed}
-            line = json.dumps({**of, "outcome": outcome, "seconds": seconds, **figures})
+            of = {**figures, "file": request.path.name, "attack": request.node.name, "seed": scale.seed}
+            line = json.dumps({**of, "outcome": outcome, "seconds": seconds})
             with Path(file).open("a") as lines:
                 lines.write(line + "\n")
 
     write("did not end", None, {})  # the line that remains if this process dies
     yield scale
     report = request.node.stash.get(_REPORT, None)
-    passed = report is not None and report.passed
-    error = {} if passed else {"error": "interrupted" if report is None else report.longreprtext[-_ERROR:]}
-    write("passed" if passed else "failed", round(time.monotonic() - begun, 1), {**scale.figures, **error})
+    outcome = "failed" if report is None else report.outcome
+    error = {"error": report.longreprtext[-_ERROR:] if report else "interrupted"} if outcome == "failed" else {}
+    write(outcome, round(time.monotonic() - begun, 1), {**scale.figures, **error})
