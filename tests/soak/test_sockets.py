@@ -149,9 +149,9 @@ def test_the_attack_finds_what_is_open_to_others_and_code_that_runs(strangers: S
 
     def serve() -> None:
         for _ in strangers.messages:
-            with server.accept()[0] as connection, connection.makefile("rb") as file:
-                with contextlib.suppress(ConnectionResetError):
-                    received.append(file.read())
+            connection = server.accept()[0]
+            with connection, connection.makefile("rb") as file, contextlib.suppress(ConnectionResetError):
+                received.append(file.read())
 
     victim = threading.Thread(target=serve)
     victim.start()
