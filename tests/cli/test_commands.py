@@ -154,7 +154,11 @@ def test_arguments_that_are_no_text_end_with_2(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("words", [["new-backend", "x", "--directory"], ["report"], ["report", ".", "--out"]])
-def test_a_path_that_no_file_can_have_ends_with_2(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_a_path_that_no_file_can_have_ends_with_2(
+    capsys: pytest.CaptureFixture[str], folder: Path, words: list[str]
+) -> None:
+    (folder / "loop").symlink_to("loop")
+    assert call(*words, "loop") == 2
     assert call(*words, "x" * 5000) == 2
     assert "unexpected" not in capsys.readouterr().err
 
