@@ -16,8 +16,10 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rlframework import __version__
-from rlframework.errors import RLFrameworkError, UserError
-from rlframework.logs import log_to_stderr
+from rlframework.errors import RLFrameworkError, UserError, WriteError
+from rlframework.files import writing
+from rlframework.logs import log_to_stderr, printable
+from rlframework.secrets import hide_in_text
 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -35,8 +37,9 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if wrong := next(filter(_NO_TEXT.search, words), None):
             raise UserError(f"the argument {wrong[:80]!a} is not text in this locale's encoding: write it in UTF-8")
-        app(args=words, prog_name="rlframework")
-    except (OSError, UserError) as error:  # not of a command: of its arguments, or of printing help
+        with writing(None):
+            app(args=words, prog_name="rlframework")
+    except (OSError, UserError, WriteError) as error:  # not of a command: of its arguments, or of printing help
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
@@ -47,7 +50,8 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command of `ctx`."""
         try:
-            return super().invoke(ctx)
+            with writing(None):
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
             _report(str(error) or "interrupted", error, ctx)
             raise typer.Exit(getattr(error, "exit_code", 130)) from None
@@ -67,8 +71,8 @@ class _Group(TyperGroup):
 
 def _report(message: str, error: BaseException, ctx: Any) -> None:
     if ctx.find_root().meta.get(_DEBUG):
-        traceback.print_exception(error)
-    print(message, file=sys.stderr)
+        message = f"{''.join(traceback.format_exception(error))}{message}"
+    print(printable(hide_in_text(message)), file=sys.stderr)
 
 
 _DEBUG = "rlframework.debug"
@@ -92,6 +96,10 @@ Overrides = Annotated[
     list[str] | None, Argument(help="Settings to override, such as policy.backend=dtensor; ~a.b removes a key.")
 ]
 Out = Annotated[str, Argument(help="New folder to write.")]
+TrustRun = Annotated[
+    bool,
+    Option("--trust-run", help="Let the run's own files decide what runs code (see SECURITY.md); not for downloads."),
+]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, Option("--debug", help="Show the traceback of an error.", callback=_set_debug)]
 Version = Annotated[bool, Option("--version", help="Print the version.", callback=_show_version, is_eager=True)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframework.errors import ConfigError, PluginError, UnsupportedConfig
+from rlframework.secrets import HIDDEN, hide_secrets, is_secret_name
 
 NOT_GIVEN: Any = object()
 """Marks that no value was given, where None is a valid value."""
@@ -43,7 +44,8 @@ class Problem:
     def __str__(self) -> str:
         facts = [f"in {self.origin}"] if self.origin else []
         if self.given is not NOT_GIVEN and not isinstance(self.given, Mapping):
-            facts.insert(0, f"given {shortened(json.dumps(self.given, ensure_ascii=False, default=str))}")
+            given = HIDDEN if is_secret_name(self.key) else hide_secrets(self.given)
+            facts.insert(0, f"given {shortened(json.dumps(given, ensure_ascii=False, default=str))}")
         message = shortened(self.message, 1000)
         text = f"`{shortened(self.key, 200)}`: {message}" if self.key else message
         if facts:

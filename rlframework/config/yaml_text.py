@@ -24,10 +24,14 @@ Keys = tuple[str | int, ...]
 
 @dataclass
 class Tree:
-    """A configuration, or a part of it, before validation: plain values, and where each was written (`run.yaml:3`)."""
+    """A configuration, or a part of it, before validation: plain values, and where each was written (`run.yaml:3`).
+
+    `overridden` has the keys that the command line gave a value.
+    """
 
     values: dict[str, Any]
     origins: dict[Keys, str] = field(default_factory=dict)
+    overridden: frozenset[Keys] = frozenset()
 
     def get(self, keys: Keys) -> Any:
         """Return the value at `keys`; `NOT_GIVEN` if there is none."""
@@ -48,7 +52,7 @@ class Tree:
             for section in sections:
                 target = target.setdefault(section, {})
             target[last] = value
-        return Tree(changed, self.origins)
+        return Tree(changed, self.origins, self.overridden)
 
     def origin(self, keys: Keys) -> str:
         """Where the value at `keys` was written; empty if it is a default or its origin is unknown."""

@@ -300,3 +300,29 @@ def test_every_exported_name_can_be_had_in_any_order(first: str) -> None:
         "    assert not isinstance(getattr(rlframework, name), types.ModuleType), name\n"
     )
     assert "rlframework" in modules_after(code)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "model.yaml"),
+        ("train", "model.yaml", "--dry-run"),
+        ("generate", "broken", "hello"),
+        ("evaluate", "broken", "environment.name=addition"),
+        ("convert", "broken", "new", "--to", "portable"),
+    ],
+)
+def test_a_model_directory_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], folder: Path, command: tuple[str, ...]
+) -> None:
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("[]")
+    (folder / "broken" / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
+    parts = "algorithm: {name: grpo}\nenvironment: {name: addition}\noutput_dir: out\n"
+    (folder / "model.yaml").write_text(f"policy: {{model_name: ./broken}}\n{parts}")
+    assert call(*command) == 2
+    told = capsys.readouterr().err
+    assert "broken/config.json must be a JSON object, but is of type list" in told or "broken/model.safet" in told
+    assert "Traceback" not in told
+    assert not (folder / "out").exists()
+    assert not (folder / "new").exists()

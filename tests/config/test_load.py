@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -72,6 +74,7 @@ def test_defaults_are_relative_to_their_file_and_one_may_be_inherited_along_two_
             "`defaults` in {0}/a.yaml:1 must be a file name or a list of file names, given 3",
         ),
         ({"a.yaml": "defaults: [a.yaml, 3]\n"}, "must be a file name or a list of file names"),
+        ({"a.yaml": 'defaults: "a\\0b"\n'}, "must be a file name or a list of file names"),
         ({"a.yaml": "x: 1\ny:\n  z: ${nope}\n"}, "`y.z` ({0}/a.yaml:3): Interpolation key 'nope' not found"),
     ],
 )
@@ -193,3 +196,12 @@ texts = st.text(alphabet="a\\${}:. '\"", max_size=12).filter(lambda text: text !
 @given(st.dictionaries(st.sampled_from("abc"), texts | st.lists(texts, max_size=2)))
 def test_escaped_text_is_loaded_as_it_was(data: dict[str, object]) -> None:
     assert compose(escape_interpolation(data)).values == data
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(texts | st.just("s3cr${t")).map("".join)))
+def test_values_of_variables_are_written_as_references(data: dict[str, str]) -> None:
+    with patch.dict(os.environ, {"A_TOKEN": "s3cr${t"}):
+        written = escape_interpolation(data, {"s3cr${t": "A_TOKEN", "x": "no-identifier"})
+        assert "s3cr" not in str(written)
+        assert compose(written).values == data
