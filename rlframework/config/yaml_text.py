@@ -17,6 +17,7 @@ import yaml
 
 from rlframework.config.problems import NOT_GIVEN
 from rlframework.errors import ConfigError
+from rlframework.secrets import hide_in_text
 
 Keys = tuple[str | int, ...]
 """The location of a value: mapping keys and list indices from the top."""
@@ -146,7 +147,8 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Keys, str]]:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         context = f" ({error.context})" if error.context else ""
-        snippet = f"\n{mark.get_snippet()}" if mark else ""
+        # a part of a line with a secret would no longer show that it is one
+        snippet = f"\n{mark.get_snippet()}" if mark and hide_in_text(text) == text else ""
         raise ConfigError(f"{place}: not valid YAML: {error.problem}{context}{snippet}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
