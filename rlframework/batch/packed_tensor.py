@@ -98,8 +98,7 @@ class PackedTensor:
         present = [row for row in self.tensors if row is not None]
         if not present:
             return None
-        if len(present) > 1:
-            self._check_joinable(present)
+        self.check_joinable()
         devices = {str(row.device) for row in present}
         if len(devices) > 1:
             if device is None:
@@ -146,16 +145,17 @@ class PackedTensor:
             return self
         return self._of([None if row is None else row.clone() for row in self.tensors], self.dim_to_pack)
 
-    def _check_joinable(self, present: Sequence[Tensor]) -> None:
+    def check_joinable(self, name: str = "a PackedTensor") -> None:
+        """Raise `BatchError` unless the tensors of all rows differ in `dim_to_pack` only."""
+
         def fixed(row: Tensor) -> tuple[int, ...]:
             dim = self.dim_to_pack % row.ndim
             return (*row.shape[:dim], -1, *row.shape[dim + 1 :])
 
+        present = [row for row in self.tensors if row is not None]
         if len({fixed(row) for row in present}) > 1:
             shapes = sorted({tuple(row.shape) for row in present})
-            raise BatchError(
-                f"the rows of a PackedTensor may differ in dimension {self.dim_to_pack} only, got shapes {shapes}"
-            )
+            raise BatchError(f"the rows of {name} may differ in dimension {self.dim_to_pack} only, got shapes {shapes}")
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import numpy as np
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import ParallelismConfig
 from rlframework.config.sections import GenerationConfig, RunConfig, WorkerGroupConfig
-from rlframework.errors import BatchError
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import Capability
+from rlframework.policy.batch_checks import BatchLimits
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
 
 if TYPE_CHECKING:
@@ -32,9 +32,15 @@ _TRANSPORTS = {"ipc": Capability.IPC_REFIT, "collective": Capability.COLLECTIVE_
 class Generation:
     """Generates on all workers of a policy: `prepare_for_generation`, any number of `generate`, `finish_generation`."""
 
-    def __init__(self, worker_group: WorkerGroup, config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`config` and `tokenizer` must be those of the workers. Starts nothing."""
-        self.worker_group, self.config = worker_group, config
+    def __init__(
+        self,
+        worker_group: WorkerGroup,
+        config: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: BatchLimits | None = None,
+    ) -> None:
+        """`config`, `tokenizer` and `limits` (None: unknown) must be those of the workers. Starts nothing."""
+        self.worker_group, self.config, self._limits = worker_group, config, limits or BatchLimits()
         self._pad_id = int(tokenizer.pad_token_id)
 
     def prepare_for_generation(self) -> bool:
@@ -58,10 +64,10 @@ class Generation:
         """Complete each row; input and output as in `GenerationEngine.generate`.
 
         The data-parallel ranks get contiguous shards of nearly equal size, so that adjacent equal prompts are mostly
-        prefilled once. With fewer rows than ranks, a rank without rows completes one whose result is discarded.
+        prefilled once. With fewer rows than ranks, a rank without rows completes one whose result is discarded. Raises
+        a `BatchError`, before a worker gets anything, for prompts that are not as described there.
         """
-        if data.size == 0:
-            raise BatchError("generate was given no rows; give at least one prompt")
+        self._limits.check_prompts(data)
         sharding = self.worker_group.sharding
         replicated = [axis for axis in sharding.names if axis != _SHARDED]
         parts = np.array_split(np.arange(data.size), sharding.get_axis_size(_SHARDED))
@@ -96,7 +102,8 @@ class RemoteGeneration(Generation):
         """Start the workers of `config.generation.workers`, which have no weights before the first refit."""
         refit = config.generation.refit
         engine = manager.select("generation_engine", config.generation.name).record
-        super().__init__(_start(self.worker, config, tokenizer, manager, device), config.generation, tokenizer)
+        workers, limits = _start(self.worker, config, tokenizer, manager, device), BatchLimits.of(config.policy)
+        super().__init__(workers, config.generation, tokenizer, limits)
         self._policy = policy
         self._metrics: dict[str, float] = {}
         capabilities = policy.capabilities & engine.capabilities
@@ -165,7 +172,7 @@ def start_generation(
 ) -> Generation:
     """Return the handle on generation that `config` describes: in the workers of `policy`, or on separate workers."""
     if config.generation.workers is None:
-        return Generation(policy.worker_group, config.generation, tokenizer)
+        return Generation(policy.worker_group, config.generation, tokenizer, BatchLimits.of(config.policy))
     return RemoteGeneration(config, policy, tokenizer, manager, device=device)
 
 

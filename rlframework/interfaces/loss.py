@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,6 +26,17 @@ class LossInput(StrEnum):
     LOGITS = "logits"
 
 
+@dataclass(frozen=True)
+class LossColumn:
+    """A value of the batch that a loss reads: finite floating-point numbers, `[B, S]`, or `[B]` if not `per_token`.
+
+    `required`: the batch must have it; otherwise the loss also works without it.
+    """
+
+    per_token: bool = True
+    required: bool = True
+
+
 @runtime_checkable
 class LossFunction(Protocol):
     """The loss of one microbatch, normalized by global counts. Must be picklable and must not keep mutable state.
@@ -43,6 +55,10 @@ class LossFunction(Protocol):
     Returns the scalar loss and a dictionary of metrics. Divide both by the global counts, so that their sum over
     microbatches and workers is the value for the global batch. A metric whose name ends in `_min` or `_max` is combined
     by minimum or maximum instead. Metrics are floats or 0-dim tensors without gradient.
+
+    A loss may also have an attribute `reads: Mapping[str, LossColumn]`, which names what it reads of `data` besides
+    tokens, lengths and masks. `Policy.train` checks these columns before a worker gets anything. Without it, a missing
+    column fails in the workers, which ends them.
     """
 
     loss_type: LossType

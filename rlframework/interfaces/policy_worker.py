@@ -113,8 +113,9 @@ class PolicyWorker(ABC):
     model that cannot be loaded; never falls back to freshly initialized weights.
 
     Batches are right-padded, and dimension 1 is the sequence: `input_ids [B, S]` int64, `input_lengths [B]` int64,
-    `token_mask [B, S]` and `sample_mask [B]` of 0 and 1. Each data-parallel rank gets its own rows. Results are on the
-    CPU, in the order of the rows. Methods whose capability the backend does not declare raise `NotSupported`.
+    `token_mask [B, S]` and `sample_mask [B]` from 0 to 1. The driver has checked the values. Each data-parallel rank
+    gets its own rows. Results are on the CPU, in the order of the rows. Methods whose capability the backend does not
+    declare raise `NotSupported`.
     """
 
     @abstractmethod

@@ -1,7 +1,6 @@
-"""The rows of a global batch, the counts that losses are divided by, and the checks of rows, tokens and masks.
+"""The rows of a global batch, the counts that losses are divided by, and checks of shapes that read no values.
 
-`check_rows` is cheap and is called by every receiver of rows; `check_contents` reads every token and is called only by
-the driver.
+The driver checks the values: `rlframework.policy.batch_checks`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def process_global_batch(
 
     Differences from NeMo-RL: without `token_mask [B, S]`, every real token of a row except the first counts, by
     `input_lengths` or else by S (NeMo-RL counts all S). Every error is raised as a `BatchError` before the ranks
-    communicate. Nothing is moved to CUDA. Masks of the wrong shape raise; so do, on the CPU, masks whose sum over a row
-    is negative or not finite (on a GPU this check would have to wait for the device).
+    communicate. Nothing is moved to CUDA. Masks of the wrong shape raise.
     """
     batch = data.get_batch(batch_idx, batch_size)
     if "input_ids" in batch:
@@ -55,8 +53,6 @@ def process_global_batch(
         )
     targets = _all_targets(batch) if token_mask is None else token_mask[:, 1:].sum(1, dtype=torch.float32)
     weights = sample_mask.to(torch.float32)
-    _check_weights("sample_mask", weights)
-    _check_weights("token_mask", targets)
     seqs, toks = weights.sum(), (targets * weights).sum()
     if dp_group is not None:
         seqs, toks = sum_over_ranks(torch.stack((seqs, toks)), dp_group)
@@ -115,16 +111,6 @@ def read_mask(batch: BatchedDataDict[Any], key: str, ndim: int) -> Tensor | None
     return mask
 
 
-def _check_weights(name: str, rows: Tensor) -> None:
-    """Raise `BatchError` unless a mask's sums `rows [B]` are finite and at least 0; not checked on a GPU."""
-    if rows.device.type != "cpu":
-        return
-    wrong = ~((rows >= 0) & (rows < torch.inf))  # false for NaN
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise BatchError(f"{name} must have finite values of at least 0; those of row {row} add up to {rows[row]:g}")
-
-
 def _all_targets(batch: BatchedDataDict[Any]) -> Tensor:
     """Return `[B]`: the number of tokens of each row, except its first."""
     input_ids = check_tokens(batch)
@@ -140,49 +126,6 @@ def _all_targets(batch: BatchedDataDict[Any]) -> Tensor:
 def _value(member: Any) -> Any:
     """Return the value of an enum member: NeMo-RL's loss types are another enum with the same values."""
     return getattr(member, "value", member)
-
-
-def check_rows(data: BatchedDataDict[Any]) -> None:
-    """Raise `BatchError` unless the tensors of `data` have the required shapes.
-
-    Required: `input_ids [B, S]`; `input_lengths [B]`, integers from 0 to S; `sample_mask [B]` and `token_mask [B, S]`,
-    if present; and S or 1 at dimension 1 of all tensors that have it.
-    """
-    width = check_tokens(data).shape[1]
-    for key, dimensions in (("token_mask", 2), ("sample_mask", 1)):
-        read_mask(data, key, dimensions)
-    if "input_lengths" not in data:
-        raise BatchKeyError(f"input_lengths must be present in the data; it has {sorted(data)}")
-    check_sequence_dim(data, skip_keys=[k for k, v in data.items() if isinstance(v, Tensor) and v.shape[1:2] == (1,)])
-    read_lengths(data["input_lengths"], width)
-
-
-def check_contents(data: BatchedDataDict[Any], vocabulary: int | None = None) -> None:
-    """Raise `BatchError` unless the values of `data`, which has passed `check_rows`, are valid.
-
-    At least one row must have a token; tokens, but not padding, must be ids from 0 to below `vocabulary` (None:
-    unknown); and `token_mask` must be 0 on padding.
-    """
-    ids, lengths, real = data["input_ids"], data["input_lengths"], real_tokens(data)
-    if not bool((lengths > 0).any()):
-        raise BatchError(f"none of the {len(lengths)} rows has a token: all input_lengths are 0")
-    unknown = (ids < 0) if vocabulary is None else (ids < 0) | (ids >= vocabulary)
-    if bool(unknown.logical_and_(real).any()):
-        row, column = unknown.nonzero()[0].tolist()
-        allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1}, the model's embeddings"
-        raise BatchError(
-            f"row {row} has token {int(ids[row, column])} at position {column}; allowed is {allowed}. Is it from "
-            "another tokenizer, or is the row shorter than its input_lengths?"
-        )
-    if "token_mask" not in data:
-        return
-    stray = (data["token_mask"] != 0).logical_and_(real.logical_not_())
-    if bool(stray.any()):
-        row, column = stray.nonzero()[0].tolist()
-        raise BatchError(
-            f"token_mask of row {row} is set at position {column}, which is padding, as the row has "
-            f"{int(lengths[row])} tokens; set it to 0 there"
-        )
 
 
 def check_fits(longest: int, mode: str, tokens: int) -> None:
@@ -213,6 +156,8 @@ def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> Tensor:
         raise BatchError(f"unknown positions {positions!r}; use 'all', 'token_mask', 'loss' or 'last'")
     for key in ("token_mask", "sample_mask")[: 1 if positions == "token_mask" else 2]:
         if key not in data:
-            raise BatchError(f"{key} must be present in the data for positions={positions!r}; it has {sorted(data)}")
-    wanted: Tensor = (data["token_mask"][:, 1:] != 0).any(dim=1)
+            raise BatchError(
+                f"{key} must be present in the data for positions={positions!r}; it has {sorted(data, key=str)}"
+            )
+    wanted: Tensor = data["token_mask"][:, 1:].bool().any(dim=1)
     return wanted if positions == "token_mask" else wanted & (data["sample_mask"] != 0)

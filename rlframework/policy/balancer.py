@@ -15,7 +15,7 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import TokenCost
-from rlframework.microbatches.global_batch import check_contents, check_fits, check_rows, rows_with_targets
+from rlframework.microbatches.global_batch import check_fits, rows_with_targets
 from rlframework.microbatches.shapes import Padding
 
 PLANNED_LENGTHS = "planned_lengths"
@@ -28,7 +28,7 @@ class BatchBalancer:
 
     `mode`: how workers make microbatches, padded, dynamic or packed. `preferred_tokens`: default tokens per microbatch.
     `cost`: cost of a row as a function of its tokens. `pad_multiple`: multiple to which the engine pads lengths.
-    `vocabulary`: number of tokens that the model has embeddings for, if known. `few_shapes`: see `MicrobatchRule`.
+    `few_shapes`: see `MicrobatchRule`.
     """
 
     ranks: int
@@ -36,7 +36,6 @@ class BatchBalancer:
     preferred_tokens: int
     cost: TokenCost
     pad_multiple: int = 1
-    vocabulary: int | None = None
     few_shapes: bool = False
 
     def shard(
@@ -46,22 +45,21 @@ class BatchBalancer:
 
         Every `batch_size` rows (None: all rows) are one global batch. `positions`: as for `DataProcessor.microbatches`;
         a row without any counts as empty. `tokens`: maximum per microbatch. The indices are None if the order is
-        unchanged. Raises a `BatchError` for invalid rows and for rows longer than `tokens`.
+        unchanged. Raises a `BatchError` for rows longer than `tokens`, and for `positions` that need a missing mask.
         """
-        check_rows(data)
-        check_contents(data, self.vocabulary)
         work = rows_with_targets(data, positions)
-        if self.ranks == 1:
-            return [data.slice(0, data.size)], None
         mode = "dynamic" if self.mode == "packed" and has_media(data) else self.mode
-        if mode == "padded":
-            return data.shard_by_batch_size(self.ranks, batch_size=batch_size), None
         lengths = data["input_lengths"] * work
         longest = Padding(self.pad_multiple, self.few_shapes).width(int(lengths.max()))
         most = tokens or max(self.preferred_tokens, longest)
         padding = Padding(self.pad_multiple, self.few_shapes, most)
         longest = padding.width(int(lengths.max()))
-        check_fits(longest, mode, most)
+        if mode != "padded":
+            check_fits(longest, mode, most)
+        if self.ranks == 1:
+            return [data.slice(0, data.size)], None
+        if mode == "padded":
+            return data.shard_by_batch_size(self.ranks, batch_size=batch_size), None
         if self.few_shapes and mode == "dynamic":
             columns = data["input_ids"].shape[1]
             widths = torch.tensor([min(padding.width(length), columns) for length in lengths.tolist()])

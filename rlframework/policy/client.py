@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from rlframework.batch.batch_rows import read_count
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import BatchError, BatchTypeError, NotSupported
+from rlframework.errors import BatchError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
+from rlframework.policy.batch_checks import BatchLimits, check_loss, detached, require_batch
+from rlframework.policy.engine import require_head
 from rlframework.policy.optimization import resolve_total_steps
 from rlframework.workers.dispatch import WorkerCalls
 
@@ -31,21 +35,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def _require_batch(method: str, data: Any) -> None:
-    if not isinstance(data, BatchedDataDict):
-        raise BatchTypeError(
-            f"{method} takes a BatchedDataDict, not a {type(data).__name__}; wrap it: BatchedDataDict(your_dict)"
-        )
-    if data.size == 0:
-        raise BatchError(f"{method} got no rows")
-
-
-def _require_positive(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise BatchError(f"{name} is {size}; it must be at least 1, or None for the configured value")
 
 
 def _on_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], list[R]]:
@@ -114,6 +103,7 @@ class Policy:
             require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef requests a reference policy")
         self.config = config
         self.record, self.capabilities = record, record.capabilities
+        self._has_optimizer, self._has_reference = init_optimizer, init_reference_model
         group = self._choose_group_class(manager.load(manager.select("worker_group", config.worker_group.name).record))
         spec = self._wrap_spec(
             worker_spec(
@@ -140,16 +130,19 @@ class Policy:
         """The balancer, with the workers' own microbatch settings, which are requested once."""
         config = self.config.policy
         info = self.get_info()[0]
-        hidden, vocabulary = model_sizes(config.model_name, config.trust_remote_code)
+        hidden, _ = model_sizes(config.model_name, config.trust_remote_code)
         return BatchBalancer(
             self.data_parallel_size,
             info.get("batching", "padded"),
             info.get("preferred_tokens", 8192),
             TokenCost() if hidden is None else TokenCost.for_hidden_size(hidden),
             info.get("pad_multiple", 1),
-            vocabulary,
             info.get("few_shapes", False),
         )
+
+    @cached_property
+    def _limits(self) -> BatchLimits:
+        return BatchLimits.of(self.config.policy)
 
     @property
     def data_parallel_size(self) -> int:
@@ -162,11 +155,16 @@ class Policy:
         """Take one optimizer step per `gbs` rows of `data` (default: `policy.train_global_batch_size`).
 
         Returns the result of `PolicyWorker.train` for the whole batch, plus `loss`, the mean over global batches.
-        Raises a `BatchError` if the rows do not divide into global batches, or these over the workers.
+        Raises a `BatchError`, before a worker gets anything, for rows that are not as `PolicyWorker` describes, that
+        lack what the loss reads, or that do not divide into global batches, or these over the workers.
         """
-        _require_batch("train", data)
-        gbs = self.config.policy.train_global_batch_size if gbs is None else gbs
-        _require_positive(gbs=gbs, mbs=mbs)
+        require_head(self.config.policy, "language", "train")
+        if not (eval_mode or self._has_optimizer):
+            raise NotSupported("this policy was built without an optimizer; build it with init_optimizer=True to train")
+        require_batch("train", data)
+        self._limits.check(data, check_loss(loss_fn))
+        gbs = read_count(self.config.policy.train_global_batch_size if gbs is None else gbs, "gbs", least=1)
+        mbs = None if mbs is None else read_count(mbs, "mbs", least=1)
         if data.size % gbs:
             raise BatchError(
                 f"{data.size} rows do not divide into global batches of {gbs}; pass a multiple of {gbs} rows"
@@ -176,7 +174,7 @@ class Policy:
                 f"a global batch of {gbs} rows does not divide over {self.data_parallel_size} data-parallel workers"
             )
         shards, _ = self._balancer.shard(
-            data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens
+            detached(data), batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens
         )
         results = self._calls.on_shards(
             PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
@@ -196,11 +194,18 @@ class Policy:
         return self._score(PolicyWorker.score, data, {"micro_batch_size": micro_batch_size})
 
     def _score(self, method: Callable[..., Rows], data: Rows, options: Mapping[str, Any]) -> Rows:
-        _require_batch(method.__name__, data)
-        _require_positive(micro_batch_size=options["micro_batch_size"], k=options.get("k"))
-        rows, ranks = data.size, self.data_parallel_size
+        require_head(self.config.policy, "score" if method is PolicyWorker.score else "language", method.__name__)
+        if method is PolicyWorker.get_reference_policy_logprobs and not self._has_reference:
+            raise NotSupported("this policy keeps no reference weights; build it with init_reference_model=True")
+        require_batch(method.__name__, data)
+        if options["micro_batch_size"] is not None:
+            read_count(options["micro_batch_size"], "micro_batch_size", least=1)
+        if "k" in options:
+            read_count(options["k"], "k", 1, self._limits.vocabulary or math.inf)
         keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
         inputs: Rows = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
+        self._limits.check(inputs)
+        rows, ranks = data.size, self.data_parallel_size
         if rows % ranks:  # repeat the first rows: every worker needs the same number
             inputs = inputs.select_indices(torch.arange(rows + -rows % ranks) % rows)
         positions, batching = options.get("positions", "last"), self.config.policy.batching

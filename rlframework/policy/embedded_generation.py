@@ -38,7 +38,7 @@ class EmbeddedGeneration:
 
     def generate(self, data: Rows, greedy: bool = False) -> Rows:
         """See `PolicyWorker.generate`."""
-        require_head(self._engine, "language", "generate")
+        require_head(self._engine.config, "language", "generate")
         self._residency.onload("model")
         generator = self._updated()
         with self._engine.generating(), trace_span(GENERATE):

@@ -98,12 +98,11 @@ def no_adapters(engine: Engine) -> NotSupported:
     return NotSupported(f"{type(engine).__name__} has no adapters: policy.lora is not set, or its backend has no LoRA")
 
 
-def require_head(engine: Engine, head: str, method: str) -> None:
-    """Raise `NotSupported` if the model was loaded with another head than `method` needs."""
-    config = engine.config
+def require_head(config: PolicyConfig, head: str, method: str) -> None:
+    """Raise `NotSupported` if the model is loaded with another head than `method` needs."""
     if config.head != head:
         raise NotSupported(
-            f"{method} needs policy.head={head}, but policy.model_name={config.model_name!r} was loaded "
+            f"{method} needs policy.head={head}, but policy.model_name={config.model_name!r} is loaded "
             f"with policy.head={config.head}"
         )
 

@@ -12,7 +12,6 @@ from rlframework.batch.batch_rows import copy_to_cpu
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.policy_worker import Rows
-from rlframework.microbatches.global_batch import check_rows
 from rlframework.microbatches.on_demand import on_host
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.head.patch import HeadRequest
@@ -60,13 +59,13 @@ class Scoring:
         self, data: Rows, micro_batch_size: int | None = None, positions: str = "all", entropy: bool = False
     ) -> Rows:
         """See `PolicyWorker.get_logprobs`."""
-        require_head(self.engine, "language", "get_logprobs")
+        require_head(self.engine.config, "language", "get_logprobs")
         wants = {"logprobs", "entropy"} if entropy else {"logprobs"}
         return self.score_rows(data, HeadRequest(frozenset(wants), self.temperature), micro_batch_size, positions)
 
     def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """See `PolicyWorker.get_topk_logits`."""
-        require_head(self.engine, "language", "get_topk_logits")
+        require_head(self.engine.config, "language", "get_topk_logits")
         if k < 1:
             raise BatchError(f"k is {k}; it must be at least 1")
         head = HeadRequest(frozenset({"topk"}), self.temperature, k)
@@ -74,7 +73,7 @@ class Scoring:
 
     def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """See `PolicyWorker.score`."""
-        require_head(self.engine, "score", "score")
+        require_head(self.engine.config, "score", "score")
         scored = self.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, "last")
         return BatchedDataDict({"scores": scored["scores"].sum(1)})  # at most one per row
 
@@ -86,7 +85,6 @@ class Scoring:
 
     def score_rows(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
         """Return the head's results at each token, `[B, S, ...]` on the CPU; 0 at positions that were not requested."""
-        check_rows(data)
         self.residency.onload("model")
         config = self.engine.config
         tokens = config.batching.logprob_tokens or config.batching.tokens

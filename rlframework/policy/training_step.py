@@ -14,9 +14,9 @@ import torch
 from rlframework.batch.batch_rows import copy_to
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.huggingface.model_directories import text_config
-from rlframework.interfaces.loss import LossFunction, LossInput, LossType
+from rlframework.interfaces.loss import LossFunction, LossInput
 from rlframework.interfaces.policy_worker import Rows, TrainResult
-from rlframework.microbatches.global_batch import check_rows, rows_with_targets
+from rlframework.microbatches.global_batch import rows_with_targets
 from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.flops import ModelFlops
@@ -80,10 +80,9 @@ class Training:
         self, data: Rows, loss_fn: LossFunction, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> TrainResult:
         """See `PolicyWorker.train`."""
-        require_head(self.engine, "language", "train")
+        require_head(self.engine.config, "language", "train")
         if not eval_mode and not self.has_optimizer:
             raise NotSupported("this worker was built without an optimizer; build it with init_optimizer=True to train")
-        _check_data(data, loss_fn)
         config = self.engine.config
         self.residency.onload(*(("model",) if eval_mode else ("model", "optimizer")))
         self.memory.training_begins()
@@ -196,12 +195,3 @@ class Training:
             "rank": self.engine.context.rank,
             "times": {"train": seconds, **waited},
         }
-
-
-def _check_data(data: Rows, loss_fn: LossFunction) -> None:
-    check_rows(data)
-    if "sample_mask" not in data:
-        raise BatchError(f"sample_mask must be present in the data! It has {sorted(data)}")
-    if "token_mask" not in data:
-        kind = "token-level loss" if loss_fn.loss_type == LossType.TOKEN_LEVEL else "training"
-        raise BatchError(f"token_mask must be present in the data when using {kind}; it has {sorted(data)}")

@@ -72,6 +72,7 @@ def test_defaults_are_relative_to_their_file_and_one_may_be_inherited_along_two_
             "`defaults` in {0}/a.yaml:1 must be a file name or a list of file names, given 3",
         ),
         ({"a.yaml": "defaults: [a.yaml, 3]\n"}, "must be a file name or a list of file names"),
+        ({"a.yaml": 'defaults: "a\\0b"\n'}, "must be a file name or a list of file names"),
         ({"a.yaml": "x: 1\ny:\n  z: ${nope}\n"}, "`y.z` ({0}/a.yaml:3): Interpolation key 'nope' not found"),
     ],
 )
@@ -127,6 +128,7 @@ def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
         ("a=" + "${" * 400, "override `a=${${"),
         (".".join("a" * 500) + "=1", "`a.a.a."),
         ("l.4=1", "override `l.4=1`: list index out of range"),
+        ("l.name=4", "override `l.name=4`: the items of a list are numbered: `list.0=value`"),
         ("~a.b", "`~a.b`: there is no key `a.b` to remove"),
         ("defaults=x.yaml", "`defaults=x.yaml`: `defaults` cannot be overridden"),
         ("a={x: 1, x: 2}", "override `a={x: 1, x: 2}`:1: duplicate key `x`"),
@@ -134,6 +136,11 @@ def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
 )
 def test_a_wrong_override_is_named(override: str, message: str) -> None:
     assert refused({"l": [1]}, [override]).startswith(message)
+
+
+@pytest.mark.parametrize("override", ["x" * 1_000_000, "a=" + "[" * 1_000_000, "a={x: '" + "x" * 1_000_000])
+def test_a_long_override_is_shown_in_part(override: str) -> None:
+    assert len(refused({}, [override])) < 2_000
 
 
 def test_values_may_refer_to_values_and_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_the_calls_around_a_rollout_and_no_rows() -> None:
     group = Group(2)
     generation = make(group)
     assert generation.prepare_for_generation()
-    with pytest.raises(BatchError, match="given no rows"):
+    with pytest.raises(BatchError, match="generate got no rows"):
         generation.generate(BatchedDataDict({"input_ids": torch.zeros(0, 3), "input_lengths": torch.zeros(0)}))
     assert generation.finish_generation()
     assert group.finished == 1

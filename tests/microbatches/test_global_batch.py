@@ -104,12 +104,6 @@ SAMPLES = torch.ones(4)
         ({"token_mask": MASK[:, :5]}, r"token_mask must have the shape \[4, 6\]"),
         ({"token_mask": MASK.repeat(1, 2)}, r"got torch.float32 of shape \[4, 12\]"),
         ({"token_mask": MASK.to(torch.complex64)}, r"token_mask must be a tensor \[B, S\] .* got torch.complex64"),
-        ({"token_mask": MASK * torch.nan}, "token_mask .*finite"),
-        ({"token_mask": -MASK}, "token_mask .*finite values of at least 0"),
-        ({"token_mask": MASK / 0}, "token_mask .*finite"),
-        ({"sample_mask": torch.tensor([1, 1, torch.nan, 1])}, "sample_mask .*finite"),
-        ({"sample_mask": torch.tensor([1, 1, torch.inf, 1])}, "sample_mask .*finite"),
-        ({"sample_mask": torch.tensor([5, 1, -1, 1])}, "sample_mask .*row 2 .*-1"),
     ],
 )
 def test_invalid_masks_are_rejected(values, message):

@@ -111,6 +111,14 @@ def test_padding_to_a_multiple_stays_under_the_limit():
         packed.shard(data, batch_size=None, positions="all", tokens=7)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", ["dynamic", "packed"])
+def test_a_row_that_fits_no_microbatch_is_rejected(mode, ranks):
+    """Also of one rank, whose worker groups the rows: its error would end the workers."""
+    with pytest.raises(BatchError, match=r"9 tokens.*may have 8"):
+        balancer(ranks, mode).shard(make_batch([3, 9]), batch_size=None, positions="all", tokens=8)
+
+
 @pytest.mark.parametrize("columns", [2000, 4000])
 def test_dynamic_microbatches_of_few_shapes_stay_within_the_limit(columns):
     """Rows of 1,900 tokens are padded to 1,920, and those of 2,000 to 2,048, of which 8,000 tokens are 3 and not 4."""
@@ -123,9 +131,3 @@ def test_dynamic_microbatches_of_few_shapes_stay_within_the_limit(columns):
         shapes = [tuple(one.processed_inputs.input_ids.shape) for one in made]
         assert all(rows * width <= 8000 for rows, width in shapes)
         assert {width for _, width in shapes} <= {1920, 2048}
-
-
-def test_tokens_unknown_to_the_model_are_rejected():
-    small = BatchBalancer(2, "packed", 32, TokenCost(), vocabulary=3)
-    with pytest.raises(BatchError, match=r"row 2 has token 3 at position 0.*0 to 2"):
-        small.shard(make_batch([4, 4, 4, 4]), batch_size=None, positions="all", tokens=None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlframework.algorithms.losses.nll import loss_mask, token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.interfaces.loss import LossInput, LossType
+from rlframework.interfaces.loss import LossColumn, LossInput, LossType
 
 
 class ClippedPGLoss:
@@ -39,6 +39,17 @@ class ClippedPGLoss:
     def __init__(self, config: ClippedPGLossConfig) -> None:
         self.config = config
         self.loss_type = LossType.TOKEN_LEVEL if config.level == "token" else LossType.SEQUENCE_LEVEL
+
+    @property
+    def reads(self) -> dict[str, LossColumn]:
+        """See `LossFunction`."""
+        config, optional = self.config, LossColumn(required=False)
+        columns = {"advantages": LossColumn(), "prev_logprobs": optional, "generation_logprobs": optional}
+        if config.kl_coef:
+            columns["reference_policy_logprobs"] = LossColumn()
+            if config.kl_correction == "generator":
+                columns["generation_logprobs"] = LossColumn()
+        return columns
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
 from rlframework.policy.checkpoint.pretrained import open_saved
@@ -118,7 +118,7 @@ def test_a_failed_save_raises_and_keeps_the_old_checkpoint(folder, tensors, monk
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     shards = [TensorShard("matrix", torch.zeros(7, 5), (0, 0), (7, 5))]
-    with pytest.raises(UserError, match="saved: there is no space left"):
+    with pytest.raises(WriteError, match="saved: there is no space left"):
         save([DirectoryPlan(str(folder), shards, lambda made: None)], asynchronous=asynchronous)
     check_files(folder, required=True)
     with open_saved(folder) as saved:
