@@ -215,6 +215,7 @@ def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatc
         "train",
         "--resume",
         str(folder),
+        "--trust-run",
         "algorithm.num_steps=2",
         f"worker_group.environment.A_PASSWORD={planted['cli']}",
     )
