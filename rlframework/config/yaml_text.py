@@ -157,8 +157,10 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Keys, str]]:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         context = f" ({error.context})" if error.context else ""
-        # a part of a line with a secret would no longer show that it is one
-        snippet = f"\n{mark.get_snippet()}" if mark and hide_in_text(text) == text else ""
+        snippet = f"\n{mark.get_snippet()}" if mark else ""
+        lines = "\n".join(text.split("\n")[max(mark.line - 1, 0) : mark.line + 1]) if mark else ""
+        if hide_in_text(lines) != lines:  # the message would have parts of a secret, without its name
+            raise ConfigError(f"{place}: not valid YAML; put the value in quotes") from None
         raise ConfigError(f"{place}: not valid YAML: {error.problem}{context}{snippet}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
