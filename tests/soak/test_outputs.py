@@ -222,7 +222,8 @@ def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatc
     run(0, "report", str(folder))
     run(0, "config", str(path), *given)
     run(0, "config", str(path), *given, "--json")
-    run(2, "train", "--debug", str(path), "--overwrite", "environment.max_reward_failures=0.0")
+    failed = [f"output_dir={tmp_path / 'failed'}", "environment.max_reward_failures=0.0"]
+    run(2, "train", "--debug", str(path), *failed)
     run(2, "train", str(path), f"worker_group.environment={{MAP_API_KEY: {planted['map']}")
     run(2, "train", str(path), f"worker_group.environment.A_PASSWORD=[{planted['cli']}]")
     run(
@@ -238,11 +239,12 @@ def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatc
     assert [text for text in printed if any(secret in text for secret in planted.values())] == []
     assert [text for text in printed if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)] == []
     assert "no access with ***" in "".join(printed)  # the messages of the reward function were printed
-    written = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    files = [file for run_of in ("run", "failed") for file in (tmp_path / run_of).rglob("*") if file.is_file()]
+    written = {file: file.read_bytes() for file in files}
     assert {"config.yaml", "report.html", "environment.json", "step.json"} <= {file.name for file in written}
     leaked = {file.name for file, content in written.items() for one in planted.values() if one.encode() in content}
     assert leaked == {"config.yaml"}  # it has what the configuration spells out, which a resumed run needs
-    assert stat.S_IMODE((folder / "config.yaml").stat().st_mode) == 0o600
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files if file.name == "config.yaml"} == {0o600}
     kept = (folder / "config.yaml").read_text()
     assert [name for name, one in planted.items() if one in kept] == ["map", "yaml", "cli"]
     assert "${oc.env:HF_TOKEN}" in kept
