@@ -204,9 +204,10 @@ def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatc
     ]
     printed = []
 
-    def run(code: int, *words: str) -> None:
+    def run(code: int | None, *words: str) -> None:
         monkeypatch.setattr(sys, "argv", ["rlframework", *words])
-        assert call(*words) == code, console()
+        found = call(*words)
+        assert code in (None, found), console()
         printed.append(console())
 
     run(0, "train", str(path), *given)
@@ -234,7 +235,7 @@ def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatc
         "output_dir=other",
     )
     if soak.full:
-        run(0, "doctor", str(path), *given, "output_dir=other")
+        run(None, "doctor", str(path), *given, "output_dir=other")  # the machine may lack something
 
     assert [text for text in printed if any(secret in text for secret in planted.values())] == []
     assert [text for text in printed if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)] == []
