@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,7 @@ class _FilteredOs:
     Leaves the environment of this process alone, because other threads may be reading it.
     """
 
-    def __init__(self, more: Mapping[str, str]) -> None:
+    def __init__(self, more: dict[str, str]) -> None:
         self._more = more
 
     def __getattr__(self, name: str) -> Any:
