@@ -17,6 +17,7 @@ from rlframework.cli import main
 from rlframework.errors import UserError
 from rlframework.observers.report import render, write_report
 from rlframework.observers.report.content import arrange, breakdowns_of, content, phases_of, thin, thin_samples
+from rlframework.observers.report.figures import draw_figures
 from rlframework.observers.report.runs import (
     Run,
     Sample,
@@ -345,3 +346,9 @@ def test_the_page_of_three_long_runs_stays_small() -> None:
     data = data_of(page)
     assert [run["samples"]["total"] for run in data["runs"]] == [1000] * 3
     assert data["runs"][0]["samples"]["rows"][-1][0] == 1000
+
+
+def test_figures_of_names_that_no_font_can_show(tmp_path: Path) -> None:
+    name = "\x1b[2J\ud800\u202e"
+    run = Run(name, Path("r"), [{"step": 1.0, f"train/{name}": 1.0, f"time/{name}": 1.0, "time/step": 1.0}])
+    assert draw_figures([run], tmp_path, 1)

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
+from rlframework.logs import printable
 from rlframework.observers.curve import STYLE, draw_series, write_png
 from rlframework.observers.report.content import arrange, phases_of, split_of
 from rlframework.observers.report.runs import Run
@@ -42,7 +43,7 @@ def _figures(runs: Sequence[Run], span: int) -> Iterator[tuple[str, Figure]]:
                 place.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
         if len(runs) > 1:
             keys = [Line2D([], [], color=colour, marker=marker) for colour, marker in looks]
-            figure.legend(keys, [run.name for run in runs], loc="outside lower left", ncols=4, frameon=False)
+            figure.legend(keys, [printable(run.name) for run in runs], loc="outside lower left", ncols=4, frameon=False)
         yield key, figure
     timed = [(run, phases) for run in runs if (phases := phases_of(run))]
     if timed:
@@ -52,7 +53,7 @@ def _figures(runs: Sequence[Run], span: int) -> Iterator[tuple[str, Figure]]:
         for (_, phases), place in zip(timed, axes, strict=True):
             middles = [(first + last) / 2 for first, last in zip(phases["from"], phases["to"], strict=True)]
             place.stackplot(middles, phases["values"], colors=[colours[name] for name in phases["names"]], step="mid")
-        patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+        patches = [Patch(color=colour, label=printable(name)) for name, colour in colours.items()]
         figure.legend(handles=patches, loc="outside lower left", ncols=8, frameon=False)
         yield "phases", figure
 
@@ -68,4 +69,4 @@ def _sheet(titles: Sequence[str], heading: str) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(max(4.2 * across, 6.0), 2.6 * down + 0.7))
     figure.suptitle(heading, fontsize=12, fontweight="bold", x=0.01, ha="left")
     numbered = enumerate(titles, start=1)
-    return figure, [figure.add_subplot(down, across, n, title=title, xlabel="step") for n, title in numbered]
+    return figure, [figure.add_subplot(down, across, n, title=printable(title), xlabel="step") for n, title in numbered]
