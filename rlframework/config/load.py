@@ -5,6 +5,7 @@ This module does not interpret the keys; `rlframework.configure` validates the r
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rlframework.config.base import import_path
 from rlframework.config.problems import shortened
 from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
+from rlframework.secrets import HIDDEN, is_secret_name
 
 INHERIT = "defaults"
 """The top-level key that names the files to inherit from."""
@@ -152,13 +154,12 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
     layers: list[Tree] = []
     for name in names:
         parent = (path.parent if path else Path()) / name
-        if "\0" in name:
-            raise ConfigError(f"`defaults` in {where}: {name!r} has a NUL character, as no path does")
+        if not os.path.isfile(parent):  # `Path.is_file` raises for some names
+            shown = shortened(str(parent), 500)
+            raise ConfigError(f"configuration file not found: {shown}, listed under `defaults` in {where}")
         if parent.resolve() in above:
             chain = " -> ".join(str(item) for item in (*above, parent.resolve()))
             raise ConfigError(f"`defaults` are circular: {chain}")
-        if not parent.is_file():
-            raise ConfigError(f"configuration file not found: {parent}, listed under `defaults` in {where}")
         layers += _with_inherited(read_yaml(parent), parent, above)
     return [*layers, layer]
 
@@ -182,7 +183,12 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
             raise ConfigError(f"`{override}`: there is no key `{key}` to remove")
         del holder[keys[-1]]
         return set()
-    value = parse_value(text, f"override `{override}`")
+    try:
+        value = parse_value(text, f"override `{override}`")
+    except ConfigError:
+        if is_secret_name(key):  # the message would have parts of the secret
+            raise ConfigError(f"override `{key}={HIDDEN}`: not valid YAML; put the value in quotes") from None
+        raise
     try:
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
@@ -221,4 +227,6 @@ def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:
     key = getattr(error, "full_key", None) or ""
     origin = origins.get(tuple(key.split(".")))
     place = f" ({origin})" if origin else ""
+    if is_secret_name(key):
+        return f"`{key}`{place}: its interpolation cannot be resolved; write `\\${{` where the text `${{` is meant"
     return f"`{key}`{place}: {_reason(error)}" if key else f"the configuration cannot be composed: {_reason(error)}"

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from rlframework.config.load import compose, escape_interpolation
 from rlframework.errors import ConfigError
+from rlframework.secrets import hide_in_text
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -67,6 +68,7 @@ def test_defaults_are_relative_to_their_file_and_one_may_be_inherited_along_two_
             "are circular: {0}/a.yaml -> {0}/b.yaml -> {0}/a",
         ),
         ({"a.yaml": "x: 1\ndefaults: z.yaml\n"}, "not found: {0}/z.yaml, listed under `defaults` in {0}/a.yaml:2"),
+        ({"a.yaml": f"defaults: {'x' * 5000}\n"}, "configuration file not found: {0}/xxxx"),
         (
             {"a.yaml": "defaults: 3\n"},
             "`defaults` in {0}/a.yaml:1 must be a file name or a list of file names, given 3",
@@ -203,3 +205,18 @@ def test_values_of_variables_are_written_as_references(data: dict[str, str]) -> 
         written = escape_interpolation(data, {"s3cr${t": "A_TOKEN", "x": "no-identifier"})
         assert "s3cr" not in str(written)
         assert compose(written).values == data
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a.MY_API_KEY=*s3cr3t",
+        "a.MY_API_KEY=!!bool s3cr3t",
+        "a.MY_API_KEY=${s3cr3t}",
+        "a={MY_API_KEY: *s3cr3t}",
+        "a={MY_API_KEY: s3cr3t",
+        "a={b: 1, MY_API_KEY:\n *s3cr3t}",
+    ],
+)
+def test_messages_show_no_part_of_a_secret(override: str) -> None:
+    assert "s3cr3t" not in hide_in_text(refused({}, [override]))
