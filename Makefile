@@ -44,9 +44,11 @@ test: $(VENV)/.installed-dev  ## all tests
 # The short form of the same attacks is part of `make test`. SOAK_SEED=N repeats a run.
 soak: export SOAK_FILE = $(abspath $(VENV))/soak.jsonl
 soak: PYTEST_ARGS = -n 2 --dist loadgroup -o timeout=900
-soak: $(VENV)/.installed-dev  ## attack it: faults, fuzzed inputs, leaks, secrets, in under 25 minutes
+soak: $(VENV)/.installed-dev  ## attack it: faults, fuzzed inputs, leaks, secrets, in 25 minutes; writes docs/results/soak.*
 	rm -f $(SOAK_FILE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/soak
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/soak; status=$$?; \
+	test -f $(SOAK_FILE) || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
+	$(BIN)/python docs/tools/soak_page.py $(SOAK_FILE) && exit $$status
 
 # The page is made from the JSON, also where something does not conform; the exit code is pytest's. A run that could not
 # start leaves both as they were.

@@ -17,18 +17,19 @@ from pydantic import ConfigDict
 
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
-from rlframework.config.load import compose, escape_interpolation
+from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.problems import NOT_GIVEN, Problem, raise_problems
 from rlframework.config.sections import RunConfig
+from rlframework.config.trust import require_trusted, require_trusted_imports
 from rlframework.config.validate import check_run, validate
 from rlframework.config.yaml_text import Keys, Tree, to_yaml
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
 from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, Capability, PolicyWorkerRecord, Record
-from rlframework.secrets import refer_to_environment
+from rlframework.secrets import secrets_of_environment
 
 OPEN_SECTIONS: Mapping[str, type[Record]] = {
     record_type.key.removesuffix(".name"): record_type
@@ -42,31 +43,38 @@ BACKEND = PolicyWorkerRecord.kind
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any] | RunConfig,
+    source: Source,
     overrides: Sequence[str] = (),
     *,
     manager: PluginManager | None = None,
+    run: Path | None = None,
 ) -> RunConfig:
     """Load and check the configuration of a run.
 
     `source` is a YAML file, a mapping of the same shape, or a configuration to change; `overrides` are `a.b=value` as
     on the command line (see `rlframework.config.load.compose`). Without a `manager`, the installed plugins are
-    discovered again, along with the modules under `plugins:`. Raises a `ConfigError` that lists every problem, or a
-    `PluginError` if a plugin cannot be selected; nothing is written and no worker is started.
+    discovered again, along with the modules under `plugins:`. `run` is the folder that `source` was found in, if it is
+    that of a run which is not trusted (see `rlframework.config.trust`). Raises a `ConfigError` that lists every
+    problem, or a `PluginError` if a plugin cannot be selected; nothing is written and no worker is started.
     """
-    return load_with_defaults(source, overrides, manager=manager)[0]
+    return load_with_defaults(source, overrides, manager=manager, run=run)[0]
 
 
 def load_with_defaults(
-    source: str | Path | Mapping[str, Any] | RunConfig,
+    source: Source,
     overrides: Sequence[str] = (),
     *,
     manager: PluginManager | None = None,
+    run: Path | None = None,
 ) -> tuple[RunConfig, list[Default]]:
     """Load a configuration like `load_config`; return the defaults too that the device gave it."""
     tree = compose(source, overrides)
+    if run is not None:
+        require_trusted_imports(run, tree)
     manager = manager or _manager_of(tree)
     config, selected = _typed(tree, manager)
+    if run is not None:
+        require_trusted(run, tree, config)
     device = resolve_device(config.device)
     defaults = [
         default
@@ -117,7 +125,7 @@ def config_yaml(config: RunConfig) -> str:
 
     Secrets of the environment are written as references to their variables; see `rlframework.secrets`.
     """
-    return to_yaml(refer_to_environment(escape_interpolation(dump_config(config))))
+    return to_yaml(escape_interpolation(dump_config(config), secrets_of_environment()))
 
 
 def config_schema(manager: PluginManager) -> dict[str, Any]:

@@ -63,6 +63,10 @@ class RunTerminated(KeyboardInterrupt):
         self.exit_code = 128 + int(signal)
 
 
+class WriteError(RLFrameworkError):
+    """A file cannot be written: the disk is full or read-only, a permission or folder is gone. The message names it."""
+
+
 class WorkerError(RLFrameworkError):
     """A worker failed; the message has its rank and its traceback."""
 

@@ -1,33 +1,48 @@
-"""Atomic writes of files and directories: readers see all of it or nothing, whenever the process ends."""
+"""Atomic writes of files and directories: readers see all of it or nothing, whenever the process ends.
+
+Within `writing`, an error of the disk is a `WriteError` that names the path, whichever library reports it.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import re
+import resource
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rlframework.errors import UserError
+from rlframework.errors import RLFrameworkError, UserError, WriteError
 
-_NO_SPACE = {
-    errno.ENOSPC: "there is no space left on the device; free some space, or choose another location",
-    errno.EDQUOT: "the disk quota is exceeded; free some space, or choose another location",
+_FREE_SPACE = "free some space, or choose another location"
+_DISK = {
+    errno.ENOSPC: f"there is no space left on the device; {_FREE_SPACE}",
+    errno.EDQUOT: f"the disk quota is exceeded; {_FREE_SPACE}",
+    errno.EFBIG: "the file would be larger than allowed; raise the limit of the process (ulimit -f), or choose another "
+    "file system",
+    errno.EROFS: "the file system is read-only; choose a writable location",
+    errno.EIO: "the device reports an input/output error; check the disk, or choose another location",
+    errno.ESTALE: "the network file system lost the file; check the mount, or choose another location",
 }
+"""What to do, by the number of an error that only a disk causes."""
 _REASONS = {
-    **_NO_SPACE,
+    **_DISK,
     errno.EACCES: "permission denied; choose a writable location",
     errno.EPERM: "permission denied; choose a writable location",
-    errno.EROFS: "the file system is read-only; choose a writable location",
     errno.ENOTDIR: "a component of the path is a file, not a directory; choose another location",
     errno.EEXIST: "a component of the path is a file, not a directory; choose another location",
-    errno.ENOENT: "a parent directory is missing and cannot be created; choose another location",
+    errno.ENOENT: "its directory was removed, or cannot be created; choose another location",
     errno.ENAMETOOLONG: "a name in the path is too long; choose a shorter one",
     errno.EISDIR: "it is a directory; choose another name",
 }
+_TORCH_FAILED = re.compile(r"iostream error|PytorchStreamWriter|inline_container.*unexpected pos")
+"""Matches the errors of torch's own writer, which does not say why it failed."""
+_TEMPORARY = re.compile(r"(^|/)\.([^/]+)\.[0-9a-f]{12}\.(tmp|old)(?=/|$)")
+_BYTES_SHOWN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 LOCK_FILE = ".lock"
 """The file that a process locks in the directory of its run; see `exclusive_directory`."""
@@ -37,17 +52,16 @@ def write_atomically(path: str | Path, data: str | bytes, *, private: bool = Fal
     """Write `data` (text as UTF-8) to `path`: readers see either the old content or the new.
 
     Creates parent directories. A `private` file can be read by its owner only. A full disk or a missing permission is a
-    `UserError`, which leaves the old file unchanged.
+    `WriteError`, which leaves the old file unchanged.
     """
     path = Path(path)
     content = data.encode("utf-8") if isinstance(data, str) else data
     new = _beside(path, "tmp")
-    with _user_errors(path, _REASONS):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with new.open("xb") as file:
-                if private:
-                    os.fchmod(file.fileno(), 0o600)
+            mode = 0o600 if private else 0o666  # from the start, or a reader could open it before
+            with open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -65,11 +79,13 @@ def check_writable(path: str | Path) -> None:
     network shares and pseudo file systems.
     """
     path = Path(path).absolute()
-    with _user_errors(path, _REASONS):
-        place = next(place for place in (path, *path.parents) if os.path.lexists(place))
-        probe = _beside(place / path.name, "tmp")
-        probe.mkdir()
-        probe.rmdir()
+    try:
+        with writing(path):
+            probe = _beside(_existing(path) / path.name, "tmp")
+            probe.mkdir()
+            probe.rmdir()
+    except WriteError as error:
+        raise UserError(str(error)) from error
 
 
 def check_new_folder(folder: Path, given: str) -> None:
@@ -89,11 +105,11 @@ def replacing_directory(path: str | Path) -> Iterator[Path]:
     """Yield an empty directory next to `path` that replaces `path` when the block ends without an error.
 
     An existing directory at `path` is moved aside for the swap and then removed. If the block fails, it is kept and the
-    new one is removed. A full disk or a missing permission is a `UserError`.
+    new one is removed. A full disk or a missing permission is a `WriteError`.
     """
     replacement = Replacement(path)
     try:
-        with reporting_full_disk(path):
+        with writing(path):
             yield replacement.folder
         replacement.commit()
     except BaseException:
@@ -107,12 +123,12 @@ class Replacement:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.folder = _beside(self.path, "tmp")
-        with _user_errors(self.path, _REASONS):
+        with writing(self.path):
             self.folder.mkdir(parents=True)
 
     def commit(self) -> None:
         """Flush the directory to disk and move it to `path`."""
-        with _user_errors(self.path, _REASONS):
+        with writing(self.path):
             for directory, _, names in os.walk(self.folder, topdown=False):
                 for name in names:
                     _sync(Path(directory, name))
@@ -125,9 +141,116 @@ class Replacement:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def reporting_full_disk(path: str | Path) -> AbstractContextManager[None]:
-    """Within the context, turn a full disk into a `UserError` that names `path`."""
-    return _user_errors(Path(path), _NO_SPACE)
+class AppendedFile:
+    """A file to which bytes are appended at once, without a buffer.
+
+    What a full disk does not take is kept, and comes first at the next call: the file always holds a prefix of what was
+    written, and all of it once there is space again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._pending = path, bytearray()
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, data: bytes = b"") -> None:
+        """Append `data`. Raises a `WriteError` if the disk does not take all of it."""
+        self._pending += data
+        with writing(self.path):
+            while self._pending:
+                del self._pending[: self._file.write(self._pending)]
+
+    def close(self) -> None:
+        """Append what is left, and close the file."""
+        with self._file:
+            self.write()
+
+
+def require_space(path: str | Path, size: int) -> None:
+    """Raise a `WriteError` if fewer than `size` bytes are free where `path` would be written."""
+    device = shutil.disk_usage(_existing(Path(path).absolute()))
+    if device.total and device.free < size:  # some network file systems report a size of 0
+        raise WriteError(
+            f"cannot write {_final(path)}: it takes at least {size:,} bytes, and {device.free:,} are free on the "
+            f"device; {_FREE_SPACE}"
+        )
+
+
+@contextmanager
+def writing(path: str | Path | None) -> Iterator[None]:
+    """Turn an error of the disk within the context, which writes `path`, into a `WriteError` that says what to do.
+
+    A missing file or permission counts only if it is at `path` or beside it, where temporary files are. None: whatever
+    file the context writes, such as the standard output.
+    """
+    try:
+        yield
+    except RLFrameworkError:
+        raise
+    except BaseException as error:
+        place = None if path is None else Path(path)
+        reason = next((found for one in _errors_in(error) if (found := _reason(one, place))), None)
+        if reason is None or isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+            raise
+        what = "a file or the output" if path is None else _final(path)
+        raise WriteError(f"cannot write {what}: {reason}") from error
+
+
+def _errors_in(error: BaseException) -> Iterator[BaseException]:
+    """`error`, those of the ranks that an error of torch's distributed checkpoints contains, and their causes."""
+    for failure in getattr(error, "failures", {}).values():
+        yield from _errors_in(failure[0])
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _reason(error: BaseException, path: Path | None) -> str | None:
+    """Why `path` cannot be written, if `error` says so; torch and libraries in Rust report the number in the text."""
+    text = str(error)
+    number = error.errno or 0 if isinstance(error, OSError) else 0
+    for each in () if number else _REASONS:
+        if re.search(rf"{re.escape(os.strerror(each))} \((os error )?{each}\)", text):
+            number = each
+    if not number and "Parent directory" in text:
+        number = errno.ENOENT
+    if number in _DISK or (number in _REASONS and path is not None and _is_beside(error, path)):
+        return _REASONS[number] + (_sizes(path) if number in _BYTES_SHOWN else "")
+    if path is not None and isinstance(error, RuntimeError) and _TORCH_FAILED.search(text):
+        first_line = text.partition("\n")[0]
+        return f"torch reports {first_line!r}, as on a full disk; {_FREE_SPACE}{_sizes(path)}"
+    return None
+
+
+def _is_beside(error: BaseException, path: Path) -> bool:
+    """Whether `error` is about a file in the directory of `path`, or about a directory above it."""
+    given = getattr(error, "filename", None)
+    if isinstance(given, str | bytes):
+        place = Path(os.fsdecode(given))
+        above = path.parent.is_relative_to(place) or place.parent == _existing(path)
+        return above or place.is_relative_to(path.parent)
+    names_none = not isinstance(error, OSError) and "/" not in str(error)  # as the tokenizers library
+    return names_none or str(path.parent) in str(error) or not os.access(path.parent, os.W_OK)
+
+
+def _sizes(path: Path | None) -> str:
+    if path is None:
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    limited = "" if limit == resource.RLIM_INFINITY else f", and a file may have {limit:,}"
+    return f" ({shutil.disk_usage(_existing(path.absolute())).free:,} bytes are free{limited})"
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or the nearest directory above it that exists."""
+    return next(place for place in (path, *path.parents) if os.path.lexists(place))
+
+
+def _final(path: str | Path) -> str:
+    """The path without the temporary names that `Replacement` gives to directories while they are written."""
+    return _TEMPORARY.sub(r"\1\2", str(path))
 
 
 @contextmanager
@@ -138,7 +261,7 @@ def exclusive_directory(folder: str | Path) -> Iterator[None]:
     locks.
     """
     path = Path(folder) / LOCK_FILE
-    with _user_errors(path, _REASONS):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     with path.open("a") as file:
@@ -156,15 +279,25 @@ def exclusive_directory(folder: str | Path) -> Iterator[None]:
 def remove_directory(path: str | Path) -> None:
     """Remove a directory atomically: it either exists in full under its name or not at all."""
     aside = _beside(Path(path), "old")
-    os.rename(path, aside)
-    shutil.rmtree(aside)
+    with writing(path):
+        os.rename(path, aside)
+        _remove(aside)
 
 
-def remove_temporary_directories(folder: str | Path) -> None:
-    """Remove temporary directories that killed processes left in `folder` while writing or removing others."""
-    for path in Path(folder).glob(".*"):
-        if path.suffix in (".tmp", ".old") and path.is_dir():
-            shutil.rmtree(path)
+def remove_temporary(folder: str | Path) -> None:
+    """Remove what killed processes left in `folder`, and in its folders, while writing or removing others."""
+    for path in [*Path(folder).glob(".*"), *Path(folder).glob("*/.*")]:
+        if _TEMPORARY.fullmatch(path.name):
+            with writing(path):
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a directory, or a link without what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -183,22 +316,7 @@ def _swap(new: Path, path: Path) -> None:
     except BaseException:
         os.rename(aside, path)
         raise
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside)
-    else:
-        aside.unlink()
-
-
-@contextmanager
-def _user_errors(path: Path, reasons: Mapping[int, str]) -> Iterator[None]:
-    """Turn operating-system errors while writing `path` into a `UserError` that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        reason = reasons.get(error.errno or 0)
-        if reason is None:
-            raise
-        raise UserError(f"cannot write {path}: {reason}") from error
+    _remove(aside)
 
 
 def _sync(path: Path) -> None:

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import TextIO
+
+from rlframework.secrets import hide_in_text
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the amount of work done and the total."""
 
 
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """`text` with `\\u001b` in place of control, bidirectional and invisible characters, and of lone surrogates.
+
+    Line breaks and tabs are kept. JSON stays the same value.
+    """
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which a program may replace."""
+    """Writes to the current `sys.stderr`, which a program may replace, without secrets and control characters."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(hide_in_text(super().format(record)))
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,8 +18,8 @@ from torch import Tensor
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
-from rlframework.errors import NotSupported
-from rlframework.interfaces.environment import Message
+from rlframework.errors import NotSupported, UserError
+from rlframework.interfaces.environment import LARGEST_REWARD, Message
 from rlframework.plugins.hookspec import SampleRecord
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
         [*sample.messages, Message(role="assistant", content=text)] for sample, text in zip(samples, texts, strict=True)
     ]
     outcomes = parts.environment.step(samples, conversations)
+    _require_numbers(outcomes, samples, parts.config.environment.name)
     if not all(outcome.done for outcome in outcomes):
         raise NotSupported(
             f"environment {parts.config.environment.name!r} continues after the first turn, which rollouts do not "
@@ -128,6 +130,25 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
     means = {"reward": rewards, "accuracy": accuracies, "completion_length": lengths, "truncated_fraction": truncated}
     metrics = {name: float(values.float().mean()) for name, values in means.items()} | outcome_metrics(outcomes)
     return Rollout(samples, texts, data, rewards, accuracies, lengths, truncated, metrics)
+
+
+def _require_numbers(outcomes: Sequence[StepOutcome], samples: Sequence[Sample], environment: str) -> None:
+    """Raise `UserError` for another number of outcomes, and for a reward or metric that is no usable number."""
+    if len(outcomes) != len(samples):
+        raise UserError(f"environment {environment!r} returned {len(outcomes)} outcomes for {len(samples)} samples")
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        for name, value in {"reward": outcome.reward, **outcome.metrics}.items():
+            if isinstance(value, str) or not _is_usable(value):
+                raise UserError(
+                    f"environment {environment!r} returned {name}={value!r:.80} for sample {sample.id!r}; it must be a "
+                    f"finite number of at most {LARGEST_REWARD:g} in size"
+                )
+
+
+def _is_usable(value: Any) -> bool:
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor with several numbers
+        return abs(float(value)) <= LARGEST_REWARD
+    return False
 
 
 def outcome_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Hides secrets that must not leave the process: passwords and keys in commands, configurations and addresses.
+"""Hides secrets that must not leave the process: passwords and keys in configurations, addresses and messages.
 
 Recognises secrets by well-known names and formats, and by their values: those of keys and of environment variables with
 such a name. A secret in another format under another name is not found.
@@ -9,48 +9,81 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-
-from rlframework.config.yaml_text import parse_value
-from rlframework.errors import ConfigError
+from urllib.parse import quote
 
 HIDDEN = "***"
 SHORTEST = 6
 """The fewest characters of a value that is hidden wherever it stands; shorter ones are parts of other words."""
 
-_SECRET_WORDS = re.compile(
-    r"(?:^|[._-])(?:password|passwd|secret|credentials?|bearer|auth[_-]?token|access[_-]?token|hf[_-]?token|api[_-]?token"
-    r"|(?:api|access|secret|private)[_-]?key|apikey)$|(?:^|\.)token$|(?-i:_TOKEN)$",
-    re.IGNORECASE,
+_SECRET_NAME = re.compile(
+    r"""
+    (?: (?:^|[._-])
+        (?: pwd | secrets? | credentials? | bearer | (?:proxy-)?authorization | apikey
+          | (?:access|api|auth|bearer|deploy|github|gitlab|hf|hub|jwt|mlflow|oauth|personal|private|refresh|registry
+              |secret|security|service|session|wandb)[._-]?token
+          | (?:access|account|admin|api|client|encryption|hmac|master|private|secret|service|shared|signing|ssh|storage
+              |wandb)[._-]?key )
+      | password | passwd | passphrase | (?:^|[a-z])secret | (?:^|\.)token
+      | (?-i: (?:^|_)TOKEN | _(?:PASS|PAT|SAS|AUTH) )
+    ) (?:[._-]?\d+)? $
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
-_USER_OF_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
+_USER_OF_ADDRESS = re.compile(  # with one slash, too, as `pathlib` writes it
+    r"""(\w:/{1,2})(?:[^/\s:@"'<>]{1,99}:(?!\d+(?:/|$))[^\s"'<>]{0,299}|[^/\s"'<>]{0,299})@"""
+)
+_PASSWORD_OF_ADDRESS = re.compile(r""":/{1,2}[^/\s:@"'<>]{0,99}:([^\s"'<>]{1,299})@""")
+_SIGNATURE_OF_ADDRESS = re.compile(r"(?<=[?&])(sig|[\w-]{0,20}signature|key|code)=[^&\s\"'<>]+", re.IGNORECASE)
 _KNOWN_SHAPES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{16,}|wandb_v\d_\w{16,})"
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
+    r"|wandb_v\d_\w{16,}|xox[abeprs]-[\w-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,})"
+    r"|(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}[\w.-]*"
+    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_IN_HEADER = re.compile(r"\b(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+ +)?|bearer +)[\w.~+/=*-]{6,}", re.IGNORECASE)
+_ASSIGNMENT = re.compile(r"""(?<![\w.-])(?P<name>[A-Za-z][\w.-]{0,99})(?P<quote>\\?["']|)\s*(?P<sign>[=:])\s*""")
+"""The part before the value of `API_KEY=abc`, `api_key: abc` or `"password": "abc"`: in commands and tracebacks."""
+_ASSIGNED = re.compile(
+    r"""(?P<mark>["'])(?:\\.|(?!(?P=mark))[^\\\n])*(?:(?P=mark)|$)|(?P<escaped>\\["'])(?:(?!\\["'])[^\n])*(?:\\["']|$)"""
+    r"""|[^\s"'&`]+""",
+    re.MULTILINE,
 )
 
 
 def is_secret_name(name: str) -> bool:
     """Whether `name`, which may be dotted, names a password or key, such as `hub.api_key` but not `max_tokens`."""
-    return _SECRET_WORDS.search(name.lstrip("-")) is not None
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("-"))  # `apiKey` too
+    return _SECRET_NAME.search(words) is not None
 
 
-def hide_in_text(text: str) -> str:
-    """Hide the user part of addresses (`https://user:password@host`), and keys by their format or value, in `text`."""
-    return _hide(text, secrets_of_environment())
+def is_secret(name: str, value: str) -> bool:
+    """Whether the variable `name` holds a secret, by its name or because its value has one in a known format."""
+    return is_secret_name(name) or _hide_formats(value) != value
+
+
+def hide_in_text(text: str, also: Iterable[str] = ()) -> str:
+    """Hide secrets in `text`: the user part of addresses, assignments to secret names, keys by their format or value.
+
+    `also`: further secrets, hidden wherever they stand.
+    """
+    return _hide(text, _by_length([*also, *secrets_of_environment()]))
 
 
 def secrets_of_environment() -> dict[str, str]:
-    """Return the names of the environment variables that are named like secrets, by their values, the longest first."""
-    found = {value: name for name, value in os.environ.items() if is_secret_name(name) and len(value) >= SHORTEST}
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+    """Return the names of the environment variables that hold secrets, by their values, the longest first."""
+    found = {value.strip(): name for name, value in os.environ.items() if is_secret(name, value)}
+    return {value: found[value] for value in sorted(found, key=len, reverse=True) if len(value) >= SHORTEST}
 
 
 def hide_secrets(values: Any) -> Any:
-    """A copy of `values` (JSON types) with secrets hidden: values with a secret name, entirely, wherever they stand."""
-    secrets = [*_named_secrets(values, ""), *secrets_of_environment()]
-    return _hidden(values, "", sorted(secrets, key=len, reverse=True))
+    """A copy of `values` (JSON types) with secrets hidden: values with a secret name, entirely, wherever they stand.
+
+    References to environment variables (`${oc.env:NAME}`) are no secrets.
+    """
+    return _hidden(values, "", _by_length([*named_secrets(values), *secrets_of_environment()]))
 
 
 def has_secrets(values: Any) -> bool:
@@ -58,56 +91,23 @@ def has_secrets(values: Any) -> bool:
     return bool(hide_secrets(values) != values)
 
 
-def refer_to_environment(values: Any) -> Any:
-    """A copy of the `values` of a configuration with `${oc.env:NAME}` in place of secrets of the environment.
-
-    `${` must be escaped in `values`; loading them gives the same configuration where the environment has them.
-    """
-    return _replaced(values, {value: f"${{oc.env:{name}}}" for value, name in secrets_of_environment().items()})
-
-
-def clean_command(arguments: Sequence[str]) -> list[str]:
-    """A command line fit for recording: the program's name without its path, no secrets, `~` for the home directory."""
-    cleaned = [Path(argument).name for argument in arguments[:1]]
-    hide_next = False
-    for argument in arguments[1:]:
-        name, equals, value = argument.partition("=")
-        if hide_next:
-            cleaned.append(HIDDEN)
-        elif equals and is_secret_name(name):
-            cleaned.append(f"{name}={HIDDEN}")
-        elif equals and value.lstrip().startswith(("{", "[")):
-            cleaned.append(f"{name}={_without_home(_clean_value(value))}")
-        else:
-            cleaned.append(_without_home(hide_in_text(argument)))
-        hide_next = not hide_next and not equals and name.startswith("--") and is_secret_name(name)
-    return cleaned
-
-
-def _clean_value(text: str) -> str:
-    """The YAML `text` of a mapping or list without secrets; all of it is hidden if it cannot be read."""
-    try:
-        values = parse_value(text, "argument")
-    except ConfigError:
-        return HIDDEN
-    hidden = hide_secrets(values)
-    return text if hidden == values else json.dumps(hidden, ensure_ascii=False)
-
-
-def _named_secrets(values: Any, name: str) -> Iterator[str]:
-    if isinstance(values, str):
-        if is_secret_name(name) and len(values) >= SHORTEST:
-            yield values
-    elif isinstance(values, Mapping):
+def named_secrets(values: Any, name: str = "") -> Iterator[str]:
+    """Yield the values with a secret name in `values` (JSON types), and the passwords of addresses."""
+    if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from _named_secrets(value, str(key))
+            yield from named_secrets(value, name if is_secret_name(name) else str(key))
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _named_secrets(value, name)
+            yield from named_secrets(value, name)
+    elif isinstance(values, (str, int, float)) and not isinstance(values, bool):
+        if is_secret_name(name) and not _is_reference(values):
+            yield str(values)
+        if isinstance(values, str):
+            yield from _PASSWORD_OF_ADDRESS.findall(values)
 
 
-def _hidden(values: Any, name: str, secrets: Sequence[str]) -> Any:
-    if name and is_secret_name(name) and values not in (None, ""):
+def _hidden(values: Any, name: str, secrets: Iterable[str]) -> Any:
+    if name and is_secret_name(name) and values not in (None, "") and not _is_reference(values):
         return HIDDEN
     if isinstance(values, Mapping):
         return {key: _hidden(value, str(key), secrets) for key, value in values.items()}
@@ -116,23 +116,43 @@ def _hidden(values: Any, name: str, secrets: Sequence[str]) -> Any:
     return _hide(values, secrets) if isinstance(values, str) else values
 
 
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\$\{oc\.env:\w+\}\W*", value) is not None
+
+
+def _by_length(secrets: Iterable[str]) -> list[str]:
+    """`secrets` that are long enough, also as they stand in JSON, in `repr` and in addresses, the longest first."""
+    forms = {
+        form
+        for secret in secrets
+        if len(secret) >= SHORTEST
+        for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, "", errors="replace"))
+    }
+    return sorted(forms, key=len, reverse=True)
+
+
 def _hide(text: str, secrets: Iterable[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
-    return _KNOWN_SHAPES.sub(HIDDEN, _USER_OF_ADDRESS.sub(f"{HIDDEN}@", text))
+    return _hide_formats(text)
 
 
-def _replaced(values: Any, replacements: Mapping[str, str]) -> Any:
-    if isinstance(values, Mapping):
-        return {key: _replaced(value, replacements) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [_replaced(value, replacements) for value in values]
-    if isinstance(values, str):
-        for old, new in replacements.items():
-            values = values.replace(old, new)
-    return values
+def _hide_formats(text: str) -> str:
+    text = _USER_OF_ADDRESS.sub(rf"\1{HIDDEN}@", text)
+    text = _SIGNATURE_OF_ADDRESS.sub(rf"\1={HIDDEN}", text)
+    text = _IN_HEADER.sub(rf"\1{HIDDEN}", text)
+    return _KNOWN_SHAPES.sub(HIDDEN, _hide_assigned(text))
 
 
-def _without_home(text: str) -> str:
-    home = str(Path.home())
-    return re.sub(rf"{re.escape(home)}(?![^/\"' ,}}\]])", "~", text) if len(home) > 1 else text
+def _hide_assigned(text: str) -> str:
+    parts, end = list[str](), 0
+    for found in _ASSIGNMENT.finditer(text):
+        prose = found["sign"] == ":" and not found["quote"] and re.fullmatch("[a-z]+", found["name"])  # bad token: `}`
+        if found.start() < end or prose or not is_secret_name(found["name"]):
+            continue
+        value = _ASSIGNED.match(text, found.end())
+        if value is not None and not _is_reference(value[0]):
+            mark = value["mark"] or value["escaped"] or ""
+            parts += [text[end : found.end()], mark, HIDDEN, mark]
+            end = value.end()
+    return "".join([*parts, text[end:]])

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.errors import UserError
-from rlframework.files import check_writable, replacing_directory, write_atomically
+from rlframework.errors import UserError, WriteError
+from rlframework.files import (
+    check_writable,
+    remove_directory,
+    remove_temporary,
+    replacing_directory,
+    write_atomically,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -19,7 +25,7 @@ def names(folder: Path) -> list[str]:
 
 def fail_with(number: int) -> object:
     def fail(*args: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, os.strerror(number), *map(str, args[:1]))
 
     return fail
 
@@ -44,7 +50,7 @@ def test_the_old_file_stays_when_writing_fails(tmp_path: Path, monkeypatch: pyte
     path.write_text("old")
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail_with(errno.ENOSPC))
-        with pytest.raises(UserError, match=f"cannot write {path}: there is no space left on the device; free some"):
+        with pytest.raises(WriteError, match=f"cannot write {path}: there is no space left on the device; free some"):
             write_atomically(path, "new")
     assert path.read_text() == "old"
     assert names(tmp_path) == ["f"]
@@ -67,7 +73,7 @@ def test_the_temporary_file_goes_on_an_interruption_too(tmp_path: Path, monkeypa
         (errno.EACCES, "permission denied; choose a writable location"),
         (errno.EPERM, "permission denied"),
         (errno.EROFS, "the file system is read-only"),
-        (errno.ENOENT, "a parent directory is missing and cannot be created"),
+        (errno.ENOENT, "its directory was removed, or cannot be created"),
         (errno.ENOTDIR, "a component of the path is a file, not a directory"),
         (errno.ENAMETOOLONG, "a name in the path is too long"),
         (errno.EDQUOT, "the disk quota is exceeded"),
@@ -76,7 +82,7 @@ def test_the_temporary_file_goes_on_an_interruption_too(tmp_path: Path, monkeypa
 def test_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail_with(number))
-        with pytest.raises(UserError, match=reason):
+        with pytest.raises(WriteError, match=reason):
             write_atomically(tmp_path / "f", "new")
 
 
@@ -97,22 +103,22 @@ def test_a_place_is_tried_without_a_trace(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_path_through_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="a component of the path is a file, not a directory"):
+    with pytest.raises(WriteError, match="a component of the path is a file, not a directory"):
         write_atomically(tmp_path / "file" / "below", "x")
     with (
-        pytest.raises(UserError, match="a component of the path is a file"),
+        pytest.raises(WriteError, match="a component of the path is a file"),
         replacing_directory(tmp_path / "file" / "below"),
     ):
         pass
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match="it is a directory"):
+    with pytest.raises(WriteError, match="it is a directory"):
         write_atomically(tmp_path / "folder", "x")
 
 
 def test_other_errors_of_the_system_pass_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", fail_with(errno.EIO))
-        with pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(os, "replace", fail_with(errno.EBUSY))
+        with pytest.raises(OSError, match="busy"):
             write_atomically(tmp_path / "f", "new")
 
 
@@ -171,20 +177,39 @@ def test_the_old_directory_goes_back_when_the_swap_fails(tmp_path: Path, monkeyp
 
     def rename(source: Path, destination: Path) -> None:
         if Path(source).suffix == ".tmp":
-            raise OSError(errno.EACCES, "no")
+            raise OSError(errno.EACCES, "no", str(source))
         real(source, destination)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename)
-        with pytest.raises(UserError, match="permission denied"), replacing_directory(target) as new:
+        with pytest.raises(WriteError, match="permission denied"), replacing_directory(target) as new:
             (new / "new").write_text("y")
     assert names(target) == ["old"]
     assert names(tmp_path) == ["model"]
 
 
 def test_a_full_disk_in_the_block_is_told_and_other_errors_are_the_blocks_own(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no space left"), replacing_directory(tmp_path / "model"):
+    with pytest.raises(WriteError, match="there is no space left"), replacing_directory(tmp_path / "model"):
         raise OSError(errno.ENOSPC, "full")
     with pytest.raises(PermissionError), replacing_directory(tmp_path / "model"):
-        raise PermissionError(errno.EACCES, "reading something else")
+        raise PermissionError(errno.EACCES, "reading something else", "/elsewhere/file")
     assert names(tmp_path) == []
+
+
+def test_a_private_file_is_private_before_it_has_a_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(os, "fsync", lambda file: modes.append(stat.S_IMODE(os.fstat(file).st_mode)))
+    monkeypatch.setattr(os, "fchmod", fail_with(errno.EPERM))
+    write_atomically(tmp_path / "ours", "x", private=True)
+    assert modes[0] == stat.S_IMODE((tmp_path / "ours").stat().st_mode) == 0o600
+
+
+def test_links_are_removed_and_not_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").touch()
+    (tmp_path / "run").mkdir()
+    for name in (".step.0123456789ab.tmp", "step-1"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "theirs")
+    remove_temporary(tmp_path / "run")
+    remove_directory(tmp_path / "run" / "step-1")
+    assert (names(tmp_path / "run"), names(tmp_path / "theirs")) == ([], ["file"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframework.logs import printable
 
 PROGRAM = """
 import logging, sys
@@ -32,3 +37,23 @@ def test_messages_go_to_stderr_unless_the_program_configures_logging(before: str
     program = PROGRAM.format(before=before, after=after)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == shown
+
+
+def test_messages_have_no_secrets_and_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "from-outside")
+    program = PROGRAM.replace("50%% of", "50%% \\x1b[2J \\u202e from-outside of").format(before="", after="")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "50% \\u001b[2J \\u202e *** of it\n"
+
+
+@given(st.text())
+def test_printable_json_is_the_same_value(text: str) -> None:
+    shown = printable(json.dumps(text, ensure_ascii=False))
+    assert json.loads(shown) == text
+    shown.encode()  # it can be sent as UTF-8
+    assert printable(shown) == shown
+
+
+def test_text_and_line_breaks_are_printed_as_they_are() -> None:
+    assert printable("é漢🙂 שלום\n\t") == "é漢🙂 שלום\n\t"
+    assert printable("\x1b]0;t\x07\r\x9b\ud800") == "\\u001b]0;t\\u0007\\u000d\\u009b\\ud800"

@@ -169,8 +169,11 @@ def _word(schema: Schema) -> str:
 
 
 def _range(schema: Schema) -> str:
+    if schema.get("type") == "integer" and "exclusiveMinimum" in schema:
+        schema = {"minimum": schema["exclusiveMinimum"] + 1, **schema, "exclusiveMinimum": None}
     words = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
-    return " ".join(f"{word} {schema[key]:g}" for key, word in words.items() if key in schema)
+    bounds = {word: schema[key] for key, word in words.items() if schema.get(key) is not None}
+    return " ".join(f"{word} {bound:g}" if bound % 1 else f"{word} {int(bound):,}" for word, bound in bounds.items())
 
 
 def _default(value: Schema, inner: list[Part]) -> str:

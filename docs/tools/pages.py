@@ -20,6 +20,7 @@ import memory_page
 import mutants_page
 import parity_page
 import pictures
+import soak_page
 
 DOCS = Path(__file__).resolve().parents[1]
 COMMAND = "python docs/tools/pages.py"
@@ -31,6 +32,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "mutants.md": mutants_page.page,
     "results/parity.md": parity_page.page,
     "results/benchmarks.md": benchmarks_page.page,
+    "results/soak.md": soak_page.page,
     **{f"pictures/{name}.svg": draw for name, draw in pictures.PICTURES.items()},
 }
 """Path below docs/ to the function that generates the text."""

@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, SOURCE = "docs/", "source/"
-ALWAYS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+ALWAYS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 """Files outside docs/ that are in the navigation, even if no page links to them."""
 
 _LINK = re.compile(r"(\]\(\s*)([^)\s]+)([^)]*\))")

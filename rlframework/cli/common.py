@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -13,14 +16,32 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rlframework import __version__
-from rlframework.errors import RLFrameworkError, UserError
-from rlframework.logs import log_to_stderr
+from rlframework.errors import RLFrameworkError, UserError, WriteError
+from rlframework.files import writing
+from rlframework.logs import log_to_stderr, printable
+from rlframework.secrets import hide_in_text
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+_NARROWEST, _WIDEST = 20, 1000
+"""Columns of a table, whatever COLUMNS says."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line, the entry point of `rlframework`. Always raises `SystemExit`."""
     log_to_stderr()
-    app(args=list(args) if args is not None else None, prog_name="rlframework")
+    for stream in (sys.stdout, sys.stderr):  # None if closed
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a locale need not have all characters
+    words = sys.argv[1:] if args is None else list(args)
+    try:
+        if wrong := next(filter(_NO_TEXT.search, words), None):
+            raise UserError(f"the argument {wrong[:80]!a} is not text in this locale's encoding: write it in UTF-8")
+        with writing(None):
+            app(args=words, prog_name="rlframework")
+    except (OSError, UserError, WriteError) as error:  # not of a command: of its arguments, or of printing help
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 
 class _Group(TyperGroup):
@@ -29,7 +50,8 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command of `ctx`."""
         try:
-            return super().invoke(ctx)
+            with writing(None):
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
             _report(str(error) or "interrupted", error, ctx)
             raise typer.Exit(getattr(error, "exit_code", 130)) from None
@@ -37,6 +59,9 @@ class _Group(TyperGroup):
             _report(f"error: {error}", error, ctx)
             raise typer.Exit(2 if isinstance(error, UserError) else 1) from None
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _WRONG_PATH and error.filename is not None:
+                _report(f"error: cannot use the path {error.filename!r}: {error.strerror}", error, ctx)
+                raise typer.Exit(2) from None
             if type(error).__module__.partition(".")[0] in ("typer", "click") or isinstance(error, BrokenPipeError):
                 raise  # typer reports bad arguments and a closed output pipe itself
             hint = "This is an unexpected error. Use --debug to show the traceback."
@@ -46,8 +71,8 @@ class _Group(TyperGroup):
 
 def _report(message: str, error: BaseException, ctx: Any) -> None:
     if ctx.find_root().meta.get(_DEBUG):
-        traceback.print_exception(error)
-    print(message, file=sys.stderr)
+        message = f"{''.join(traceback.format_exception(error))}{message}"
+    print(printable(hide_in_text(message)), file=sys.stderr)
 
 
 _DEBUG = "rlframework.debug"
@@ -71,6 +96,10 @@ Overrides = Annotated[
     list[str] | None, Argument(help="Settings to override, such as policy.backend=dtensor; ~a.b removes a key.")
 ]
 Out = Annotated[str, Argument(help="New folder to write.")]
+TrustRun = Annotated[
+    bool,
+    Option("--trust-run", help="Let the run's own files decide what runs code (see SECURITY.md); not for downloads."),
+]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, Option("--debug", help="Show the traceback of an error.", callback=_set_debug)]
 Version = Annotated[bool, Option("--version", help="Print the version.", callback=_show_version, is_eager=True)]
@@ -92,4 +121,4 @@ def print_table(table: Any) -> None:
     console = Console()
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console = Console(width=200)
-    console.print(table)
+    console.print(table, width=min(max(console.width, _NARROWEST), _WIDEST))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from rlframework.cli.common import Debug, app, print_table
+from rlframework.cli.common import Debug, TrustRun, app, print_table
 from rlframework.errors import UserError
 
 
@@ -64,6 +64,7 @@ def parity(
     device: Annotated[str, Option(help="Device to compare on: cpu or cuda.")] = "cpu",
     run: Annotated[str | None, Option("--replay", metavar="RUN_DIR", help="Replay a recorded step of a run.")] = None,
     step: Annotated[int | None, Option(help="Step to replay.")] = None,
+    trust_run: TrustRun = False,
     json_file: Annotated[str | None, Option("--json", metavar="FILE", help="Write all results as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -79,7 +80,7 @@ def parity(
 
     common: dict[str, Any] = {"precisions": precision or (), "device": device, "json_file": json_file}
     if run is not None and step is not None:
-        raise typer.Exit(command.replay(run, step, backends or (), **common))
+        raise typer.Exit(command.replay(run, step, backends or (), trust_run=trust_run, **common))
     common |= {name: value for name, value in (("steps", steps), ("rows", rows)) if value is not None}
     common |= {"modes": batching or (), "checkpointing": checkpointing}
     raise typer.Exit(command.parity(backends or (), model=model, **common))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from rlframework.cli.common import Debug, Json, app, print_table
+from rlframework.cli.common import Debug, Json, TrustRun, app, print_table
 from rlframework.errors import UserError
 
 
@@ -23,11 +23,12 @@ def evaluate(
     ],
     config: Annotated[str | None, Option(metavar="FILE", help="YAML file. Default: the run's configuration.")] = None,
     samples: Annotated[int | None, Option(min=1, help="Evaluate only the first N prompts.")] = None,
-    attempts: Annotated[int | None, Option(min=1, help="Completions per prompt. Default: 1.")] = None,
+    attempts: Annotated[int | None, Option(min=1, max=1_000_000, help="Completions per prompt. Default: 1.")] = None,
     k: Annotated[str, Option(metavar="1,4,8", help="Report pass@k for these k.", show_default=False)] = "",
     temperature: Annotated[float | None, Option(min=0.0, help="Temperature. Default: greedy for one attempt.")] = None,
     split: Annotated[str, Option(help="Data to evaluate on: validation or train.")] = "validation",
     out: Annotated[str | None, Option(metavar="DIR", help="New folder to write the results to.")] = None,
+    trust_run: TrustRun = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -44,7 +45,15 @@ def evaluate(
     from rlframework.evaluation.plan import plan_evaluation
 
     plan = plan_evaluation(
-        words, config=config, samples=samples, attempts=attempts, k=k, temperature=temperature, split=split, out=out
+        words,
+        config=config,
+        samples=samples,
+        attempts=attempts,
+        k=k,
+        temperature=temperature,
+        split=split,
+        out=out,
+        trust_run=trust_run,
     )
     from rlframework.evaluation.report import as_table
     from rlframework.observers.console import progress_bar
@@ -66,7 +75,7 @@ def generate(
         str | None,
         Option(metavar="FILE", help="Text file with one prompt per line, or JSONL with `prompt` or `messages`."),
     ] = None,
-    samples: Annotated[int, Option(min=1, help="Completions per prompt.")] = 1,
+    samples: Annotated[int, Option(min=1, max=1_000_000, help="Completions per prompt.")] = 1,
     temperature: Annotated[float | None, Option(min=0.0, help="Temperature. Default: the run's, or 1.")] = None,
     max_new_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens. Default: the run's, or 256.")] = None,
     greedy: Annotated[bool, Option("--greedy", help="Always choose the most likely token.")] = False,
@@ -75,6 +84,7 @@ def generate(
     changes: Annotated[
         list[str] | None, Option("--set", metavar="a.b=value", help="Override a setting. Repeatable.")
     ] = None,
+    trust_run: TrustRun = False,
     as_json: Annotated[bool, Option("--json", help="Print one line of JSON per completion.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -98,6 +108,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         greedy=greedy,
         seed=seed,
+        trust_run=trust_run,
     )
     from rlframework.evaluation.answers import Answerer, read_prompts
     from rlframework.runner.parts import build_generation

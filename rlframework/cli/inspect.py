@@ -14,19 +14,25 @@ from rlframework.cli.common import Config, Debug, Json, Overrides, app, print_ta
 
 @app.command(name="config")
 def show_config(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Check CONFIG and print the resolved configuration with all defaults, and why the device has others."""
+    """Check CONFIG and print the resolved configuration with all defaults, and why the device has others.
+
+    Secrets of the environment are printed as references to its variables, others as ***.
+    """
     from rlframework.config.load import escape_interpolation
     from rlframework.config.yaml_text import to_yaml
     from rlframework.configure import dump_selected, load_with_defaults
+    from rlframework.logs import printable
+    from rlframework.secrets import hide_secrets, secrets_of_environment
 
     loaded, defaults = load_with_defaults(config, overrides or ())
     values = dump_selected(loaded)
     if as_json:
-        print(json.dumps(values, indent=2))
+        print(json.dumps(hide_secrets(values), indent=2))
         return
     for default in defaults:
         print(f"# {default.key}: {default.value!r} is a default on a GPU: {default.reason}")
-    print(to_yaml(escape_interpolation(values)).rstrip("\n"))
+    shown = hide_secrets(escape_interpolation(values, secrets_of_environment()))
+    print(printable(to_yaml(shown).rstrip("\n")))
 
 
 @app.command()

@@ -8,8 +8,9 @@ from typing import Annotated
 from typer import Argument, Option
 
 from rlframework.algorithm import RunResult
-from rlframework.cli.common import Config, Debug, Out, Overrides, app, print_table
+from rlframework.cli.common import Config, Debug, Out, Overrides, TrustRun, app, print_table
 from rlframework.errors import ConfigError
+from rlframework.logs import printable
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def train(
         str | None,
         Option("--on", metavar="GPUS", help="With --dry-run: plan for these GPUs, e.g. 8xH100 or 2x24GiB."),
     ] = None,
+    trust_run: TrustRun = False,
     debug: Debug = False,
 ) -> None:
     """Run the training that CONFIG describes, or resume one that was stopped.
@@ -39,6 +41,8 @@ def train(
 
     if on is not None and not dry:
         raise ConfigError("--on plans a run for GPUs that may be elsewhere; give it together with --dry-run")
+    if trust_run and resume_from is None:
+        raise ConfigError("--trust-run is about the run that --resume names; a CONFIG that you name is trusted")
     if dry:
         if config is None or resume_from is not None:
             usage = "rlframework train CONFIG --dry-run"
@@ -64,7 +68,7 @@ def train(
         from rlframework.runner.launch import resume
 
         changes = [word for word in (config, *(overrides or ())) if word is not None]
-        print(_summary(resume(resume_from, changes), resume_from))
+        print(_summary(resume(resume_from, changes, trust_run=trust_run), resume_from))
         return
     if config is None:
         raise ConfigError("no run given: use `rlframework train CONFIG` or `rlframework train --resume RUN_DIR`")
@@ -78,7 +82,7 @@ def _summary(result: RunResult, output_dir: str) -> str:
     """One line with the last metrics and the folder of the run."""
     shown = {name: value for name, value in result.metrics.items() if name.rpartition("/")[2] in _SUMMARIZED}
     values = ", ".join(f"{name}={value:.4g}" for name, value in shown.items())
-    return f"done: {values}; in {output_dir}" if values else f"done; in {output_dir}"
+    return printable(f"done: {values}; in {output_dir}" if values else f"done; in {output_dir}")
 
 
 @app.command()

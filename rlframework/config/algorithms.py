@@ -8,16 +8,13 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
     Tag,
     field_validator,
     model_validator,
 )
 
-from rlframework.config.base import Section
+from rlframework.config.base import NeedsTrust, Section
+from rlframework.config.numbers import Coefficient, Count, Limit, Tokens, TokensOrZero
 from rlframework.config.sections import AlgorithmConfig
 
 TrainOn = Literal["last", "assistant", "all"]
@@ -31,7 +28,9 @@ class OwnLossConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field(description="import path `module:name`, such as my_losses:MyLoss")
+    name: Annotated[str, NeedsTrust("calls this function with the arguments in its file")] = Field(
+        description="import path `module:name`, such as my_losses:MyLoss"
+    )
 
     @field_validator("name")
     @classmethod
@@ -49,7 +48,7 @@ class OwnLossConfig(Section):
 class OwnPolicyLossConfig(OwnLossConfig):
     """Your own loss for training on rollouts, named by its import path. Other keys are keyword arguments."""
 
-    kl_coef: NonNegativeFloat = Field(0.0, description="above 0: keep a reference policy that scores every batch")
+    kl_coef: Coefficient = Field(0.0, description="above 0: keep a reference policy that scores every batch")
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -72,7 +71,7 @@ class SFTConfig(AlgorithmConfig):
 
     name: Literal["sft"] = Field("sft", description="supervised fine-tuning")
     train_on: TrainOn = Field("last", description="tokens to train on: the last or every assistant turn, or all")
-    max_tokens: PositiveInt | None = Field(
+    max_tokens: Tokens | None = Field(
         None, description="truncate longer rows at the end; null: a row longer than the model's limit is an error"
     )
     token_data: Path | None = Field(None, description="folder of rows from `rlframework tokenize` to train on")
@@ -85,24 +84,24 @@ class SFTConfig(AlgorithmConfig):
 class ClippedPGLossConfig(Section):
     """The clipped policy-gradient loss (PPO, arXiv:1707.06347; GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476)."""
 
-    ratio_clip_min: NonNegativeFloat = Field(0.2, description="lower clipping bound of the probability ratio: 1 - this")
-    ratio_clip_max: NonNegativeFloat = Field(0.2, description="upper clipping bound of the probability ratio: 1 + this")
+    ratio_clip_min: Coefficient = Field(0.2, description="lower clipping bound of the probability ratio: 1 - this")
+    ratio_clip_max: Coefficient = Field(0.2, description="upper clipping bound of the probability ratio: 1 + this")
     ratio_clip_c: float | None = Field(
-        None, gt=1.0, description="dual-clip PPO (arXiv:1912.09729): bound on the loss at negative advantages"
+        None, gt=1.0, le=1e9, description="dual-clip PPO (arXiv:1912.09729): bound on the loss at negative advantages"
     )
     level: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="average the loss over all tokens, or per sequence and then over sequences; constant: sum each "
         "sequence, divide by `constant_length`, average over sequences (Dr. GRPO, arXiv:2503.20783)",
     )
-    constant_length: PositiveInt | None = Field(
+    constant_length: Tokens | None = Field(
         None, description="number of tokens that level=constant divides by, such as `generation.max_new_tokens`"
     )
-    kl_coef: NonNegativeFloat = Field(
+    kl_coef: Coefficient = Field(
         0.0, description="weight of the KL divergence from the reference policy; 0: no reference policy"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="see http://joschu.net/blog/kl-approx.html")
-    kl_max: PositiveFloat | None = Field(
+    kl_max: Limit | None = Field(
         None, description="bound on the absolute KL estimate of a token, which has no gradient beyond it; null: none"
     )
     kl_correction: Literal["none", "ratio", "generator"] = Field(
@@ -113,7 +112,7 @@ class ClippedPGLossConfig(Section):
     importance_correction: Literal["none", "truncated"] = Field(
         "none", description="truncated: weight tokens by trainer/generator probability, at most `importance_cap`"
     )
-    importance_cap: PositiveFloat = Field(2.0, description="upper bound of a token's importance weight")
+    importance_cap: Limit = Field(2.0, description="upper bound of a token's importance weight")
 
     @model_validator(mode="after")
     def _constant(self) -> Self:
@@ -125,8 +124,8 @@ class ClippedPGLossConfig(Section):
 class OverlongConfig(Section):
     """Soft overlong penalty on the reward (DAPO, arXiv:2503.14476, eq. 13)."""
 
-    buffer: NonNegativeInt = Field(0, description="tokens before `max_new_tokens` over which the penalty grows; 0: off")
-    penalty: NonNegativeFloat = Field(1.0, description="penalty at `max_new_tokens`, subtracted from the reward")
+    buffer: TokensOrZero = Field(0, description="tokens before `max_new_tokens` over which the penalty grows; 0: off")
+    penalty: Coefficient = Field(1.0, description="penalty at `max_new_tokens`, subtracted from the reward")
     drop_truncated: bool = Field(False, description="exclude completions truncated at `max_new_tokens` from the loss")
 
 
@@ -134,12 +133,14 @@ class GRPOConfig(AlgorithmConfig):
     """Group-relative policy optimization (arXiv:2402.03300)."""
 
     name: Literal["grpo"] = Field("grpo", description="group-relative policy optimization")
-    prompts_per_step: PositiveInt = Field(32, description="distinct prompts in each rollout batch")
-    samples_per_prompt: Annotated[int, Field(ge=2)] = Field(8, description="completions per prompt, which form a group")
-    epochs_per_batch: PositiveInt = Field(1, description="training passes over each rollout batch")
+    prompts_per_step: Count = Field(32, description="distinct prompts in each rollout batch")
+    samples_per_prompt: Annotated[int, Field(ge=2, le=1_000_000)] = Field(
+        8, description="completions per prompt, which form a group"
+    )
+    epochs_per_batch: Count = Field(1, description="training passes over each rollout batch")
     leave_one_out: bool = Field(False, description="baseline: mean of the other rewards (RLOO, arXiv:2402.14740)")
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
-    std_epsilon: NonNegativeFloat = Field(1e-6, description="added to that standard deviation")
+    std_epsilon: Coefficient = Field(1e-6, description="added to that standard deviation")
     skip_zero_variance: bool = Field(True, description="skip groups whose rewards are all equal; a metric counts them")
     overlong: OverlongConfig = OverlongConfig()
     loss: Annotated[
@@ -147,6 +148,12 @@ class GRPOConfig(AlgorithmConfig):
         Discriminator(_which_loss),
         BeforeValidator(_path_as_section, json_schema_input_type=ClippedPGLossConfig | OwnPolicyLossConfig | OwnPath),
     ] = Field(ClippedPGLossConfig(), description="settings of the clipped loss, or the import path of your own loss")
+
+    @model_validator(mode="after")
+    def _rows(self) -> Self:
+        if (rows := self.prompts_per_step * self.samples_per_prompt) > 1_000_000:
+            raise ValueError(f"prompts_per_step x samples_per_prompt must be at most 1000000 rows, but is {rows}")
+        return self
 
     @model_validator(mode="after")
     def _clip_range(self) -> Self:

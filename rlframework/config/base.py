@@ -1,7 +1,8 @@
-"""The base class of every configuration model: unknown keys are errors, instances are frozen."""
+"""The base class of every configuration model (unknown keys are errors, instances are frozen), and marks on keys."""
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -11,7 +12,26 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """One section of the configuration. Plugins derive their sections from this class."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+@dataclass(frozen=True)
+class NeedsTrust:
+    """Annotates a key that runs code or sends data elsewhere: `Annotated[bool, NeedsTrust("runs ...")]`.
+
+    The `config.yaml` of a run, which may come from anybody, may not set it (see `rlframework.config.trust`), except to
+    its default and the `harmless` values. `effect` completes "KEY=VALUE, which ...".
+    """
+
+    effect: str
+    harmless: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class ImportsCode:
+    """Annotates a key with import paths or modules that are imported; those in a run's own folder need trust."""
 
 
 def import_path(function: Callable[..., Any]) -> str:

@@ -5,23 +5,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rlframework.config.base import Section, import_path
+from rlframework.config.base import ImportsCode, Section, import_path
+from rlframework.config.numbers import Coefficient, Fraction, Seconds, Steps, Workers
 from rlframework.config.sections import EnvironmentConfig
 
 MAX_TERMS = len(string.ascii_lowercase)
+
+Term = Annotated[int, Field(ge=0, le=10**12)]
+Generated = Annotated[int, Field(gt=0, le=10_000_000)]
 
 
 class AdditionConfig(EnvironmentConfig):
     """Sums of integers, generated from the seed. A task is held out for validation in every order of its terms."""
 
     name: str = Field("addition", description="sums of integers")
-    digits: Annotated[int, Field(ge=1, le=9)] = Field(2, description="maximum digits of a term: 2 means 0 to 99")
-    operands: tuple[int, int] | None = Field(None, description="[smallest, largest] of a term; overrides `digits`")
+    digits: Annotated[int, Field(gt=0, le=9)] = Field(2, description="maximum digits of a term: 2 means 0 to 99")
+    operands: tuple[Term, Term] | None = Field(None, description="[smallest, largest] of a term; overrides `digits`")
     terms: Annotated[int, Field(ge=2, le=MAX_TERMS)] = Field(2, description="number of terms in a sum")
-    train_samples: PositiveInt = Field(8192, description="maximum number of distinct training tasks")
-    validation_samples: PositiveInt | None = Field(
+    train_samples: Generated = Field(8192, description="maximum number of distinct training tasks")
+    validation_samples: Generated | None = Field(
         None, description="distinct tasks held out for validation; null: a tenth of all tasks, at most 256"
     )
     prompt: str = Field(
@@ -71,8 +75,8 @@ class Gsm8kConfig(EnvironmentConfig):
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the questions to hold out when no validation data is given"
     )
-    max_samples: PositiveInt | None = Field(None, description="use only this many of the first training samples")
-    max_validation_samples: PositiveInt | None = Field(
+    max_samples: Steps | None = Field(None, description="use only this many of the first training samples")
+    max_validation_samples: Steps | None = Field(
         None, description="use only this many samples from the start of the validation data"
     )
     instruction: str = Field(
@@ -80,7 +84,7 @@ class Gsm8kConfig(EnvironmentConfig):
         description="text appended to each question",
     )
     calculator_annotations: bool = Field(False, description="keep annotations such as <<48/2=24>> in the completions")
-    format_reward: NonNegativeFloat = Field(
+    format_reward: Coefficient = Field(
         0.0, description="bonus on top of the reward of 1 for a correct answer, if the last line is `#### number`"
     )
 
@@ -135,8 +139,8 @@ class DatasetConfig(EnvironmentConfig):
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the prompts to hold out when no validation data is given"
     )
-    max_samples: PositiveInt | None = Field(None, description="use only this many of the first training rows")
-    max_validation_samples: PositiveInt = Field(1024, description="maximum validation samples, held out or given")
+    max_samples: Steps | None = Field(None, description="use only this many of the first training rows")
+    max_validation_samples: Steps = Field(1024, description="maximum validation samples, held out or given")
     columns: ColumnsConfig = ColumnsConfig()
     instruction: str = Field("", description="text appended to the last user turn")
     check: Literal["none", "exact", "math"] = Field(
@@ -144,17 +148,19 @@ class DatasetConfig(EnvironmentConfig):
         description="how completions are scored. none: not at all (for sft); exact: by exact match; math: by "
         "math-verify, where the reference answer may be a text that ends in `#### result`",
     )
-    reward: str | None = Field(None, description="import path of your reward function, an alternative to `check`")
-    reward_timeout: PositiveFloat | None = Field(
+    reward: Annotated[str | None, ImportsCode()] = Field(
+        None, description="import path of your reward function, an alternative to `check`"
+    )
+    reward_timeout: Seconds | None = Field(
         60.0,
         description="time limit of the reward function in seconds, per completion, or per step for a batched function; "
         "it runs in a separate process, which is killed on timeout. null: run it in this process, without a limit",
     )
-    reward_concurrency: PositiveInt = Field(16, description="maximum concurrent calls of an async reward function")
-    max_reward_failures: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+    reward_concurrency: Workers = Field(16, description="maximum concurrent calls of an async reward function")
+    max_reward_failures: Fraction = Field(
         0.1, description="fraction of a step's completions for which the reward function may fail before it is an error"
     )
-    failed_reward: float = Field(0.0, allow_inf_nan=False, description="reward where the reward function failed")
+    failed_reward: float = Field(0.0, ge=-1e6, le=1e6, description="reward where the reward function failed")
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -183,6 +183,8 @@ def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
 
 
 def _similarity(left: str, right: str) -> float:
+    if len(left) > 10 * len(right):
+        return 0.0  # such a key can be of any length, and comparing takes time in proportion
     return SequenceMatcher(None, left.lower(), right.lower()).ratio()
 
 

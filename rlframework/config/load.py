@@ -5,19 +5,22 @@ This module does not interpret the keys; `rlframework.configure` validates the r
 
 from __future__ import annotations
 
+import os
 import re
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
+from rlframework.config.problems import shortened
 from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
+from rlframework.secrets import HIDDEN, is_secret_name
 
 INHERIT = "defaults"
 """The top-level key that names the files to inherit from."""
@@ -29,8 +32,12 @@ _LONGEST = 1_000_000
 _BEFORE_INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
-def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Sequence[str] = ()) -> Tree:
-    """Merge and interpolate `source` (a file, a mapping or a resolved configuration) and `overrides`.
+Source: TypeAlias = str | Path | Mapping[str, Any] | BaseModel | Tree
+"""A configuration: a file, a mapping, a resolved configuration, or what `compose` returned."""
+
+
+def compose(source: Source, overrides: Sequence[str] = ()) -> Tree:
+    """Merge and interpolate `source` and `overrides`.
 
     Later layers override earlier ones: first the files in `defaults: [a.yaml, b.yaml]`, in order (paths are relative
     to the file, or to the working directory for a mapping); then the source itself; then the overrides, `a.b=value`
@@ -39,19 +46,21 @@ def compose(source: str | Path | Mapping[str, Any] | BaseModel, overrides: Seque
     """
     merged = OmegaConf.create({})
     origins: dict[Keys, str] = {}
+    overridden = set[Keys]()
     try:
         for layer in _layers(source):
             merged.merge_with(OmegaConf.create(layer.values))
             origins.update(layer.origins)
+            overridden |= layer.overridden
         for override in (overrides,) if isinstance(overrides, str) else overrides:
-            _apply(merged, override, origins)
+            overridden |= _apply(merged, override, origins)
         _interpolated_length(given := OmegaConf.to_container(merged), (), given, {})
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_omegaconf_message(error, origins)) from None
     except RecursionError:
         raise ConfigError("the configuration cannot be composed: too many values refer to one another") from None
-    return Tree(cast("dict[str, Any]", values), origins)
+    return Tree(cast("dict[str, Any]", values), origins, frozenset(overridden))
 
 
 def _interpolated_length(value: Any, place: tuple[str, ...], whole: Any, known: dict[tuple[str, ...], int]) -> int:
@@ -89,16 +98,35 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return [(str(index), item) for index, item in enumerate(value)] if isinstance(value, list) else []
 
 
-def escape_interpolation(value: Any) -> Any:
-    """Escape every `${` in `value`, so that loading it returns the same text."""
-    if isinstance(value, str):
-        return _BEFORE_INTERPOLATION.sub(r"\1\1\\${", value)
+def escape_interpolation(value: Any, variables: Mapping[str, str] | None = None) -> Any:
+    """Escape every `${` in `value`, so that loading it returns the same text.
+
+    `variables`: names of environment variables by their values. `${oc.env:NAME}` replaces these values, so loading
+    returns the same text where the environment has them.
+    """
+    named = {text: name for text, name in (variables or {}).items() if re.fullmatch(r"[A-Za-z_]\w*", name)}
+    return _escaped(value, named, re.compile(f"({'|'.join(map(re.escape, named)) or '(?!)'})"))
+
+
+def _escaped(value: Any, named: Mapping[str, str], pattern: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: escape_interpolation(item) for key, item in value.items()}
-    return [escape_interpolation(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _escaped(item, named, pattern) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item, named, pattern) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = ""
+    for index, part in enumerate(pattern.split(value)):
+        if index % 2:  # backslashes before it would escape it
+            text = re.sub(r"\\+$", r"\g<0>\g<0>", text) + f"${{oc.env:{named[part]}}}"
+        else:
+            text += _BEFORE_INTERPOLATION.sub(r"\1\1\\${", part)
+    return text
 
 
-def _layers(source: str | Path | Mapping[str, Any] | BaseModel) -> list[Tree]:
+def _layers(source: Source) -> list[Tree]:
+    if isinstance(source, Tree):
+        return [replace(source, values=escape_interpolation(source.values))]
     if isinstance(source, BaseModel):
         return [Tree(escape_interpolation(source.model_dump(mode="json")))]
     if isinstance(source, Mapping):
@@ -106,29 +134,41 @@ def _layers(source: str | Path | Mapping[str, Any] | BaseModel) -> list[Tree]:
     return _with_inherited(read_yaml(Path(source)), Path(source), ())
 
 
+def leaves(value: Any, keys: Keys) -> Iterator[Keys]:
+    """The keys of all values within `value` that are no mappings, or of an empty one; `keys` are those of `value`."""
+    if not isinstance(value, Mapping) or not value:
+        yield keys
+        return
+    for key, item in value.items():
+        yield from leaves(item, (*keys, key))
+
+
 def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> list[Tree]:
     """The layers that `layer` inherits from, in order, followed by `layer` without its `defaults`."""
     names = layer.values.pop(INHERIT, None)
     where = layer.origins.get((INHERIT,), "the configuration")
     names = [names] if isinstance(names, str) else (names or [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
         raise ConfigError(f"`defaults` in {where} must be a file name or a list of file names, given {names!r}")
     above = (*above, path.resolve()) if path else above
     layers: list[Tree] = []
     for name in names:
         parent = (path.parent if path else Path()) / name
+        if not os.path.isfile(parent):  # `Path.is_file` raises for some names
+            shown = shortened(str(parent), 500)
+            raise ConfigError(f"configuration file not found: {shown}, listed under `defaults` in {where}")
         if parent.resolve() in above:
             chain = " -> ".join(str(item) for item in (*above, parent.resolve()))
             raise ConfigError(f"`defaults` are circular: {chain}")
-        if not parent.is_file():
-            raise ConfigError(f"configuration file not found: {parent}, listed under `defaults` in {where}")
         layers += _with_inherited(read_yaml(parent), parent, above)
     return [*layers, layer]
 
 
-def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
+def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[Keys]:
+    """Change `merged` and `origins`; return the keys that have a value from `override`."""
     removes = override.startswith("~") and "=" not in override
     key, equals, text = (override[1:], "", "") if removes else override.partition("=")
+    override = shortened(override, 200)
     if not (removes or equals) or not _KEY.fullmatch(key) or key.count(".") > DEEPEST:
         raise ConfigError(
             f"`{override}` is not a valid override: write `key=value` with a dotted key and a YAML value, "
@@ -142,13 +182,22 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> None:
         if not isinstance(holder, DictConfig) or keys[-1] not in holder:
             raise ConfigError(f"`{override}`: there is no key `{key}` to remove")
         del holder[keys[-1]]
-        return
-    value = parse_value(text, f"override `{override}`")
+        return set()
+    try:
+        value = parse_value(text, f"override `{override}`")
+    except ConfigError:
+        if is_secret_name(key):  # the message would have parts of the secret
+            raise ConfigError(f"override `{key}={HIDDEN}`: not valid YAML; put the value in quotes") from None
+        raise
     try:
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"override `{override}`: {_reason(error)}") from None
-    origins[tuple(int(part) if str(part).isdigit() else part for part in keys)] = f"override `{override}`"
+    except ValueError:  # a name where a list has an index
+        raise ConfigError(f"override `{override}`: the items of a list are numbered: `list.0=value`") from None
+    keys = tuple(int(part) if str(part).isdigit() else part for part in keys)
+    origins[keys] = f"override `{override}`"
+    return set(leaves(value, keys))
 
 
 def _plain(value: Any, keys: Keys) -> Any:
@@ -171,11 +220,13 @@ def _plain(value: Any, keys: Keys) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return textwrap.shorten(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
+    return shortened(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
 
 
 def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:
     key = getattr(error, "full_key", None) or ""
     origin = origins.get(tuple(key.split(".")))
     place = f" ({origin})" if origin else ""
+    if is_secret_name(key):
+        return f"`{key}`{place}: its interpolation cannot be resolved; write `\\${{` where the text `${{` is meant"
     return f"`{key}`{place}: {_reason(error)}" if key else f"the configuration cannot be composed: {_reason(error)}"

@@ -5,19 +5,22 @@
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
+from pydantic import BeforeValidator, Field, field_validator
+
+from rlframework.config.base import NeedsTrust, Section
+from rlframework.config.numbers import (
+    Coefficient,
+    Count,
+    Fraction,
+    LearningRate,
+    Limit,
+    Seed,
+    Steps,
+    StepsOrZero,
+    Tokens,
+    Workers,
 )
 
-from rlframework.config.base import Section
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Checkpointing = Annotated[
     Literal[False, "selective", "full"],
@@ -30,10 +33,10 @@ Checkpointing = Annotated[
 class ParallelismConfig(Section):
     """How one model is distributed over workers. Data parallelism uses the workers that remain."""
 
-    tensor: PositiveInt = Field(1, description="tensor-parallel degree: workers that share the weights of each layer")
-    context: PositiveInt = Field(1, description="context-parallel degree: workers that share each sequence")
-    pipeline: PositiveInt = Field(1, description="pipeline-parallel degree: stages that the layers are divided into")
-    expert: PositiveInt = Field(1, description="expert-parallel degree: data-parallel workers that share the experts")
+    tensor: Workers = Field(1, description="tensor-parallel degree: workers that share the weights of each layer")
+    context: Workers = Field(1, description="context-parallel degree: workers that share each sequence")
+    pipeline: Workers = Field(1, description="pipeline-parallel degree: stages that the layers are divided into")
+    expert: Workers = Field(1, description="expert-parallel degree: data-parallel workers that share the experts")
     sequence: bool = Field(False, description="shard activations along the sequence between tensor-parallel regions")
 
     @property
@@ -51,20 +54,22 @@ class BatchingConfig(Section):
         "padding; packed: rows concatenated without padding, up to `tokens`; auto: the mode that the backend reports "
         "as fastest on the device",
     )
-    tokens: PositiveInt | None = Field(
+    tokens: Tokens | None = Field(
         None, description="maximum tokens in a dynamic or packed microbatch; null: chosen for the device"
     )
-    logprob_tokens: PositiveInt | None = Field(None, description="`tokens` for log-probabilities; null: the same")
+    logprob_tokens: Tokens | None = Field(None, description="`tokens` for log-probabilities; null: the same")
 
 
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), without weight decay on one-dimensional parameters."""
 
     name: Literal["adamw"] = Field("adamw", description="AdamW, the only optimizer")
-    lr: NonNegativeFloat = Field(1e-6, description="peak learning rate, scaled by `scheduler`")
+    lr: LearningRate = Field(1e-6, description="peak learning rate, scaled by `scheduler`")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay rates of the first and second moments")
-    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment, for numerical stability")
-    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay, applied to matrices only")
+    eps: float = Field(
+        1e-8, ge=1e-30, le=1.0, description="added to the root of the second moment, for numerical stability"
+    )
+    weight_decay: LearningRate = Field(0.01, description="decoupled weight decay, applied to matrices only")
 
 
 class SchedulerConfig(Section):
@@ -74,17 +79,17 @@ class SchedulerConfig(Section):
     """
 
     name: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the schedule after warmup")
-    warmup_steps: NonNegativeInt = Field(
+    warmup_steps: StepsOrZero = Field(
         0, description="training calls over which the learning rate rises; at the first it is 0"
     )
-    total_steps: PositiveInt | None = Field(None, description="training calls until the decay ends, warmup included")
+    total_steps: Steps | None = Field(None, description="training calls until the decay ends, warmup included")
     min_ratio: Fraction = Field(0.0, description="factor of `optimizer.lr` at the end of the decay")
 
 
 class NonFiniteGradientsConfig(Section):
     """Handling of NaN or infinite gradients: the step is skipped and counted."""
 
-    stop_after: PositiveInt = Field(5, description="fail the run after this many consecutive skipped steps")
+    stop_after: Steps = Field(5, description="fail the run after this many consecutive skipped steps")
 
 
 class OffloadConfig(Section):
@@ -99,14 +104,14 @@ class OffloadConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank * B A, where B and A are trained."""
 
-    rank: PositiveInt = Field(16, description="number of columns of B and rows of A")
-    alpha: PositiveFloat = Field(32.0, description="the product B A is scaled by alpha / rank")
+    rank: Annotated[int, Field(gt=0, le=100_000)] = Field(16, description="number of columns of B and rows of A")
+    alpha: Limit = Field(32.0, description="the product B A is scaled by alpha / rank")
     dropout: Fraction = Field(0.0, description="must be 0, because training and scoring must compute the same function")
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj"),
         description="linear layers to adapt, given by the last components of their names",
     )
-    seed: NonNegativeInt = Field(0, description="seed for the initialization of A; B is initialized to 0")
+    seed: Seed = Field(0, description="seed for the initialization of A; B is initialized to 0")
     refit: Literal["merged", "adapters"] = Field(
         "merged",
         description="weights sent to generation engines in other processes. merged: the full weights; adapters: only "
@@ -158,14 +163,14 @@ class PolicyConfig(Section):
     )
     parallelism: ParallelismConfig = ParallelismConfig()
     batching: BatchingConfig = BatchingConfig()
-    train_global_batch_size: PositiveInt = Field(64, description="rows per optimizer step, over all workers")
-    train_micro_batch_size: PositiveInt = Field(8, description="rows per padded microbatch on each worker")
-    logprob_batch_size: PositiveInt = Field(16, description="`train_micro_batch_size` when computing log-probabilities")
+    train_global_batch_size: Count = Field(64, description="rows per optimizer step, over all workers")
+    train_micro_batch_size: Count = Field(8, description="rows per padded microbatch on each worker")
+    logprob_batch_size: Count = Field(16, description="`train_micro_batch_size` when computing log-probabilities")
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    max_grad_norm: PositiveFloat | None = Field(1.0, description="clip gradients to this global L2 norm; null: never")
+    max_grad_norm: Limit | None = Field(1.0, description="clip gradients to this global L2 norm; null: never")
     non_finite_gradients: NonFiniteGradientsConfig = NonFiniteGradientsConfig()
-    router_aux_loss_coef: NonNegativeFloat = Field(
+    router_aux_loss_coef: Coefficient = Field(
         0.0,
         description="weight of the load-balancing loss of mixture-of-experts models (Switch Transformers, "
         "arXiv:2101.03961); 0: off. It is computed over the whole global batch, which takes one extra forward pass per "
@@ -178,4 +183,6 @@ class PolicyConfig(Section):
     )
     offload: OffloadConfig = OffloadConfig()
     lora: LoraConfig | None = None
-    trust_remote_code: bool = Field(False, description="allow running Python code that is part of the model's files")
+    trust_remote_code: Annotated[bool, NeedsTrust("runs Python code from the model's files")] = Field(
+        False, description="allow running Python code that is part of the model's files"
+    )

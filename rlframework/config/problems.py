@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframework.errors import ConfigError, PluginError, UnsupportedConfig
+from rlframework.secrets import HIDDEN, hide_secrets, is_secret_name
 
 NOT_GIVEN: Any = object()
 """Marks that no value was given, where None is a valid value."""
 
+MOST = 40
+"""The most problems that an error lists."""
+
 _SHOWN = 80
+
+
+def shortened(text: str, most: int = _SHOWN) -> str:
+    """Return `text`, cut to `most` characters, the last of which then are dots."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -35,9 +44,10 @@ class Problem:
     def __str__(self) -> str:
         facts = [f"in {self.origin}"] if self.origin else []
         if self.given is not NOT_GIVEN and not isinstance(self.given, Mapping):
-            shown = json.dumps(self.given, ensure_ascii=False, default=str)
-            facts.insert(0, f"given {shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + '...'}")
-        text = f"`{self.key}`: {self.message}" if self.key else self.message
+            given = HIDDEN if is_secret_name(self.key) else hide_secrets(self.given)
+            facts.insert(0, f"given {shortened(json.dumps(given, ensure_ascii=False, default=str))}")
+        message = shortened(self.message, 1000)
+        text = f"`{shortened(self.key, 200)}`: {message}" if self.key else message
         if facts:
             text = f"{text.rstrip('.')} ({' '.join(facts)})"
         return f"{text.rstrip('.')}. {self.hint}" if self.hint else text
@@ -52,5 +62,6 @@ def raise_problems(problems: Sequence[Problem]) -> None:
     error_type = PluginError if cause else UnsupportedConfig if undeclared else ConfigError
     if len(problems) == 1:
         raise error_type(str(problems[0])) from cause
-    lines = "\n".join(f"- {problem}" for problem in problems)
-    raise error_type(f"{len(problems)} problems in the configuration:\n{lines}") from cause
+    lines = "\n".join(f"- {problem}" for problem in problems[:MOST])
+    more = f"\nand {len(problems) - MOST} more" if len(problems) > MOST else ""
+    raise error_type(f"{len(problems)} problems in the configuration:\n{lines}{more}") from cause

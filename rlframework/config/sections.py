@@ -6,55 +6,73 @@ A plugin's record names a `config_model` derived from one of these bases (`Algor
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
-from rlframework.config.base import Section
+from rlframework.config.base import ImportsCode, NeedsTrust, Section
+from rlframework.config.numbers import (
+    Count,
+    CountOrZero,
+    Limit,
+    Seconds,
+    Seed,
+    Steps,
+    StepsOrZero,
+    Temperature,
+    Tokens,
+    TokensOrZero,
+    Workers,
+)
 from rlframework.config.policy import PolicyConfig
 
 
 class DeadlinesConfig(Section):
     """Timeouts of the driver in seconds. A timeout is an error that names what the driver was waiting for."""
 
-    start: PositiveFloat = Field(180.0, description="for workers to start and form their process group")
-    call: PositiveFloat = Field(1800.0, description="for one call to all workers, such as a training step")
-    shutdown: PositiveFloat = Field(30.0, description="for workers to exit before they are killed")
+    start: Seconds = Field(180.0, description="for workers to start and form their process group")
+    call: Seconds = Field(1800.0, description="for one call to all workers, such as a training step")
+    shutdown: Seconds = Field(30.0, description="for workers to exit before they are killed")
 
 
 class WorkerGroupConfig(Section):
     """Where the workers of the policy run."""
 
     name: str = Field("inline", description="`inline` (the driver's process), `processes`, `ray`, or a plugin's name")
-    num_workers: PositiveInt = Field(1, description="number of policy workers; `inline` supports one")
+    num_workers: Workers = Field(1, description="number of policy workers; `inline` supports one")
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
 class RemoteGroupConfig(WorkerGroupConfig):
     """Workers in separate processes. They inherit only the listed environment variables of the driver."""
 
-    environment: dict[str, str] = Field({}, description="environment variables to set for the workers, by name")
+    environment: Annotated[
+        dict[str, str],
+        NeedsTrust("sets environment variables of the workers, with which Python loads code (LD_PRELOAD, PYTHONPATH)"),
+    ] = Field({}, description="environment variables to set for the workers, by name")
     pass_environment: tuple[str, ...] = Field((), description="environment variables of the driver to pass on, by name")
 
 
 class RayGroupConfig(RemoteGroupConfig):
     """Workers as Ray actors, on one machine or several."""
 
-    address: str | None = Field(
+    address: Annotated[
+        str | None, NeedsTrust("connects to this Ray cluster, whose processes can run code in this one", ("auto",))
+    ] = Field(
         None,
         description="address of a running Ray cluster, `host:port` or `auto`; null: RAY_ADDRESS if set, otherwise the "
         "run starts a local Ray instance and stops it at the end",
     )
-    workers_per_node: PositiveInt | None = Field(None, description="workers per node of a cluster; null: `placement`")
+    workers_per_node: Workers | None = Field(None, description="workers per node of a cluster; null: `placement`")
     placement: Literal["pack", "spread"] = Field(
         "pack", description="without workers_per_node: pack onto as few nodes as possible, or spread over as many"
     )
-    listen: str = Field(
+    listen: Annotated[str, NeedsTrust("lets other machines run code in Ray, which asks no password")] = Field(
         "127.0.0.1",
         description="address on which the local Ray instance of this run listens; the loopback default makes it "
         "unreachable from other machines. On a multi-node cluster, workers listen on their nodes' addresses",
     )
-    python: str | None = Field(
+    python: Annotated[str | None, NeedsTrust("starts this program")] = Field(
         None,
         description="Python executable for the workers, present on every node, with the same versions of Python and "
         "Ray; null: the one that the backend names, otherwise that of the cluster or of the driver",
@@ -67,8 +85,10 @@ class GenerationWorkersConfig(Section):
     group: Literal["processes", "ray", "inline"] = Field(
         "processes", description="where the engines run; `inline`: a single engine in the driver process"
     )
-    num_workers: PositiveInt = Field(1, description="engines; each holds the whole model and takes a share of prompts")
-    python: str | None = Field(None, description="Python of another environment for the engines; requires `group: ray`")
+    num_workers: Workers = Field(1, description="engines; each holds the whole model and takes a share of prompts")
+    python: Annotated[str | None, NeedsTrust("starts this program")] = Field(
+        None, description="Python of another environment for the engines; requires `group: ray`"
+    )
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
@@ -83,25 +103,27 @@ class RefitConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype of floating-point weights in transfer and in the engines; auto: policy.precision"
     )
-    buffer_mb: PositiveFloat | None = Field(
+    buffer_mb: Limit | None = Field(
         None, description="MiB per transfer buffer, of three; a larger weight is sent alone; null: for the device"
     )
-    deadline: PositiveFloat = Field(120.0, description="seconds to wait for the rendezvous, and for each buffer")
+    deadline: Seconds = Field(120.0, description="seconds to wait for the rendezvous, and for each buffer")
 
 
 class GenerationConfig(Section):
     """Settings that all generation engines share."""
 
     name: str = Field("transformers", description="name of the generation engine; `rlframework plugins` lists them")
-    max_new_tokens: PositiveInt = Field(64, description="maximum number of tokens to generate per completion")
-    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; 0: greedy decoding")
-    top_k: PositiveInt | None = Field(None, description="sample from the k most likely tokens; null: from all tokens")
+    max_new_tokens: Tokens = Field(64, description="maximum number of tokens to generate per completion")
+    temperature: Temperature = Field(1.0, description="sampling temperature; 0: greedy decoding")
+    top_k: Tokens | None = Field(None, description="sample from the k most likely tokens; null: from all tokens")
     top_p: float = Field(
         1.0, gt=0.0, le=1.0, description="sample from the fewest tokens with this total probability; 1: from all tokens"
     )
-    stop_token_ids: tuple[int, ...] = Field((), description="token ids that end a completion, besides the model's own")
+    stop_token_ids: tuple[TokensOrZero, ...] = Field(
+        (), description="token ids that end a completion, besides the model's own"
+    )
     stop_strings: tuple[str, ...] = Field((), description="strings that end a completion; each must be a single token")
-    batch_size: PositiveInt = Field(
+    batch_size: Count = Field(
         256, description="maximum rows decoded together on each worker; a GPU takes as many as fit"
     )
     workers: GenerationWorkersConfig | None = Field(None, description="engine processes; null: use the policy workers")
@@ -129,8 +151,8 @@ class EnvironmentConfig(Section):
 class ValidationConfig(Section):
     """Greedy completions of held-out prompts, scored during the run."""
 
-    every: NonNegativeInt = Field(0, description="steps between validations; 0: only at the start and end of the run")
-    samples: PositiveInt = Field(256, description="number of held-out prompts to use, from the first")
+    every: StepsOrZero = Field(0, description="steps between validations; 0: only at the start and end of the run")
+    samples: Steps = Field(256, description="number of held-out prompts to use, from the first")
     at_start: bool = Field(True, description="validate before the first step")
     at_end: bool = Field(True, description="validate after the last step")
 
@@ -139,7 +161,7 @@ class AlgorithmConfig(Section):
     """Settings that all algorithms share."""
 
     name: str = Field(description="`grpo`, `sft`, or the name of a plugin")
-    num_steps: PositiveInt = Field(100, description="number of training steps")
+    num_steps: Steps = Field(100, description="number of training steps")
     validation: ValidationConfig = ValidationConfig()
 
 
@@ -156,7 +178,7 @@ class WandbConfig(Section):
 class MlflowConfig(Section):
     """Report to MLflow. Requires the extra `mlflow`."""
 
-    tracking_uri: str | None = Field(
+    tracking_uri: Annotated[str | None, NeedsTrust("sends metrics, settings and samples to this address")] = Field(
         None, description="http://... or sqlite:///file; null: MLFLOW_TRACKING_URI if set, else MLflow's default"
     )
     experiment: str = Field("rlframework", description="experiment to log the run to")
@@ -173,8 +195,8 @@ class ObserversConfig(Section):
     jsonl: bool = Field(True, description="write metrics.jsonl and samples.jsonl to output_dir")
     tensorboard: bool = Field(True, description="write scalars to output_dir/tensorboard")
     curve: bool = Field(True, description="draw the reward and accuracy curves at the end of the run")
-    samples: NonNegativeInt = Field(4, description="completions to log with their rewards at each step")
-    peak_tflops: PositiveFloat | None = Field(
+    samples: CountOrZero = Field(4, description="completions to log with their rewards at each step")
+    peak_tflops: Limit | None = Field(
         None,
         description="TFLOP/s that a worker's device can reach, for the metric `throughput/mfu`; null: of dense bf16 "
         "products, if the GPU is known",
@@ -189,8 +211,8 @@ class RecordingConfig(Section):
     Each recorded step takes as much disk space as the model in fp32 plus its batch.
     """
 
-    steps: tuple[PositiveInt, ...] = Field((), description="these steps, counted from 1")
-    every: NonNegativeInt = Field(0, description="also record every step that is a multiple of this; 0: no others")
+    steps: tuple[Steps, ...] = Field((), description="these steps, counted from 1")
+    every: StepsOrZero = Field(0, description="also record every step that is a multiple of this; 0: no others")
 
 
 class ProfilerConfig(Section):
@@ -199,27 +221,25 @@ class ProfilerConfig(Section):
     A profiled step is slower, and its trace can be large: several megabytes per second of small operations.
     """
 
-    steps: tuple[PositiveInt, ...] = Field((), description="these steps, counted from 1")
-    start: PositiveInt | None = Field(None, description="also profile every step from this one through `stop`")
-    stop: PositiveInt | None = Field(None, description="last step of the range from `start`; null: only `start`")
-    ranks: tuple[NonNegativeInt, ...] = Field((0,), description="ranks of the workers to profile; each writes a trace")
+    steps: tuple[Steps, ...] = Field((), description="these steps, counted from 1")
+    start: Steps | None = Field(None, description="also profile every step from this one through `stop`")
+    stop: Steps | None = Field(None, description="last step of the range from `start`; null: only `start`")
+    ranks: tuple[CountOrZero, ...] = Field((0,), description="ranks of the workers to profile; each writes a trace")
     with_stack: bool = Field(False, description="record the Python source line of each operation; slow")
     record_shapes: bool = Field(False, description="record the argument shapes of each operation")
     memory: bool = Field(False, description="record the memory that each operation allocates and frees")
 
-    @property
-    def wanted(self) -> frozenset[int]:
-        """The steps to profile."""
-        span = () if self.start is None else range(self.start, (self.stop or self.start) + 1)
-        return frozenset({*self.steps, *span})
+    def profiles(self, step: int) -> bool:
+        """Whether to profile `step`."""
+        return step in self.steps or (self.start is not None and self.start <= step <= (self.stop or self.start))
 
 
 class CheckpointsConfig(Section):
     """Checkpoints in `output_dir/checkpoints`, from which `rlframework train --resume` resumes."""
 
-    every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only when the run is interrupted")
-    keep_last: PositiveInt = Field(2, description="number of newest checkpoints to keep")
-    keep_best: NonNegativeInt = Field(0, description="number of checkpoints with the best `metric` to keep in addition")
+    every: StepsOrZero = Field(0, description="steps between checkpoints; 0: only when the run is interrupted")
+    keep_last: Count = Field(2, description="number of newest checkpoints to keep")
+    keep_best: CountOrZero = Field(0, description="number of checkpoints with the best `metric` to keep in addition")
     metric: str = Field("validation/accuracy", description="metric for `keep_best`, as named in metrics.jsonl")
     best: Literal["highest", "lowest"] = Field("highest", description="which value of `metric` is best")
     on_interrupt: bool = Field(True, description="on Ctrl-C or SIGTERM, finish the step and save, if the backend can")
@@ -242,20 +262,22 @@ class FaultToleranceConfig(Section):
     interrupt ends the run.
     """
 
-    max_restarts: NonNegativeInt = Field(
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
         0, description="maximum restarts from the last checkpoint; a newer checkpoint resets the count"
     )
-    backoff: PositiveFloat = Field(5.0, description="seconds before the first restart; doubled for each further one")
-    max_backoff: PositiveFloat = Field(300.0, description="maximum seconds before a restart")
+    backoff: Seconds = Field(5.0, description="seconds before the first restart; doubled for each further one")
+    max_backoff: Seconds = Field(300.0, description="maximum seconds before a restart")
 
 
 class RunConfig(Section):
     """The resolved configuration of a run. `load_config` types its open sections by the chosen plugins."""
 
-    seed: NonNegativeInt = Field(0, description="random seed for data order, sampling, and environments")
+    seed: Seed = Field(0, description="random seed for data order, sampling, and environments")
     output_dir: Path = Field(Path("runs/run"), description="directory for metrics, samples, checkpoints and the model")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if available")
-    plugins: tuple[str, ...] = Field((), description="Python modules to load as plugins, besides the installed ones")
+    plugins: Annotated[tuple[str, ...], ImportsCode()] = Field(
+        (), description="Python modules to load as plugins, besides the installed ones"
+    )
     algorithm: SerializeAsAny[AlgorithmConfig]
     policy: SerializeAsAny[PolicyConfig]
     environment: SerializeAsAny[EnvironmentConfig]

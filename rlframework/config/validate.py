@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlframework.config.hints import key_paths, unknown_key_hint
-from rlframework.config.problems import NOT_GIVEN, Problem
+from rlframework.config.problems import MOST, NOT_GIVEN, Problem
 from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import Keys, Tree
 
@@ -28,6 +28,14 @@ _ALLOWED = {
 }
 """Pydantic error type to our message. Other types keep pydantic's message."""
 
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "greater than or equal to"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "less than or equal to"),
+}
+"""Pydantic error type to the key of the bound and our words: pydantic writes 1e-30 with all its zeros."""
+
 
 def validate(
     tree: Tree, model: type[Model], elsewhere: Mapping[Keys, str] | None = None
@@ -40,7 +48,8 @@ def validate(
         config = model.model_validate(tree.values)
     except ValidationError as error:
         return None, _problems(error, tree, model, elsewhere or {})
-    problems = list(_mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree))
+    problems = [*_mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree)]
+    problems += _null_characters(tree.values, (), tree)
     return (None, problems) if problems else (config, [])
 
 
@@ -49,11 +58,12 @@ def _problems(
 ) -> list[Problem]:
     """One problem per key. The members of a union each report an error, and are joined as alternatives."""
     by_key: dict[Keys, Problem] = {}
-    for item in error.errors(include_url=False, include_context=False):
+    for item in error.errors(include_url=False):
         kind, keys = item["type"], _place(item["loc"], item["type"], tree)
         path, value = tuple(map(str, keys)), tree.get(keys)
-        problem = Problem(".".join(path), _message(kind, item["msg"]), given=value, origin=tree.origin(keys))
-        if kind == "extra_forbidden":
+        message = _message(kind, item["msg"], item.get("ctx", {}))
+        problem = Problem(".".join(path), message, given=value, origin=tree.origin(keys))
+        if kind == "extra_forbidden" and len(by_key) < MOST:
             problem = replace(problem, hint=elsewhere.get(keys) or unknown_key_hint(path, value, model))
         elif kind == "missing":
             info = key_paths(model).get(path)
@@ -66,9 +76,13 @@ def _problems(
     return list(by_key.values())
 
 
-def _message(kind: str, message: str) -> str:
+def _message(kind: str, message: str, context: Mapping[str, Any]) -> str:
     if kind in _ALLOWED:
         return _ALLOWED[kind]
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        bound = context[key]
+        return f"must be {words} {bound:,}" if isinstance(bound, int) else f"must be {words} {bound:,.10g}"
     if kind == "literal_error":  # as YAML writes it
         message = message.replace("False", "false")
     message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
@@ -93,6 +107,16 @@ def _mistaken_booleans(given: Any, taken: Any, keys: Keys, tree: Tree) -> Iterat
                 yield from _mistaken_booleans(given[key], taken[key], (*keys, key), tree)
     elif isinstance(given, bool) != isinstance(taken, bool) and {type(given), type(taken)} <= {bool, int, float}:
         message = "must be true or false" if isinstance(taken, bool) else "must be a number"
+        yield Problem(".".join(map(str, keys)), message, given=given, origin=tree.origin(keys))
+
+
+def _null_characters(given: Any, keys: Keys, tree: Tree) -> Iterator[Problem]:
+    """Report texts with the character 0, which no path, name or environment variable can have."""
+    if isinstance(given, (Mapping, list)):
+        for key, value in given.items() if isinstance(given, Mapping) else enumerate(given):
+            yield from _null_characters(str(key) if "\0" in str(key) else value, (*keys, key), tree)
+    elif isinstance(given, str) and "\0" in given:
+        message = "must not contain the character U+0000"
         yield Problem(".".join(map(str, keys)), message, given=given, origin=tree.origin(keys))
 
 

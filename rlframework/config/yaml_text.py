@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from rlframework.config.problems import NOT_GIVEN
+from rlframework.config.problems import NOT_GIVEN, shortened
 from rlframework.errors import ConfigError
+from rlframework.secrets import hide_in_text
 
 Keys = tuple[str | int, ...]
 """The location of a value: mapping keys and list indices from the top."""
@@ -24,10 +25,14 @@ Keys = tuple[str | int, ...]
 
 @dataclass
 class Tree:
-    """A configuration, or a part of it, before validation: plain values, and where each was written (`run.yaml:3`)."""
+    """A configuration, or a part of it, before validation: plain values, and where each was written (`run.yaml:3`).
+
+    `overridden` has the keys that the command line gave a value.
+    """
 
     values: dict[str, Any]
     origins: dict[Keys, str] = field(default_factory=dict)
+    overridden: frozenset[Keys] = frozenset()
 
     def get(self, keys: Keys) -> Any:
         """Return the value at `keys`; `NOT_GIVEN` if there is none."""
@@ -48,7 +53,7 @@ class Tree:
             for section in sections:
                 target = target.setdefault(section, {})
             target[last] = value
-        return Tree(changed, self.origins)
+        return Tree(changed, self.origins, self.overridden)
 
     def origin(self, keys: Keys) -> str:
         """Where the value at `keys` was written; empty if it is a default or its origin is unknown."""
@@ -58,6 +63,7 @@ class Tree:
         return next(filter(None, known), "")
 
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
 _SCALARS = {
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -70,8 +76,8 @@ _SCALARS = {
 
 
 _TAG = "tag:yaml.org,2002:"
-LARGEST, DEEPEST = 100_000, 64
-"""The most values of a text, with each alias written out, and the most levels of nesting."""
+LARGEST, DEEPEST, LONGEST = 100_000, 64, 10_000_000
+"""The most values of a text, with each alias written out, levels of nesting, and characters of a file."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -106,13 +112,18 @@ for _class in (_Loader, _Dumper):
 def read_yaml(path: Path) -> Tree:
     """Read the mapping in a file. Raises `ConfigError` if the file is missing, unreadable or not a YAML mapping."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)  # a device such as /dev/zero has no end
     except FileNotFoundError:
         raise ConfigError(f"configuration file not found: {path}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}") from None
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the configuration file {shortened(str(path))}: {error.strerror}") from error
+    except ValueError:
+        raise ConfigError(f"configuration file not found: {str(path)!r} has a NUL character, as no path does") from None
+    if len(text) > LONGEST:
+        raise ConfigError(f"{path}: a configuration has at most {LONGEST:,} characters")
     return parse_yaml(text, str(path))
 
 
@@ -147,6 +158,9 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Keys, str]]:
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         context = f" ({error.context})" if error.context else ""
         snippet = f"\n{mark.get_snippet()}" if mark else ""
+        lines = "\n".join(text.split("\n")[max(mark.line - 1, 0) : mark.line + 1]) if mark else ""
+        if hide_in_text(lines) != lines:  # the message would have parts of a secret, without its name
+            raise ConfigError(f"{place}: not valid YAML; put the value in quotes") from None
         raise ConfigError(f"{place}: not valid YAML: {error.problem}{context}{snippet}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
@@ -170,6 +184,8 @@ def _check(node: yaml.Node, name: str, known: dict[yaml.Node, int], above: tuple
     pattern = _SCALARS.get(node.tag.removeprefix(_TAG)) if isinstance(node, yaml.ScalarNode) else None
     if pattern and not re.fullmatch(pattern, node.value):
         raise ConfigError(f"{place}: not valid YAML: {node.value!r} is no {node.tag.removeprefix(_TAG)}")
+    if isinstance(node, yaml.ScalarNode) and _SURROGATES.search(node.value):
+        raise ConfigError(f"{place}: {shortened(node.value)!a} has half of a pair of \\u escapes, which is no text")
     items = node.value if isinstance(node, yaml.CollectionNode) else ()
     parts = [part for item in items for part in (item if isinstance(node, yaml.MappingNode) else (item,))]
     count = 1 + sum(_check(part, name, known, (*above, node)) for part in parts)

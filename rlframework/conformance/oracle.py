@@ -50,7 +50,9 @@ class Oracle:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
         self.model.eval()  # no dropout: scoring and training use the same function
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
@@ -210,7 +212,9 @@ def scores(path: Any, batch: Batch) -> Tensor:
     """Return the reward model's score at each row's last token, `[B]`, each row evaluated alone, without gradient."""
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
     model.eval()
     found = []
     with torch.no_grad():

@@ -244,17 +244,16 @@ class _Chat:
         return int(self._tokenizer.eos_token_id)
 
     def _template(self, messages: Sequence[Message], **options: Any) -> str:
-        from jinja2 import TemplateError
-
         if not messages:
             raise DataError("a chat template needs at least one message")
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
         try:
             return str(self._tokenizer.apply_chat_template(plain, tokenize=False, **options))
-        except TemplateError as error:
+        except Exception as error:  # a template can raise anything
             roles = [message["role"] for message in messages]
             raise DataError(
-                f"the model's chat template rejects a conversation with the roles {roles}: {error}. If it has no "
+                f"the model's chat template rejects a conversation with the roles {roles}: "
+                f"{error or type(error).__name__}. If it has no "
                 "system role, remove environment.system_prompt and the system turns in the data, or set another "
                 "policy.chat_template"
             ) from error

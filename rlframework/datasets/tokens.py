@@ -88,7 +88,7 @@ class TokenData:
     """The token data in the folder `path`. `meta` is the content of its `meta.json`.
 
     Opening reads the offsets, 8 bytes per row, and no tokens. Raises a `DataError` if the folder is missing, damaged or
-    incomplete. A changed number in tokens or mask is detected by `verify`, and by `rows` if it is out of range.
+    incomplete. A changed number in tokens or mask is detected by `verify`.
     """
 
     def __init__(self, path: str | Path) -> None:

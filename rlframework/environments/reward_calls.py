@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from rlframework.errors import ConfigError, UserError
-from rlframework.interfaces.environment import Sample, StepOutcome
+from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward, reward_form
 
 FAILURES = "reward_failures"
@@ -148,9 +148,7 @@ def serve(descriptor: int, stack: int) -> None:
     """
     for inherited in (descriptor, stack):
         os.set_inheritable(inherited, False)
-    if sys.platform == "linux":  # end with the driver, even while no thread of this process can run
-        parent_died = 1
-        ctypes.CDLL(None).prctl(parent_died, signal.SIGKILL)
+    _end_together((descriptor, stack))
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     link = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver has exited
@@ -173,6 +171,30 @@ def serve(descriptor: int, stack: int) -> None:
             except UserError as error:
                 failure = error
             link.send(failure)
+
+
+def _end_together(descriptors: Iterable[int]) -> None:
+    """End this process with the driver, and everything in its process group with this process. Linux only.
+
+    The kernel does the first even while no thread of this process can run. A child, which closes its `descriptors`,
+    does the second: it outlives this process long enough to kill the processes that the function has started.
+    """
+    if sys.platform != "linux":
+        return
+    when_parent_ends, parent = 1, os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+    prctl(when_parent_ends, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if os.fork() == 0:
+        try:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            prctl(when_parent_ends, signal.SIGTERM)
+            if os.getppid() == parent:
+                signal.sigwait({signal.SIGTERM})
+        finally:
+            os.killpg(0, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _failure_of(error: BaseException) -> Failure:
@@ -214,8 +236,9 @@ def _result(value: Any) -> RewardResult:
             if number is None or not isinstance(name, str):
                 kind = type(entry).__name__
                 return _wrong_type(f"it returned {value!r:.80}, which is not a number: {kind}", entry)
-            if not math.isfinite(number):
-                return Failure(f"it returned {value!r:.80}: {name} is not finite", f"not finite: {name}")
+            if not abs(number) <= LARGEST_REWARD:
+                why = f"is more than {LARGEST_REWARD:g} in size" if math.isfinite(number) else "is not finite"
+                return Failure(f"it returned {value!r:.80}: {name} {why}", f"{why}: {name}")
             read[name] = number
         return StepOutcome(read.pop("reward"), metrics={**read, FAILURES: 0.0})
     except Exception as error:  # noqa: BLE001 - the value may be of a user-defined class

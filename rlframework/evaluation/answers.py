@@ -16,6 +16,7 @@ from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.errors import DataError, UserError
 from rlframework.huggingface.model_directories import model_positions
+from rlframework.logs import printable
 from rlframework.rollout import complete, prompt_seeds
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Answerer:
                 print(file=sys.stderr)
                 return
             except DataError as error:  # and continue with the next line
-                print(f"error: {error}", file=sys.stderr)
+                print(printable(f"error: {error}"), file=sys.stderr)
 
     def _rendered(self, prompt: Prompt) -> list[int]:
         try:
@@ -155,10 +156,10 @@ class Answerer:
 
     def _print(self, prompt: Prompt, facts: dict[str, Any], *, alone: bool) -> None:
         if self._as_json:
-            print(json.dumps({"prompt": list(prompt.messages), **facts}, ensure_ascii=False), flush=True)
+            print(printable(json.dumps({"prompt": list(prompt.messages), **facts}, ensure_ascii=False)), flush=True)
             return
         if not alone and facts["sample"] == 0:
-            print(f"> {prompt.messages[-1]['content']}")
+            print(printable(f"> {prompt.messages[-1]['content']}"))
         number = f"[{facts['sample'] + 1}] " if self._samples > 1 else ""
         ending = "\n" if not alone and facts["sample"] == self._samples - 1 else ""
-        print(f"{number}{facts['completion']}{ending}", flush=True)
+        print(printable(f"{number}{facts['completion']}{ending}"), flush=True)

@@ -7,7 +7,6 @@ prompt by prompt.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -21,11 +20,12 @@ from torch import Tensor
 
 from rlframework.algorithm import Parts
 from rlframework.configure import resolve_device
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError, WriteError
 from rlframework.evaluation.plan import EvaluationPlan
 from rlframework.evaluation.report import Evaluation, pass_at_k
+from rlframework.files import writing
 from rlframework.interfaces.environment import Sample
-from rlframework.logs import ProgressCallback
+from rlframework.logs import ProgressCallback, printable
 from rlframework.rollout import Rollout, prompt_seeds, rollout
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.recording import plain_json
@@ -33,8 +33,6 @@ from rlframework.training.recording import plain_json
 _LOG = logging.getLogger(__name__)
 
 COMPLETIONS, PARTIAL = "completions.jsonl", "completions.partial.jsonl"
-
-_FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EEXIST)
 
 ROWS_ON_CPU = 128
 """Largest batch of one worker on a CPU: larger ones are hardly faster and report progress less often."""
@@ -100,7 +98,8 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
         }
         for row, sample in enumerate(scored.samples)
     ]
-    file.writelines(json.dumps(plain_json(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+    rows = (json.dumps(plain_json(line), ensure_ascii=False, allow_nan=False) for line in lines)
+    file.writelines(printable(row) + "\n" for row in rows)
     file.flush()
 
     def means(values: Tensor) -> list[float]:
@@ -125,15 +124,12 @@ def _completions_file(out: Path) -> Iterator[TextIO]:
     """Open the partial file of completions, and rename it when the block ends without an error."""
     path = out / PARTIAL
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
-            yield file
-            os.fsync(file.fileno())
-        os.replace(path, out / COMPLETIONS)
-    except KeyboardInterrupt:
+        with writing(path):
+            out.mkdir(parents=True, exist_ok=True)
+            with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
+                yield file
+                os.fsync(file.fileno())
+            os.replace(path, out / COMPLETIONS)
+    except (KeyboardInterrupt, WriteError):
         _LOG.warning("the completions so far are in %s", path)
         raise
-    except OSError as error:
-        if error.errno not in _FILE_ERRORS:  # not about this file
-            raise
-        raise UserError(f"cannot write {path}: {error.strerror}. The completions so far are kept") from error

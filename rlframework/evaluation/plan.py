@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -81,6 +81,7 @@ def plan_evaluation(
     temperature: float | None = None,
     split: str = "validation",
     out: str | None = None,
+    trust_run: bool = False,
 ) -> EvaluationPlan:
     """Build the plan from the arguments and options of the command line. Invalid ones raise `UserError`.
 
@@ -101,7 +102,7 @@ def plan_evaluation(
     models = [find_model(name) for name in names]
     if temperature is not None:
         overrides.append(f"generation.temperature={temperature}")
-    configs = configurations(models, overrides, config=config)
+    configs = configurations(models, overrides, config=config, trust_run=trust_run)
     sampled = any(override.startswith("generation.temperature=") for override in overrides)
     chosen = choose_attempts(configs[0].generation.temperature, attempts, ks, sampled)
     folder = Path("evaluations") if len(models) > 1 or models[0].run is None else models[0].run / "evaluations"
@@ -139,6 +140,7 @@ def generation_config(
     max_new_tokens: int | None = None,
     greedy: bool = False,
     seed: int | None = None,
+    trust_run: bool = False,
 ) -> RunConfig:
     """The configuration of `rlframework generate NAME`. Options that contradict each other raise `UserError`."""
     if greedy and temperature:
@@ -147,7 +149,7 @@ def generation_config(
     given = {"generation.temperature": temperature, "generation.max_new_tokens": max_new_tokens, "seed": seed}
     changes = [*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
     alone = {**ALONE, "environment": {"name": "addition"}}  # no data is read
-    config = configurations([find_model(name)], changes, alone=alone)[0]
+    config = configurations([find_model(name)], changes, alone=alone, trust_run=trust_run)[0]
     if samples > 1 and config.generation.temperature == 0.0:
         raise UserError(
             f"--samples {samples}: all greedy completions of a prompt are the same; give --temperature, such as 1"
@@ -201,11 +203,13 @@ def configurations(
     *,
     config: str | None = None,
     alone: Mapping[str, Any] = ALONE,
+    trust_run: bool = False,
 ) -> list[RunConfig]:
     """The validated configuration of each model.
 
     All derive from `config` (a YAML file) if given, else from the first model that belongs to a run, else from `alone`.
-    Each uses the model's own tokenizer and chat template. `overrides` come last.
+    Each uses the model's own tokenizer and chat template. `overrides` come last. Raises `ConfigError` if a run's
+    configuration asks for what only a run that is trusted may (`config.trust`); `trust_run` says that it is.
     """
     if any(re.match(r"~?policy\.model_name\b", override) for override in overrides):
         raise ConfigError("policy.model_name cannot be overridden: the model is RUN_OR_MODEL")
@@ -215,15 +219,18 @@ def configurations(
         _LOG.info(
             "all models use the environment, generation settings and seed of %s; --config FILE uses others", runs[0]
         )
+    run = runs[0] if config is None and runs and not trust_run else None
     loaded = []
     for model in models:
         name = f"policy.model_name={json.dumps(escape_interpolation(model.model))}"
         own = [name, "policy.tokenizer_name=null", "policy.chat_template=null", *overrides]
-        values = compose(source, own).values
+        tree = compose(source, own)
+        values = tree.values
         # errors in sections of training must not prevent generation; LoRA's adapters are already merged
         policy = values.get("policy")
         for section, key in ((values, "recording"), (values, "profiler"), (policy, "scheduler"), (policy, "lora")):
             if isinstance(section, dict):
                 section.pop(key, None)
-        loaded.append(load_config(escape_interpolation({**values, "algorithm": {"name": "sft"}})))
+        tree = replace(tree, values={**values, "algorithm": {"name": "sft"}})
+        loaded.append(load_config(tree, run=run))
     return loaded

@@ -20,6 +20,7 @@ import numpy as np
 from rlframework.configure import dump_config
 from rlframework.errors import DataError
 from rlframework.observers.host import cpu_name, package_version
+from rlframework.secrets import hide_secrets
 from rlframework.training.recording import plain_json
 from rlframework.workers.machine import cpu_count
 
@@ -120,6 +121,7 @@ def _resampled(values: Sequence[float]) -> Estimate:
 def summary(source: ModelSource, parts: Parts, plan: EvaluationPlan, result: Evaluation) -> dict[str, Any]:
     """The contents of `summary.json`."""
     generation, workers = parts.config.generation, parts.policy.get_info()
+    config = hide_secrets(dump_config(parts.config))
     return {
         "subject": source.name,
         "model": source.model,
@@ -148,7 +150,7 @@ def summary(source: ModelSource, parts: Parts, plan: EvaluationPlan, result: Eva
             "python": platform.python_version(),
             **{name: package_version(of) for name, of in _PACKAGES.items()},
         },
-        "config": {name: value for name, value in dump_config(parts.config).items() if name in _REPORTED_SECTIONS},
+        "config": {name: value for name, value in config.items() if name in _REPORTED_SECTIONS},
     }
 
 

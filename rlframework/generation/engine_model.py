@@ -74,7 +74,9 @@ class EngineModel(WeightSink):
     def _read_base(self, layers: set[str]) -> nn.Module:
         try:
             with quiet_transformers():
-                module: Any = AutoModelForCausalLM.from_pretrained(self._model_name, dtype=torch.float32)
+                module: Any = AutoModelForCausalLM.from_pretrained(
+                    self._model_name, dtype=torch.float32, trust_remote_code=False
+                )
         except (OSError, ValueError) as error:
             raise DataError(
                 f"policy.model_name={self._model_name!r} cannot be read by the generation engine, as "
@@ -144,7 +146,7 @@ class EngineModel(WeightSink):
     def _build(self, weights: Iterator[tuple[str, Tensor]]) -> nn.Module:
         """Build with transformers' own loading, which maps names that differ between files and modules."""
         try:
-            config = AutoConfig.from_pretrained(self._model_name)
+            config = AutoConfig.from_pretrained(self._model_name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"no model configuration in {self._model_name!r}: check policy.model_name ({error})"
@@ -152,7 +154,7 @@ class EngineModel(WeightSink):
         given = {name: tensor.detach().to(self._device, self._dtype, copy=True) for name, tensor in weights}
         with quiet_transformers():
             with torch.device("meta"):
-                model_class = type(AutoModelForCausalLM.from_config(config))
+                model_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
             module, info = model_class.from_pretrained(
                 None,
                 config=config,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
@@ -33,7 +34,8 @@ def row_forward(model: Any) -> type[RowForward]:
     Raises `NotSupported` if none does, and if no tiny model can be built.
     """
     attention = model.config._attn_implementation
-    own_code = bool(getattr(model.config, "auto_map", None))
+    # a configuration can name code that was not allowed to run, beside a model that transformers has
+    own_code = any(kind.__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME) for kind in type(model).__mro__)
     config = PolicyConfig(model_name=model.config._name_or_path or "-", trust_remote_code=own_code)
     tiny = tiny_model(config, model.config, attention if attention in ("sdpa", "eager") else None)
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())

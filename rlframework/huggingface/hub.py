@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlframework.errors import DataError
+from rlframework.huggingface.model_files import check_model_files
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,17 +34,22 @@ def is_path(name: str) -> bool:
 
 
 def require_available(name: str, key: str = "policy.model_name") -> None:
-    """Check that the model `name` can be looked up: an existing path, a cached repository, or a hub that answers.
+    """Check that the model `name` can be looked up: a directory, a cached repository, or a hub that answers.
 
-    Takes at most `PROBE_SECONDS` and imports neither torch nor transformers. Raises a `DataError` that begins with the
-    configuration key `key`. Whether the hub has a model of this name is not checked.
+    The files in a directory are checked (`model_files`). Takes at most `PROBE_SECONDS` and imports neither torch nor
+    transformers. Raises a `DataError` that begins with the configuration key `key`. Whether the hub has a model of this
+    name is not checked.
     """
     if is_path(name):
-        if not os.path.exists(name):
+        if not os.path.isdir(name):
             raise DataError(
                 f"{key}={name!r}: there is no such directory (looked for {os.path.abspath(name)}). Give a model "
                 "directory, or the name of a model on the Hugging Face hub"
             )
+        try:
+            check_model_files(name)
+        except DataError as error:
+            raise DataError(f"{key}={name!r} cannot be used: {error}") from error
     elif (problem := hub_problem()) is not None:
         from huggingface_hub import constants
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DataError
 from rlframework.files import replacing_directory
-from rlframework.huggingface.hub import first_line, local_files_only, quiet_hub
+from rlframework.huggingface.hub import local_files_only, quiet_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,23 +81,35 @@ def model_sizes(name: str, trust_remote_code: bool = False) -> tuple[int | None,
 
 def text_config(name: str, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a model, of a multimodal one that of its language model. See `model_positions`."""
-    return model_config(name, trust_remote_code).get_text_config()
+    config = read_config(name, trust_remote_code)
+    try:
+        return config.get_text_config()
+    except Exception as error:
+        raise invalid_config(name, error) from error
 
 
-def model_config(name: str, trust_remote_code: bool = False) -> Any:
-    """Return the configuration of a model; errors as for `model_positions`."""
+def read_config(name: str, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model as transformers reads it. See `model_positions`."""
     from transformers import AutoConfig
 
     try:
         with quiet_hub():
-            return AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 name, trust_remote_code=trust_remote_code, local_files_only=local_files_only(name)
             )
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"no model configuration can be read from {name!r}: there is no such model, or its config.json is invalid "
-            f"({first_line(error)}). Check policy.model_name"
-        ) from error
+            config.to_dict()
+    except Exception as error:
+        raise invalid_config(name, error) from error
+    return config
+
+
+def invalid_config(name: str, error: Exception) -> DataError:
+    """Return the error for a `config.json` of which transformers makes no model; its classes raise any exception."""
+    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return DataError(
+        f"no model configuration can be read from {name!r}: there is no such model, or its config.json is invalid "
+        f"({kind}{shorten(str(error), 300)}). Check policy.model_name"
+    )
 
 
 def first_size(config: Any, *keys: str) -> int | None:

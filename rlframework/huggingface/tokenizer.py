@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable
-from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 from rlframework.errors import DataError
 from rlframework.huggingface import hub
+from rlframework.huggingface.chat_template import check_chat_template, read_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-_GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 
@@ -63,10 +61,13 @@ def load_tokenizer(
             loaded: Any = AutoTokenizer.from_pretrained(
                 name, trust_remote_code=trust_remote_code, local_files_only=hub.local_files_only(name)
             )
-    except (OSError, ValueError) as error:
-        reason = hub.first_line(error)
+            loaded("")
+    except BaseException as error:  # files that make no sense raise anything; panics of tokenizers are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
         unreachable = "" if hub.is_path(name) else f", or the hub cannot be reached ({reason})"
-        files = f" ({reason})" if os.path.isdir(name) else ""
+        files = f", or its tokenizer.json is invalid ({reason})" if os.path.isdir(name) else ""
         raise DataError(
             f"no tokenizer can be loaded from {name!r}: there is no such model directory here, or it lacks the "
             f"tokenizer's files{files}{unreachable}. Check policy.model_name and policy.tokenizer_name"
@@ -79,33 +80,13 @@ def load_tokenizer(
         loaded.pad_token = loaded.eos_token
     if chat_template is not None:
         loaded.chat_template = read_chat_template(chat_template)
+    where = f"the chat template of {name!r}" if chat_template is None else "policy.chat_template"
+    templates = loaded.chat_template or ()
+    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else ():
+        if not isinstance(template, str):
+            raise DataError(f"{where} must be text, not {template!r:.80}")
+        check_chat_template(template, where)
     return cast("PreTrainedTokenizerBase", loaded)
-
-
-def read_chat_template(given: str) -> str:
-    """Return `given` if it is Jinja text (contains `{{` or `{%`), else the content of the file `given`.
-
-    Raises a `DataError` if the file cannot be read, or if the text is not a valid template.
-    """
-    from jinja2 import TemplateSyntaxError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    inline = "{{" in given or "{%" in given
-    try:
-        text = given if inline else Path(given).expanduser().read_text(encoding="utf-8")
-        # transformers marks assistant turns with a tag that Jinja does not know
-        ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(_GENERATION_TAG.sub("", text))
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror}); give a file with a Jinja template, or the template as text"
-        raise DataError(f"policy.chat_template: {given!r} {problem}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"policy.chat_template: {given!r} is not UTF-8 text ({error.reason})") from error
-    except TemplateSyntaxError as error:
-        where = "" if inline else f" {given!r}"
-        problem = f"not a valid Jinja template, line {error.lineno}: {error}"
-        raise DataError(f"policy.chat_template{where}: {problem}") from error
-    return text
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -36,10 +36,16 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+LARGEST_REWARD = 1e12
+"""The largest size of a reward: the squares that a group's statistics sum stay far from fp32's largest number."""
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """The environment's response to one conversation: the reward of the turn, whether the conversation is done, and
     the messages that follow if it is not.
+
+    `reward` and `metrics` are finite and at most `LARGEST_REWARD` in size.
     """
 
     reward: float

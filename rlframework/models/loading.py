@@ -1,24 +1,23 @@
 """Load transformers models, text-only or multimodal: a full copy, no weights, or slices of the safetensors files.
 
-Files may omit the base model's prefix, store a tied weight under the head's name, and have weights as `save_pretrained`
-writes them or as the model has them in memory: the experts of a mixture one by one or stacked. Not supported: quantised
-files, other formats and other names; `pretrained_weights` then loads a full copy. `probing` finds out what a model
-supports.
+`described_weights` compares the files with the model that `config.json` describes. Slices are not supported for
+quantised files, other formats and other names; `pretrained_weights` then loads a full copy. `probing` finds out what a
+model supports.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -26,11 +25,21 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError, NotSupported
 from rlframework.huggingface.hub import local_files_only
-from rlframework.models.file_weights import FileLayout, FileWeight, by_file_names
+from rlframework.huggingface.model_directories import invalid_config, read_config
+from rlframework.huggingface.model_files import check_model_files
+from rlframework.models.described_weights import (
+    ModelFiles,
+    number_of_layers,
+    other_shape,
+    require_finite,
+    unused_weights,
+    weights_folder,
+)
+from rlframework.models.file_weights import FileLayout, by_file_names
 from rlframework.models.named_tensors import named_tensors
 from rlframework.models.replacing import replacing
 from rlframework.models.rotary import rotate_by_sequence
-from rlframework.policy.checkpoint.saved import Saved, SavedTensors
+from rlframework.policy.checkpoint.pickles import without_code
 from rlframework.policy.head.patch import output_head
 
 logger = logging.getLogger(__name__)
@@ -45,19 +54,31 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     transformers.utils.logging.disable_progress_bar()
     model_config = load_config(config)
     try:
-        model, found = auto_class(model_config, config.head).from_pretrained(
-            config.model_name,
-            config=model_config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=local_files_only(config.model_name),
-            output_loading_info=True,
+        with nullcontext() if config.trust_remote_code else without_code(config.model_name):
+            model, found = auto_class(model_config, config.head).from_pretrained(
+                config.model_name,
+                config=model_config,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=local_files_only(config.model_name),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below
+            )
+    except Exception as error:
+        raise _cannot_be_loaded(config, f"{type(error).__name__}: {error}") from error
+    # transformers initialized these at random, differently in each process
+    if other := sorted(found["mismatched_keys"]):
+        name, shape, wanted = other[0]
+        raise _cannot_be_loaded(config, other_shape("it", name, shape, wanted, model_config))
+    if found["missing_keys"]:
+        raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}{number_of_layers(model_config)}")
+    if unused := unused_weights(found["unexpected_keys"], model, config.head):
+        raise _cannot_be_loaded(
+            config, f"it has {unused[:3]}, which its config.json does not describe{number_of_layers(model_config)}"
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _cannot_be_loaded(config, error) from error
-    if found["missing_keys"]:  # transformers initialized them at random, differently in each process
-        raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}")
+    for name, weight in model.named_parameters():
+        require_finite(weight, name, config.model_name)
     return _prepared(model, config.head)
 
 
@@ -84,15 +105,8 @@ def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) 
 
 
 def load_config(config: PolicyConfig) -> Any:
-    """Load the configuration of the model, with dropout disabled."""
-    try:
-        model_config = transformers.AutoConfig.from_pretrained(
-            config.model_name,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=local_files_only(config.model_name),
-        )
-    except (OSError, ValueError) as error:
-        raise _cannot_be_loaded(config, error) from error
+    """Load the configuration of the model, with dropout disabled; the files in a directory must have its weights."""
+    model_config = read_config(config.model_name, config.trust_remote_code)
     if not getattr(model_config, "auto_map", None) and _language_class(model_config) is None:
         raise _cannot_be_loaded(config, f"unrecognized configuration class {type(model_config).__name__}")
     try:
@@ -103,7 +117,55 @@ def load_config(config: PolicyConfig) -> Any:
             "policy.model_name to a model with one"
         ) from error
     disable_dropout(model_config)
+    if (folder := Path(config.model_name)).is_dir():
+        _require_generation_config(folder)
+        if not getattr(model_config, "quantization_config", None):
+            _require_described(config, model_config)
     return model_config
+
+
+def _require_generation_config(folder: Path) -> None:
+    """Raise `DataError` for a `generation_config.json` that cannot be used, or saved with the trained model."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    try:
+        found = transformers.GenerationConfig.from_pretrained(folder)
+        found.validate()
+        found.to_json_string()
+    except Exception as error:
+        raise DataError(f"{path} is invalid ({type(error).__name__}: {shorten(str(error), 300)})") from error
+    ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    if not all(end is None or (type(end) is int and end >= 0) for end in ends):
+        raise DataError(f"{path}: eos_token_id must be one or more token ids, not {found.eos_token_id!r:.80}")
+
+
+def _require_described(config: PolicyConfig, model_config: Any) -> None:
+    """Raise `DataError` unless the safetensors files have the weights of the model of `model_config`, if any has them.
+
+    Files with other names of weights are left to transformers, which converts them.
+    """
+    folder = weights_folder(config.model_name)
+    if folder is None:
+        return
+    check_model_files(folder)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = auto_class(model_config, config.head).from_config(
+                copy.deepcopy(model_config), dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
+    except Exception as error:
+        if "meta" in str(error):  # it reads values while it is built; it is compared when it is loaded as a whole
+            return
+        raise invalid_config(config.model_name, error) from error
+    try:
+        layout = FileLayout.of(model)
+    except Exception as error:  # noqa: BLE001 - such a kind is rejected by name, or loaded and compared as a whole
+        logger.debug("the files of %s are not compared before they are loaded: %r", config.model_name, error)
+        return
+    files = ModelFiles(folder, layout.weights, f"{model.base_model_prefix}.", layout.other_names, model_config)
+    if not files.missing:
+        files.require_used(model, model_config, config.head)
 
 
 def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
@@ -192,12 +254,13 @@ def disable_dropout(config: Any) -> None:
 
 
 def require_vocabulary(model: Any, tokenizer: Any) -> None:
-    """Raise `DataError` if `tokenizer` has more tokens than `model` has embeddings; `model` may be their number."""
-    rows, tokens = model if isinstance(model, int) else model.get_input_embeddings().weight.shape[0], len(tokenizer)
-    if tokens > rows:
+    """Raise `DataError` if `tokenizer` has an id beyond the embeddings of `model`, which may be their number."""
+    rows = model if isinstance(model, int) else model.get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= rows:
         raise DataError(
-            f"the tokenizer has {tokens} tokens and the model embeddings for {rows}: they do not belong together; "
-            "check policy.tokenizer_name"
+            f"the tokenizer has a token with the id {largest} and the model embeddings for {rows}: they do not belong "
+            "together; check policy.tokenizer_name"
         )
 
 
@@ -214,75 +277,6 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return [layer for layer in layers if all(module is not embeddings for module in layer.modules())]
 
 
-# -- slices of files ---------------------------------------------------------------------------------------------------
-
-
-def weights_folder(model_name: str) -> Path | None:
-    """Return the directory with the safetensors files of `model_name`, downloading if necessary; None without files."""
-    folder = Path(model_name)
-    if not folder.is_dir():
-        try:
-            patterns = ["model*.safetensors", "*.json"]
-            local = local_files_only(model_name)
-            folder = Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=local))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"policy.model_name={model_name!r} is not a directory and cannot be downloaded: {error}"
-            ) from error
-    return folder if any(folder.glob("model*.safetensors")) else None
-
-
-class ModelFiles(Saved):
-    """The `weights` of a model in the safetensors files of `folder`, by name.
-
-    `prefix`: the base model's, with its dot, which files may omit or add. `other_names`: of tied weights. `missing`:
-    the weights that the files lack. Raises `DataError` for a weight of another shape.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        weights: Mapping[str, FileWeight],
-        prefix: str,
-        other_names: Mapping[str, Sequence[str]],
-    ) -> None:
-        self._files = SavedTensors(folder)
-        located: dict[str, FileWeight] = {}
-        for name, weight in weights.items():
-            if stored := self._stored(prefix, name, *other_names.get(name, ())):
-                located[name] = FileWeight(name, stored, weight.shape, weight.shape)
-            elif stored := self._stored(prefix, weight.source):
-                located[name] = replace(weight, source=stored)
-            else:
-                continue
-            if (found := self._files.shape(stored)) != located[name].whole:
-                raise DataError(
-                    f"{folder} has {stored} with shape {found}, but its config.json describes a model with shape "
-                    f"{located[name].whole}"
-                )
-        self.missing = [name for name in weights if name not in located]
-        super().__init__(folder, located)
-
-    def _stored(self, prefix: str, *names: str) -> str | None:
-        """Return the first of `names`, with the `prefix` or without, that the files have."""
-        candidates = (form for name in names for form in (name, name.removeprefix(prefix), prefix + name))
-        return next((name for name in candidates if name in self._files), None)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `Saved.shape`."""
-        return tuple(self._entries[name].shape)
-
-    def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """See `Saved.read_slice`."""
-        part: FileWeight = self._entries[name]
-        if not part.is_part:
-            return self._files.read_slice(part.source, where)
-        rows = slice(where[0].start + part.start, where[0].stop + part.start)
-        if part.expert is None:
-            return self._files.read_slice(part.source, (rows, *where[1:]))
-        return self._files.read_slice(part.source, (slice(part.expert, part.expert + 1), rows, *where[1:]))[0]
-
-
 def pretrained_weights(
     layout: FileLayout, model: Any, config: PolicyConfig, attention: str | None
 ) -> Mapping[str, Tensor]:
@@ -294,6 +288,7 @@ def pretrained_weights(
     if folder is not None:
         files = ModelFiles(folder, layout.weights, f"{model.base_model_prefix}.", layout.other_names)
         if not files.missing:
+            files.require_used(model, model.config, config.head)
             return files
     whole = load_model(config, attention)
     logger.warning(

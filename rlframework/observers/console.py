@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rlframework.logs import ProgressCallback
+from rlframework.logs import ProgressCallback, printable
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 DISPLAYED_METRICS = {
@@ -112,7 +112,7 @@ class ConsoleObserver:
             self._display.stop()
 
     def _print(self, *parts: str) -> None:
-        print("  ".join(part for part in parts if part), file=self._stream, flush=True)
+        print(printable("  ".join(part for part in parts if part)), file=self._stream, flush=True)
 
 
 class _Display(Progress):

@@ -6,6 +6,7 @@ Matplotlib is imported when something is drawn.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -135,6 +136,8 @@ def smoothed(at: Sequence[float], values: Sequence[float], span: float) -> list[
 def write_png(figure: Figure, path: Path) -> Path:
     """Write `figure` to `path`, replacing the file at once; return `path`."""
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # names have letters that the font lacks, even control characters
+        figure.savefig(picture, format="png", dpi=130)
     write_atomically(path, picture.getvalue())
     return path

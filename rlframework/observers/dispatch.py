@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pluggy import HookRelay
 
 from rlframework.config.sections import ObserversConfig
+from rlframework.errors import WriteError
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
 from rlframework.plugins.loading import load_target, new_pluggy
 from rlframework.secrets import hide_in_text
@@ -37,6 +38,8 @@ State = Literal["finished", "failed", "killed"]
 class Observers:
     """All observers of a run, called independently: one that raises is reported once and not called again.
 
+    One that raises a `WriteError` is called again, because a full disk may have space later.
+
     `hook` is the hook relay of the plugin manager (None: built-in observers only). As a context manager, it calls
     `run_started` on entry and `close` on exit. The caller calls `run_finished`, because a failed run does not finish.
     """
@@ -44,6 +47,7 @@ class Observers:
     def __init__(self, config: ObserversConfig, info: RunInfo, hook: HookRelay | None = None) -> None:
         self._info = info
         self._dropped: set[int] = set()
+        self._reported: set[int] = set()
         self._core = new_pluggy()
         for name, target in CORE_OBSERVERS.items():
             if getattr(config, name):
@@ -106,12 +110,19 @@ class Observers:
         try:
             function(**arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - no exception of an observer may end the run
-            self._drop(plugin, label, f"{type(error).__name__}: {error}")
+            if isinstance(error, WriteError):
+                self._report(plugin, "observer %r failed and will try again; the run continues: %s", label, str(error))
+            else:
+                self._drop(plugin, label, f"{type(error).__name__}: {error}")
 
     def _drop(self, plugin: object, name: str | None, reason: str) -> None:
-        if id(plugin) not in self._dropped:
-            self._dropped.add(id(plugin))
-            _LOG.warning("observer %r failed and is disabled; the run continues: %s", name, hide_in_text(reason))
+        self._dropped.add(id(plugin))
+        self._report(plugin, "observer %r failed and is disabled; the run continues: %s", name, reason)
+
+    def _report(self, plugin: object, text: str, name: str | None, reason: str) -> None:
+        if id(plugin) not in self._reported:
+            self._reported.add(id(plugin))
+            _LOG.warning(text, name, hide_in_text(reason))
 
 
 def _numbers(metrics: Mapping[str, float]) -> Mapping[str, float]:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rlframework.config.yaml_text import parse_value
+from rlframework.errors import ConfigError
 from rlframework.files import write_atomically
+from rlframework.logs import printable
 from rlframework.observers import host
 from rlframework.plugins.listing import PluginListing
-from rlframework.secrets import clean_command
+from rlframework.secrets import HIDDEN, hide_in_text, hide_secrets, is_secret_name, named_secrets
 from rlframework.workers.machine import cpu_count
 
 ENVIRONMENT_FILE = "environment.json"
@@ -68,7 +72,8 @@ def write_environment(output_dir: Path, plugins: Iterable[PluginListing] = ()) -
     }
     if before:
         found["earlier"] = [*earlier, before]
-    write_atomically(output_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    text = printable(json.dumps(found, indent=2, ensure_ascii=False))
+    write_atomically(output_dir / ENVIRONMENT_FILE, f"{text}\n")
     return found
 
 
@@ -93,3 +98,42 @@ def _git() -> dict[str, Any] | None:
         return None
     changed = host.command_output(["git", "status", "--porcelain", "--untracked-files=no"])
     return {"commit": commit.strip(), "changed": bool(changed)}
+
+
+def clean_command(arguments: Sequence[str]) -> list[str]:
+    """A command line fit for recording: the program's name without its path, no secrets, `~` for the home directory."""
+    cleaned, secrets = [Path(argument).name for argument in arguments[:1]], list[str]()
+    hide_next = False
+    for argument in arguments[1:]:
+        name, equals, text = argument.partition("=")
+        values = _parsed(text) if equals else argument
+        secret = is_secret_name(name)
+        if hide_next or (equals and secret):
+            secrets.append(argument if hide_next else text)
+            cleaned.append(HIDDEN if hide_next else f"{name}={HIDDEN}")
+        else:
+            secrets += named_secrets(values)
+            cleaned.append(f"{name}={_hidden(text, values)}" if equals else argument)
+        hide_next = not hide_next and not equals and secret and name.startswith("--")
+    return [_without_home(hide_in_text(argument, secrets)) for argument in cleaned]
+
+
+def _parsed(text: str) -> Any:
+    """The YAML value `text`; itself if it is none."""
+    try:
+        return parse_value(text, "argument")
+    except ConfigError:
+        return text
+
+
+def _hidden(text: str, values: Any) -> str:
+    """The YAML `text` of `values` without secrets; all of it is hidden if it looks like a collection but is none."""
+    if isinstance(values, str):
+        return HIDDEN if values == text and re.search(r"[{\[\n]|: ", text) else text
+    hidden = hide_secrets(values)
+    return text if hidden == values else json.dumps(hidden, ensure_ascii=False)
+
+
+def _without_home(text: str) -> str:
+    home = str(Path.home())
+    return re.sub(rf"{re.escape(home)}(?![^/\"' ,}}\]])", "~", text) if len(home) > 1 else text

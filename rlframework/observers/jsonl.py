@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rlframework.errors import DataError
+from rlframework.files import AppendedFile, writing
+from rlframework.logs import printable
 from rlframework.observers.environment import run_id
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 
@@ -28,31 +30,29 @@ class JsonlObserver:
     """Appends one object per step to `metrics.jsonl`, and the step's samples to `samples.jsonl`."""
 
     def __init__(self) -> None:
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, AppendedFile] = {}
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
         """Open both files for appending after their last complete line."""
-        run.output_dir.mkdir(parents=True, exist_ok=True)
         self._run_id = run_id(run.output_dir)
         for name in (METRICS_FILE, SAMPLES_FILE) if run.config.observers.samples else (METRICS_FILE,):
-            with (run.output_dir / name).open("ab+") as file:  # a killed process leaves an incomplete last line
-                file.seek(0)
+            self._files[name] = AppendedFile(run.output_dir / name)
+            with (run.output_dir / name).open("rb+") as file:  # a killed process leaves an incomplete last line
                 file.truncate(file.read().rfind(b"\n") + 1)
-            self._files[name] = (run.output_dir / name).open("a", encoding="utf-8")
 
     @hookimpl
     def rlframework_step_finished(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
     ) -> None:
-        """Write and flush the step's line, with `time` in seconds since 1970, and its samples with the run's id."""
+        """Write the step's line, with `time` in seconds since 1970, and its samples with the run's id."""
         rows: dict[str, list[dict[str, Any]]] = {
             METRICS_FILE: [{"step": step, "time": round(time.time(), 3), **metrics}],
             SAMPLES_FILE: [{"run": self._run_id, **asdict(sample)} for sample in samples],
         }
         for name, file in self._files.items():
-            file.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows[name])
-            file.flush()
+            lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in rows[name])
+            file.write("".join(printable(line) + "\n" for line in lines).encode(errors="backslashreplace"))
 
     def close(self, state: str = "finished") -> None:
         """Close both files."""
@@ -103,17 +103,25 @@ def add_row(rows: list[dict[str, float]], row: dict[str, float]) -> None:
 def drop_steps_after(output_dir: Path, step: int) -> None:
     """Truncate `metrics.jsonl` and `samples.jsonl` after step `step`; a negative `step` empties them.
 
-    For a run that resumes from `step` and repeats the later steps. The files must not be open.
+    For a run that resumes from `step` and repeats the later steps. The files must not be open. A damaged line does not
+    count.
     """
     for path in (output_dir / METRICS_FILE, output_dir / SAMPLES_FILE):
         if path.is_file():
-            with path.open("rb+") as file:
+            with writing(path), path.open("rb+") as file:
                 end = position = 0
                 for line in file:
                     position += len(line)
-                    if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    if line.endswith(b"\n") and _step_of(line) <= step:
                         end = position
                 file.truncate(end)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, LookupError):
+        return math.inf
 
 
 def seconds_of(history: History) -> list[float]:

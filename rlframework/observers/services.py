@@ -6,7 +6,10 @@ paths are logged.
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -16,6 +19,7 @@ from typing import Any
 from rlframework.config.sections import MlflowConfig, ObserversConfig
 from rlframework.configure import dump_config
 from rlframework.errors import ConfigError
+from rlframework.files import AppendedFile
 from rlframework.observers.environment import read_environment, run_id
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 from rlframework.secrets import hide_in_text, hide_secrets
@@ -58,7 +62,7 @@ class TensorBoardObserver:
     """
 
     _folder: Path
-    _writer: Any = None
+    _file: AppendedFile | None = None
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
@@ -67,19 +71,31 @@ class TensorBoardObserver:
 
     @hookimpl
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the step's scalars. The first step imports TensorBoard, which takes seconds."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+        """Append the step's scalars. The first step imports TensorBoard, which takes seconds."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
+        events = []
+        if self._file is None:
             resumed = self._folder.is_dir() and any(self._folder.iterdir())
-            self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=step if resumed else None)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            place = f"{socket.gethostname()}.{os.getpid()}"
+            self._file = AppendedFile(self._folder / f"events.out.tfevents.{time.time_ns() // 1000}.{place}")
+            events.append(Event(file_version="brain.Event:2"))
+            if resumed:
+                events.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        events.append(Event(step=step, summary=Summary(value=values)))
+        records = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            RecordWriter(records).write(event.SerializeToString())
+        self._file.write(records.getvalue())
 
     def close(self, state: str = "finished") -> None:
-        """Flush and close the event file."""
-        if self._writer is not None:
-            self._writer.close()
+        """Close the event file."""
+        if self._file is not None:
+            self._file.close()
 
 
 class WandbObserver:

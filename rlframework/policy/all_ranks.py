@@ -8,17 +8,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlframework.errors import DataError, RLFrameworkError, UserError
+from rlframework.errors import DataError, RLFrameworkError, UserError, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 
 T = TypeVar("T")
+_KEPT = (DataError, UserError, WriteError)
 
 
 def run_on_all_ranks(context: WorkerContext, work: Callable[[], T]) -> list[T]:
     """Run `work` (no collective) on each rank, and return the results of all ranks, by rank. Collective.
 
-    A rank whose work fails raises its own error; the others raise one that names the rank, of type `UserError` or
-    `DataError` if the original error was one, else `RLFrameworkError`.
+    A rank whose work fails raises its own error; the others raise one that names the rank, of type `DataError`,
+    `UserError` or `WriteError` if the original error was one, else `RLFrameworkError`.
     """
     if context.world_size == 1:
         return [work()]
@@ -28,7 +29,7 @@ def run_on_all_ranks(context: WorkerContext, work: Callable[[], T]) -> list[T]:
         outcome = (work(), "", RLFrameworkError)
     except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
         failure = error
-        raised_as = next((kind for kind in (DataError, UserError) if isinstance(error, kind)), RLFrameworkError)
+        raised_as = next((kind for kind in _KEPT if isinstance(error, kind)), RLFrameworkError)
         outcome = (None, f"{type(error).__name__}: {error}", raised_as)
     outcomes: list[Any] = [None] * context.world_size
     torch.distributed.all_gather_object(outcomes, outcome)

@@ -18,7 +18,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
-from rlframework.huggingface.model_directories import first_size, model_config
+from rlframework.huggingface.model_directories import first_size, read_config
 from rlframework.interfaces.loss import LossColumn
 from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
 
@@ -44,7 +44,7 @@ class BatchLimits:
     @classmethod
     def of(cls, config: PolicyConfig) -> BatchLimits:
         """Return the limits of the model in `config`."""
-        model = model_config(config.model_name, config.trust_remote_code)
+        model = read_config(config.model_name, config.trust_remote_code)
         text, no_media = model.get_text_config(), None
         if config.batching.mode == "packed":
             no_media = "policy.batching.mode=packed takes text only; set it to dynamic or padded"

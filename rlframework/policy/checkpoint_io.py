@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlframework.errors import ConfigError, DataError, NotSupported
+from rlframework.files import require_space, writing
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import check_files, reading
 from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors
@@ -65,6 +66,9 @@ class CheckpointIO:
             raise NotSupported("this worker was built without an optimizer, so it has no optimizer state to save")
         self.finish()  # the previous one
         engine = self.engine
+        size = self.weights.trained_bytes() * (1 if optimizer_path is None else 3)  # two moments
+        # the first rank checks for all
+        run_on_all_ranks(engine.context, partial(require_space, weights_path, 0 if engine.context.rank else size))
         if form != "sharded":  # shards are written from whichever device they are on
             self.residency.onload(*_parts(optimizer_path))
         if form == "portable":
@@ -83,7 +87,8 @@ class CheckpointIO:
         else:
             self._start_sharded(weights_path, optimizer_path, asynchronous)
         if tokenizer_path is not None and engine.context.rank == 0:
-            engine.tokenizer.save_pretrained(tokenizer_path)
+            with writing(tokenizer_path):
+                engine.tokenizer.save_pretrained(tokenizer_path)
         if not asynchronous:
             self.finish()
 

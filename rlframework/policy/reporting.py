@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rlframework.errors import NotSupported
-from rlframework.files import write_atomically
+from rlframework.files import write_atomically, writing
 from rlframework.interfaces.policy_worker import WorkerInfo
 from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine
@@ -131,7 +131,7 @@ class Reporting:
         if folder is None:
             return None
         path = Path(folder, f"rank-{self._context.rank}.json.gz")
-        with TemporaryDirectory() as temporary:
+        with writing(path), TemporaryDirectory() as temporary:
             trace = Path(temporary, "trace.json.gz")  # torch compresses if the name ends in .gz
             active.export_chrome_trace(str(trace))
             write_atomically(path, trace.read_bytes())

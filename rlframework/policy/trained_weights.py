@@ -6,7 +6,8 @@ no knowledge of them. Not supported: several adapters at a time, dropout, adapte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from rlframework.errors import DataError
 from rlframework.policy.checkpoint.adapter import read_adapter, write_adapter
 from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors
 from rlframework.policy.checkpoint.saved import differences
-from rlframework.policy.engine import Engine, no_adapters
+from rlframework.policy.engine import Engine, WeightSpec, no_adapters
 from rlframework.policy.lora_math import B
 from rlframework.weight_sync.buffers import WeightInfo
 
@@ -47,6 +48,13 @@ class TrainedWeights:
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensors that `transfer_info` describes, one at a time. Collective."""
         return self.engine.gather_weights(names)
+
+    def trained_bytes(self) -> int:
+        """Return the bytes that `write` takes at least."""
+        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in self._trained().values())
+
+    def _trained(self) -> Mapping[str, WeightSpec]:
+        return self.engine.weight_specs()
 
     def save_pretrained(self, path: str, *, checksums: bool = False) -> None:
         """Write the (merged) model as a Hugging Face directory from rank 0. Collective."""
@@ -87,6 +95,9 @@ class Adapters(TrainedWeights):
             return
         for name, matrix in self.engine.gather_adapters(names):
             yield name, matrix * self._lora.scale if name.endswith(B) else matrix
+
+    def _trained(self) -> Mapping[str, WeightSpec]:
+        return self.engine.adapter_specs()
 
     def write(self, path: str) -> None:
         """See `TrainedWeights`."""

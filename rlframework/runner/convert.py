@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlframework.errors import DataError, UserError
 from rlframework.files import replacing_directory
+from rlframework.huggingface.model_files import check_model_files, read_object
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.logs import ProgressCallback
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
@@ -102,6 +103,7 @@ def find_source(given: str) -> tuple[list[Path], Path | None]:
             f"{model} has neither model*.safetensors nor the shards of a checkpoint; give a run, a "
             "checkpoint of one, or a model directory with safetensors"
         )
+    check_model_files(model)
     return [model, optimizer] if optimizer.is_dir() else [model], run
 
 
@@ -147,6 +149,6 @@ def _copy_others(source: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
     config = folder / "config.json"
     if config.exists():
-        values = json.loads(config.read_text(encoding="utf-8")) | {"dtype": "float32"}
+        values = read_object(config) | {"dtype": "float32"}
         values.pop("torch_dtype", None)
         config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

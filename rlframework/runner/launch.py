@@ -21,8 +21,8 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,10 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Parts, RunResult
 from rlframework.config.sections import RunConfig
+from rlframework.config.trust import require_own_files
 from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
-from rlframework.files import exclusive_directory, write_atomically
-from rlframework.logs import ProgressCallback, log_to_stderr
+from rlframework.files import AppendedFile, exclusive_directory, remove_temporary, write_atomically
+from rlframework.logs import ProgressCallback, log_to_stderr, printable
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.parts import (
@@ -93,11 +94,9 @@ def run(
     if checkpoint is None:
         check_output_dir(config, overwrite)
     require_models(config)
-    from rlframework.training.checkpoints import handling
-
     manager = manager or create_manager(config.plugins)
     # SIGTERM raises, so that workers and observers shut down; the training loop has its own handler
-    with handling(_terminate, signal.SIGTERM), ExitStack() as stack:
+    with _raising_on_sigterm(), ExitStack() as stack:
         lock = cache(lambda: stack.enter_context(exclusive_directory(config.output_dir)))
         return run_with_restarts(
             config, lambda attempt: _train(config, manager, attempt, lock, overwrite), checkpoint=checkpoint
@@ -130,6 +129,7 @@ def _train(
         training = algorithm(parts)
         if first:
             lock()
+            remove_temporary(folder)
             if starts:
                 check_output_dir(config)  # again, because another process may have trained in the folder since
             # it has the secrets that the configuration spells out, which a resumed run needs
@@ -199,8 +199,8 @@ def run_with_restarts(
                 "waited": seconds,
                 "error": f"{type(error).__name__}: {text}",
             }
-        with (config.output_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(facts, ensure_ascii=False) + "\n")
+        with closing(AppendedFile(config.output_dir / RESTARTS_FILE)) as file:
+            file.write((printable(json.dumps(facts, ensure_ascii=False)) + "\n").encode())
         wait(seconds)
         drop_steps_after(config.output_dir, step)
         if reached is None:
@@ -233,15 +233,32 @@ def _report_limitations(config: RunConfig) -> None:
     _LOG.warning("note: fault_tolerance.max_restarts=%d, but %s", config.fault_tolerance.max_restarts, why)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise RunTerminated("terminated")
+@contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """Raise `RunTerminated` on SIGTERM, also where Ray, while it waits, replaces it by a `KeyboardInterrupt`."""
+    from rlframework.training.checkpoints import handling
+
+    received: list[int] = []
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise RunTerminated
+
+    with handling(terminate, signal.SIGTERM):
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if received and not isinstance(error, RunTerminated):
+                raise RunTerminated from error
+            raise
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
+def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, trust_run: bool = False) -> RunResult:
     """Resume the run in `run_dir` from its newest checkpoint; the numbers equal those of an uninterrupted run.
 
     `overrides` change its configuration, for example `algorithm.num_steps=200`. Raises `ConfigError` if the folder has
-    no run or no checkpoint.
+    no run or no checkpoint, or if its configuration asks for what only a run that is trusted may (`config.trust`);
+    `trust_run` says that it is.
     """
     from rlframework.training.checkpoints import newest_checkpoint
 
@@ -254,7 +271,11 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunResult:
             f"{str(run_dir)!r} has no checkpoint to resume from: the run ended before it wrote one. Start it again "
             "with --overwrite or in another output_dir; checkpoints.every=N writes one every N steps"
         )
-    return run(load_config(path, [*overrides, f"output_dir={run_dir}"]), checkpoint=checkpoint)
+    source = None if trust_run else Path(run_dir)
+    if source is not None:
+        require_own_files(source)
+    config = load_config(path, [*overrides, f"output_dir={run_dir}"], run=source)
+    return run(config, checkpoint=checkpoint)
 
 
 def dry_run(config: RunConfig, *, overwrite: bool = False, planned: PlannedGpus | None = None) -> Estimate:

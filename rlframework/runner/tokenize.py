@@ -18,6 +18,7 @@ from rlframework.interfaces.environment import Sample
 from rlframework.logs import ProgressCallback
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.parts import open_environment, open_tokenizer
+from rlframework.secrets import hide_secrets
 from rlframework.training.input_checks import BATCH
 
 
@@ -63,5 +64,5 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
             tokenizer=tokenizer_fingerprint(tokenizer),
             train_on=algorithm.train_on,
             max_tokens=cut,
-            source={"environment": config.environment.model_dump(mode="json"), "seed": config.seed},
+            source=hide_secrets({"environment": config.environment.model_dump(mode="json"), "seed": config.seed}),
         )

@@ -29,8 +29,8 @@ import torch
 from pydantic import BaseModel
 
 from rlframework.algorithm import Parts
-from rlframework.errors import DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError
-from rlframework.files import Replacement, remove_directory, remove_temporary_directories, reporting_full_disk
+from rlframework.errors import DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError, WriteError
+from rlframework.files import LOCK_FILE, Replacement, remove_directory, remove_temporary, writing
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
 
@@ -80,6 +80,8 @@ class Checkpoints:
         self._config = parts.config.checkpoints
         self._folder = parts.config.output_dir / FOLDER
         self._stop: signal.Signals | None = None
+        self._lock: Path | None = None
+        """The lock of the run's folder, if it has one."""
         self._pending: Replacement | None = None
         """The checkpoint that is being written."""
 
@@ -113,10 +115,15 @@ class Checkpoints:
                 raise RunInterrupted(self._stop, f"rlframework train --resume {self._parts.config.output_dir}", path)
 
     def _begin(self, path: Path, facts: RunState) -> Replacement:
+        if self._lock is not None and not self._lock.exists():
+            raise WriteError(
+                f"cannot write {path}: {self._lock.parent} was removed or moved during the run, with its configuration "
+                "and earlier checkpoints; move it back and resume the run, or start it again"
+            )
         replacement = Replacement(path)
         folder = replacement.folder
         try:
-            with reporting_full_disk(path):
+            with writing(path):
                 (folder / "run.json").write_text(json.dumps(facts.model_dump()) + "\n", encoding="utf-8")
                 write_manifest(folder)
                 self._parts.policy.save_checkpoint(
@@ -174,7 +181,9 @@ class Checkpoints:
 
     def restore(self) -> RunState | None:
         """Restore the run and return the contents of its checkpoint's `run.json`; None for a new run."""
-        remove_temporary_directories(self._folder)
+        lock = self._parts.config.output_dir / LOCK_FILE
+        self._lock = lock if lock.exists() else None
+        remove_temporary(self._folder)
         path = self._parts.checkpoint
         if path is None:
             return None
@@ -195,7 +204,7 @@ class Checkpoints:
 
         def request_stop(number: int, frame: FrameType | None) -> None:
             if self._stop is not None:
-                raise KeyboardInterrupt
+                raise RunTerminated("interrupted before the end of the step", number)
             self._stop = signal.Signals(number)
             _LOG.warning("stopping after this step, with a checkpoint; a second signal stops immediately")
 

@@ -128,7 +128,7 @@ def profiling(parts: Parts, step: int) -> Iterator[dict[str, float]]:
     """
     policy, config = parts.policy, parts.config.profiler
     metrics: dict[str, float] = {}
-    if step not in config.wanted:
+    if not config.profiles(step):
         yield metrics
         return
     policy.start_profiling(

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rlframework.errors import RLFrameworkError, WorkerError, WorkerLost
+from rlframework.secrets import hide_in_text
 
 _CONNECTION_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "remote process")
 _COLLECTIVE_FAILED = (*_CONNECTION_LOST, "gloo")
@@ -37,10 +38,10 @@ class HostFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> HostFailure:
-        """Describe `error`, in the process that raised it."""
+        """Describe `error`, in the process that raised it: the only one that knows the secrets of its environment."""
         classes = tuple((kind.__module__, kind.__qualname__) for kind in type(error).__mro__)
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        return cls(classes, str(error) + notes, "".join(traceback.format_exception(error)))
+        return cls(classes, hide_in_text(str(error) + notes), hide_in_text("".join(traceback.format_exception(error))))
 
     @property
     def is_lost_connection(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import socket
 import sys
 import sysconfig
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from rlframework.errors import ConfigError, WorkerError
+from rlframework.secrets import is_secret_name
 
 FORWARDED = ("RLFRAMEWORK_DISABLE_PLUGINS", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Environment variables that workers get from the driver, besides those that `worker_environment` sets."""
@@ -23,7 +23,6 @@ INHERITED = ("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LD_LIBRARY_PATH", "USER")
 INHERITED_PREFIXES = ("LC_", "XDG_", "CUDA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "GLOO_")
 """Prefixes of further inherited variables: the settings of libraries that do not read rlframework's configuration."""
 _LOWEST_PORT = 20000
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)$", re.IGNORECASE)
 
 
 def cpu_count() -> int:
@@ -54,13 +53,13 @@ def check_gpus(workers: int, gpus: int) -> None:
 def inherited_environment(names: Iterable[str] = (), prefixes: tuple[str, ...] = ()) -> dict[str, str]:
     """The environment variables that a child process inherits: `INHERITED`, `names`, and those with one of `prefixes`.
 
-    A variable that matches a prefix but ends like a secret (`NCCL_TOKEN`) is dropped unless it is named.
+    A variable that matches a prefix but is named like a secret (`NCCL_TOKEN`) is dropped unless it is named.
     """
     named = {*INHERITED, *names}
     return {
         name: value
         for name, value in os.environ.items()
-        if name in named or (name.startswith(INHERITED_PREFIXES + prefixes) and not _SECRET.search(name))
+        if name in named or (name.startswith(INHERITED_PREFIXES + prefixes) and not is_secret_name(name))
     }
 
 

@@ -18,8 +18,9 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from functools import partial
 from multiprocessing import connection, forkserver, get_context
@@ -54,7 +55,7 @@ PRELOADED = (
     "rlframework.policy.worker",
     "rlframework.generation.transformers_engine",
     "rlframework.generation.worker",
-    "rlframework.workers.freeze_imports",
+    "rlframework.workers.fork_server",
 )
 """Imported by the process that workers are forked from: slow imports without side effects, except for the last."""
 
@@ -86,7 +87,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _environment(self, rank: int) -> dict[str, str]:
         config, own = self._config, {"CUDA_VISIBLE_DEVICES": self._gpus[rank]} if self._gpus else {}
         given = machine.worker_environment(self._sharding.size, config.environment, config.pass_environment)
-        return machine.inherited_environment() | given | own
+        return machine.inherited_environment() | self._temporary.environment(given | own)
 
     def _peer(self, rank: int, method: BaseContext, environment: dict[str, str]) -> Peer:
         return Peer(rank, method, environment)
@@ -97,7 +98,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _shared(self, value: Any) -> Any:
         return _Pickled(value)
 
-    def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
+    def _wait_any(self, refs: Mapping[Any, int], timeout: float) -> list[Any]:
         return list(futures.wait(refs, timeout, return_when=futures.FIRST_COMPLETED).done)
 
     def _result(self, rank: int, ref: Any) -> Any:
@@ -261,6 +262,7 @@ def serve(link: connection.Connection, environment: dict[str, str], working_dire
         signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the fork server's, which it has looked up before
     os.chdir(working_directory)
     if "torch" in sys.modules and (threads := machine.threads_of(environment)):
         sys.modules["torch"].set_num_threads(threads)

@@ -30,6 +30,7 @@ from rlframework.logs import log_to_stderr
 from rlframework.plugins.loading import load_target
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import HostFailure, as_exception
+from rlframework.workers.temporary import TemporaryFolder
 
 _LOG = logging.getLogger(__name__)
 _GRACE = 1.0
@@ -44,7 +45,7 @@ _LIVE: weakref.WeakSet[RemoteWorkerGroup] = weakref.WeakSet()
 
 
 class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
-    """One process per rank of `sharding`, each with a `WorkerHost`."""
+    """One process per rank of `sharding`, each with a `WorkerHost`. Processes on this machine share a TMPDIR."""
 
     def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
         check_ranks(sharding, sharding.size)
@@ -55,6 +56,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         self._gone: bool | None = None
         self._driver = os.getpid()
         self._pids: dict[int, tuple[int, str]] = {}
+        self._temporary = TemporaryFolder(self._config.environment.get("TMPDIR"))
         _LIVE.add(self)
         self._started = time.monotonic()
         try:
@@ -80,8 +82,11 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         """
 
     @abstractmethod
-    def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
-        """Wait until any of `refs` has a result, and return those that have; empty after `timeout` seconds."""
+    def _wait_any(self, refs: Mapping[Any, int], timeout: float) -> list[Any]:
+        """Wait until any of `refs`, given with their ranks, has a result, and return those that have.
+
+        Empty after `timeout` seconds.
+        """
 
     @abstractmethod
     def _result(self, rank: int, ref: Any) -> Any:
@@ -217,7 +222,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         failures: dict[int, HostFailure] = {}
         while pending:
             left = min(max(until - time.monotonic(), 0.0), _LONGEST_WAIT)
-            ready = self._wait_any(list(pending), left)
+            ready = self._wait_any(pending, left)
             if not ready:
                 break
             for ref in ready:
@@ -237,6 +242,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
             self._on_ended()
             _LIVE.discard(self)
             self._gone = gone
+            self._temporary.remove()
         return self._gone
 
 

@@ -217,7 +217,7 @@ LOSSES: dict[str, tuple[Callable[[Numbers], Tensor], tuple[str, ...], dict[str, 
     "mismatch-nemo_rl": (
         lambda n: n.token_mean((n.old - n.generator).exp() * nemo_rl(n)),
         (OLD, GENERATOR),
-        DUAL | {"importance_correction": "truncated", "importance_cap": 1e30},
+        DUAL | {"importance_correction": "truncated", "importance_cap": 1e9},
     ),
 }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
 import types
@@ -144,6 +147,59 @@ def test_wrong_arguments_end_with_2(capsys: pytest.CaptureFixture[str], args: li
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_arguments_that_are_no_text_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["config", "\udcff.yaml"], ["config", "run.yaml", "a=\0"], ["\udcff"], ["report", "--out", "\0" * 9]):
+        assert call(*words) == 2
+        assert capsys.readouterr().err.startswith("error: the argument '")
+
+
+@pytest.mark.parametrize("words", [["new-backend", "x", "--directory"], ["report"], ["report", ".", "--out"]])
+def test_a_path_that_no_file_can_have_ends_with_2(
+    capsys: pytest.CaptureFixture[str], folder: Path, words: list[str]
+) -> None:
+    (folder / "loop").symlink_to("loop")
+    assert call(*words, "loop") == 2
+    assert call(*words, "x" * 5000) == 2
+    assert "unexpected" not in capsys.readouterr().err
+
+
+class _Full(io.StringIO):
+    """Standard output on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["schema"], ["plugins"]])
+def test_output_on_a_full_disk_is_one_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", _Full())
+    assert call(*words) == 1
+    text = capsys.readouterr().err
+    assert "no space left on the device" in text
+    assert "Traceback" not in text
+
+
+def test_characters_that_the_locale_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert call("config", "run.yaml", "output_dir=caf\u00e9") == 0
+    out.flush()
+    assert b"output_dir: caf\\xe9\n" in out.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 20), ("1", 20), ("999999999", 1000)])
+def test_no_width_of_the_terminal_empties_or_fills_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert call("plugins") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert max(map(len, lines)) <= width
+
+
 @pytest.fixture
 def train_with(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Put a function in the place of `rlframework.runner.launch.run`."""
@@ -246,3 +302,29 @@ def test_every_exported_name_can_be_had_in_any_order(first: str) -> None:
         "    assert not isinstance(getattr(rlframework, name), types.ModuleType), name\n"
     )
     assert "rlframework" in modules_after(code)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "model.yaml"),
+        ("train", "model.yaml", "--dry-run"),
+        ("generate", "broken", "hello"),
+        ("evaluate", "broken", "environment.name=addition"),
+        ("convert", "broken", "new", "--to", "portable"),
+    ],
+)
+def test_a_model_directory_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], folder: Path, command: tuple[str, ...]
+) -> None:
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("[]")
+    (folder / "broken" / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
+    parts = "algorithm: {name: grpo}\nenvironment: {name: addition}\noutput_dir: out\n"
+    (folder / "model.yaml").write_text(f"policy: {{model_name: ./broken}}\n{parts}")
+    assert call(*command) == 2
+    told = capsys.readouterr().err
+    assert "broken/config.json must be a JSON object, but is of type list" in told or "broken/model.safet" in told
+    assert "Traceback" not in told
+    assert not (folder / "out").exists()
+    assert not (folder / "new").exists()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from pydantic import BaseModel
 
 from rlframework.config.load import compose, escape_interpolation
 from rlframework.errors import ConfigError
+from rlframework.secrets import hide_in_text
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -65,11 +68,13 @@ def test_defaults_are_relative_to_their_file_and_one_may_be_inherited_along_two_
             "are circular: {0}/a.yaml -> {0}/b.yaml -> {0}/a",
         ),
         ({"a.yaml": "x: 1\ndefaults: z.yaml\n"}, "not found: {0}/z.yaml, listed under `defaults` in {0}/a.yaml:2"),
+        ({"a.yaml": f"defaults: {'x' * 5000}\n"}, "configuration file not found: {0}/xxxx"),
         (
             {"a.yaml": "defaults: 3\n"},
             "`defaults` in {0}/a.yaml:1 must be a file name or a list of file names, given 3",
         ),
         ({"a.yaml": "defaults: [a.yaml, 3]\n"}, "must be a file name or a list of file names"),
+        ({"a.yaml": 'defaults: "a\\0b"\n'}, "must be a file name or a list of file names"),
         ({"a.yaml": "x: 1\ny:\n  z: ${nope}\n"}, "`y.z` ({0}/a.yaml:3): Interpolation key 'nope' not found"),
     ],
 )
@@ -125,6 +130,7 @@ def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
         ("a=" + "${" * 400, "override `a=${${"),
         (".".join("a" * 500) + "=1", "`a.a.a."),
         ("l.4=1", "override `l.4=1`: list index out of range"),
+        ("l.name=4", "override `l.name=4`: the items of a list are numbered: `list.0=value`"),
         ("~a.b", "`~a.b`: there is no key `a.b` to remove"),
         ("defaults=x.yaml", "`defaults=x.yaml`: `defaults` cannot be overridden"),
         ("a={x: 1, x: 2}", "override `a={x: 1, x: 2}`:1: duplicate key `x`"),
@@ -132,6 +138,11 @@ def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
 )
 def test_a_wrong_override_is_named(override: str, message: str) -> None:
     assert refused({"l": [1]}, [override]).startswith(message)
+
+
+@pytest.mark.parametrize("override", ["x" * 1_000_000, "a=" + "[" * 1_000_000, "a={x: '" + "x" * 1_000_000])
+def test_a_long_override_is_shown_in_part(override: str) -> None:
+    assert len(refused({}, [override])) < 2_000
 
 
 def test_values_may_refer_to_values_and_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,3 +196,27 @@ texts = st.text(alphabet="a\\${}:. '\"", max_size=12).filter(lambda text: text !
 @given(st.dictionaries(st.sampled_from("abc"), texts | st.lists(texts, max_size=2)))
 def test_escaped_text_is_loaded_as_it_was(data: dict[str, object]) -> None:
     assert compose(escape_interpolation(data)).values == data
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(texts | st.just("s3cr${t")).map("".join)))
+def test_values_of_variables_are_written_as_references(data: dict[str, str]) -> None:
+    with patch.dict(os.environ, {"A_TOKEN": "s3cr${t"}):
+        written = escape_interpolation(data, {"s3cr${t": "A_TOKEN", "x": "no-identifier"})
+        assert "s3cr" not in str(written)
+        assert compose(written).values == data
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a.MY_API_KEY=*s3cr3t",
+        "a.MY_API_KEY=!!bool s3cr3t",
+        "a.MY_API_KEY=${s3cr3t}",
+        "a={MY_API_KEY: *s3cr3t}",
+        "a={MY_API_KEY: s3cr3t",
+        "a={b: 1, MY_API_KEY:\n *s3cr3t}",
+    ],
+)
+def test_messages_show_no_part_of_a_secret(override: str) -> None:
+    assert "s3cr3t" not in hide_in_text(refused({}, [override]))

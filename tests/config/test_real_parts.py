@@ -98,3 +98,46 @@ def test_the_last_values_that_are_right(config_file: Path, override: str) -> Non
 def test_an_unknown_backend_is_told_with_the_nearest_name(config_file: Path) -> None:
     with pytest.raises(PluginError, match="Did you mean 'toy'"):
         load_config(config_file, ["policy.backend=toyy"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.train_global_batch_size=1000000000", "must be less than or equal to 1,000,000"),
+        ("generation.max_new_tokens=1000000000", "must be less than or equal to 10,000,000"),
+        ("generation.temperature=1e-9", "must be 0 or at least 0.001"),
+        ("generation.temperature=.inf", "must be a finite number"),
+        ("policy.optimizer.lr=1000", "must be less than or equal to 10"),
+        ("policy.optimizer.eps=1e-40", "must be greater than or equal to 1e-30"),
+        ("policy.optimizer.weight_decay=.nan", "must be a finite number"),
+        ("algorithm.loss.ratio_clip_max=1e308", "must be less than or equal to 1,000,000"),
+        ("algorithm.prompts_per_step=900000", "must be at most 1000000 rows, but is 7200000"),
+        ("algorithm.epochs_per_batch=1e9", "must be less than or equal to 1,000,000"),
+        ("worker_group.num_workers=1000000000", "must be less than or equal to 100,000"),
+        ("worker_group.deadlines.call=1e300", "must be less than or equal to 10,000,000"),
+        ("fault_tolerance.max_restarts=5000", "must be less than or equal to 1,000"),
+        ("seed=18446744073709551616", "must be less than or equal to 9,223,372,036,854,775,807"),
+        ("policy.dtensor.replicate=1000000", "must be less than or equal to 100,000"),
+    ],
+)
+def test_a_number_that_is_certainly_a_mistake_is_rejected_with_its_bound(override: str, message: str) -> None:
+    parts = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(parts, [override])
+    key, _, _ = override.partition("=")
+    assert message in str(caught.value)
+    assert key in str(caught.value) or key.rpartition(".")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'output_dir="a\\0b"',
+        'environment.prompt="{expression}\\0"',
+        'observers.wandb={tags: ["\\0"]}',
+    ],
+)
+def test_no_text_has_a_null_character(override: str) -> None:
+    parts = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
+    with pytest.raises(ConfigError, match=r"must not contain the character U\+0000"):
+        load_config(parts, [override])

@@ -115,3 +115,20 @@ def test_the_examples_fit_the_schema_and_a_misspelt_key_does_not(path: Path) -> 
     validator.validate(data)
     assert not validator.is_valid({**data, "polcy": {}})
     assert not validator.is_valid({**data, "algorithm": {**data.get("algorithm", {}), "num_stps": 1}})
+
+
+def test_every_number_of_ours_has_bounds() -> None:
+    """Also the numbers in lists, mappings and unions; the largest and smallest are finite."""
+    unbounded = []
+
+    def visit(schema: Any, place: str) -> None:
+        if isinstance(schema, dict) and schema.get("type") in ("integer", "number"):
+            bounds = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+            if "enum" not in schema and not all(any(key in schema for key in pair) for pair in bounds):
+                unbounded.append(place)
+        for key, value in schema.items() if isinstance(schema, dict) else enumerate(schema):
+            if isinstance(value, (dict, list)) and key != "default":
+                visit(value, f"{place}/{key}")
+
+    visit(config_schema(create_manager()), "")
+    assert unbounded == []

@@ -89,6 +89,7 @@ ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9
         ("a: 1\n---\nb: 2\n", "f.yaml:2:1: not valid YAML: "),
         ("a: *b\n", "f.yaml:1:4: not valid YAML: found undefined alias 'b'"),
         ("a: \x01\n", "f.yaml: not valid YAML: "),
+        (r'a: "\ud800"', r"f.yaml:1: '\ud800' has half of a pair of \u escapes, which is no text"),
         ("a: !!bool maybe\n", "f.yaml:1: not valid YAML: 'maybe' is no bool"),
         ("a: !!timestamp x\n", "f.yaml:1:4: not valid YAML: could not determine a constructor"),
         ("a: " + "[" * 65 + "]" * 65, "f.yaml:1: nested more than 64 levels deep"),
@@ -106,12 +107,19 @@ def test_what_is_not_a_configuration_is_refused(text: str, message: str) -> None
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"configuration file not found: {tmp_path}/none.yaml"):
         read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match=f"cannot read the configuration file {tmp_path}: Is a directory"):
+    with pytest.raises(ConfigError, match=f"cannot read the configuration file '{tmp_path}': Is a directory"):
         read_yaml(tmp_path)
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"a: \xe9\n")
     with pytest.raises(ConfigError, match=r"latin\.yaml is not a UTF-8 text file: .* at byte 3"):
         read_yaml(latin)
+    with pytest.raises(ConfigError, match=r"configuration file not found: 'a.x00b' has a NUL character"):
+        read_yaml(Path("a\0b"))
+
+
+def test_a_file_without_an_end_is_not_read_to_it() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero: a configuration has at most 10,000,000 characters"):
+        read_yaml(Path("/dev/zero"))
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -129,3 +137,8 @@ def test_what_is_written_is_read_back(data: dict[str, object]) -> None:
 )
 def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
     assert parse_yaml(to_yaml({text: text}), "f.yaml").values == {text: text}
+
+
+def test_a_file_name_with_a_null_character() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file 'a\\x00b': embedded null byte"):
+        read_yaml(Path("a\0b"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,12 @@ def test_a_large_file_is_not_read_into_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_pipe_and_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    """Opening a pipe would wait for somebody who writes to it."""
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(it is no file\)"):
+        JsonlRows([tmp_path / "a.jsonl"])
+    with pytest.raises(DataError, match=r"cannot be read \(embedded null byte\)"):
+        JsonlRows(["a\0.jsonl"])

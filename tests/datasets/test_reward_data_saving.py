@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from rlframework.datasets.preferences import PreferencePairs
 from rlframework.datasets.reward_data import RewardData
-from rlframework.errors import BatchError, BatchTypeError, DataError, UserError
+from rlframework.errors import BatchError, BatchTypeError, DataError, WriteError
 
 
 def make(rows: int = 3, start: int = 0, **values: Any) -> RewardData:
@@ -150,7 +150,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     data = make(5, start=70)
     monkeypatch.setattr(os, "posix_fallocate", full)
     for place in ("a", "new"):
-        with pytest.raises(UserError, match="there is no space left on the device"):
+        with pytest.raises(WriteError, match="there is no space left on the device"):
             getattr(data, method)(tmp_path / place)
     assert names(tmp_path) == ["a"]
     assert RewardData.load(tmp_path / "a").input_ids.flatten().tolist() == list(range(12))

@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]  # one build se
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TOOLS = DOCS / "tools"
-PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))])
+PAGES = sorted(
+    [*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))]
+)
 HOOKS = sorted(name for name in vars(hookspec) if name.startswith("rlframework_"))
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

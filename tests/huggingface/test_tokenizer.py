@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,7 @@ from transformers import modeling_utils
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface import hub
 from rlframework.huggingface.model_directories import make_llama
-from rlframework.huggingface.tokenizer import (
-    character_tokenizer,
-    load_tokenizer,
-    read_chat_template,
-    tokenizer_fingerprint,
-)
+from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer, tokenizer_fingerprint
 
 ALPHABET = "0123456789+-= \n.aé漢"
 TOKENIZER = character_tokenizer(ALPHABET)
@@ -144,18 +140,24 @@ def test_a_chat_template_of_your_own(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(text, encoding="utf-8")
     for template in (text, str(tmp_path / "own.jinja")):
         assert load_tokenizer(str(tmp_path / "t"), chat_template=template).chat_template == text
-    marked = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
-    assert read_chat_template(marked) == marked  # transformers' own tags
 
 
-def test_what_is_no_chat_template(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"policy\.chat_template: 'chatml' cannot be read \(No such file"):
-        read_chat_template("chatml")
-    with pytest.raises(DataError, match=r"policy\.chat_template: not a valid Jinja template, line 2: "):
-        read_chat_template("{{ messages }}\n{% for %}")
-    (tmp_path / "latin").write_bytes(b"\xe9")
-    with pytest.raises(DataError, match="is not UTF-8 text"):
-        read_chat_template(str(tmp_path / "latin"))
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"model": {"type": "WordLevel", "vocab": {"a": -1}, "unk_token": 3}}'),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}'),
+        ("tokenizer_config.json", '{"chat_template": 5, "eos_token": "a"}'),
+    ],
+)
+def test_files_that_are_no_tokenizer(tmp_path: Path, file: str, text: str) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(DataError, match=re.escape(str(tmp_path))):
+        load_tokenizer(str(tmp_path))
 
 
 def test_make_llama(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlframework.cli import main
-from rlframework.errors import ConfigError, UserError
+from rlframework.errors import ConfigError, WriteError
 from rlframework.new_backend import LONGEST, backend_files, core_range, write_backend
 from rlframework.policy.engine import Engine
 
@@ -164,7 +164,7 @@ def test_a_disk_that_fills_up_leaves_nothing(folder, monkeypatch):
         return ordinary(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "write_text", write_text)
-    with pytest.raises(UserError, match="no space left"):
+    with pytest.raises(WriteError, match="no space left"):
         write_backend("mine")
     assert len(written) == 4
     assert not list(folder.iterdir())

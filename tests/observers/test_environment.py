@@ -2,13 +2,14 @@
 
 import json
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import rlframework
 from rlframework.observers import host
-from rlframework.observers.environment import read_environment, run_id, write_environment
+from rlframework.observers.environment import clean_command, read_environment, run_id, write_environment
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus, total_memory
 from rlframework.plugins.manager import create_manager
 
@@ -100,3 +101,22 @@ def test_the_memory_limit_of_a_container_is_respected(tmp_path, monkeypatch):
 
 def test_free_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path):
     assert abs(free_disk(tmp_path / "a" / "b") - free_disk(tmp_path)) < 1 << 30
+
+
+def test_a_command_is_recorded_without_secrets_and_home_directory(monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/ada"))
+    command = [
+        "/home/ada/env/bin/rlframework", "train", "/home/ada/run.yaml", "hub.api_key=abc", "--token-file", "x",
+        "--api-key", "abc", "seed=1", "environment.path=/home/ada/data", "/home/adam/y",
+        "w.env={MY_API_KEY: abc, HOME: /home/ada}", "w.env={MY_API_KEY: abc", "w.env={A: 1}", "w.env=\nMY_API_KEY: abc",
+        "w.env=!!map {MY_API_KEY: sixteen-letters}", "a=sixteen-letters", "--set=w.env={A: {MY_TOKEN: abc}}",
+        "x.password=eighteen", "path=https://me:pass-of-me@host/x", "name=pass-of-me and eighteen", "\udcff",
+    ]  # fmt: skip
+    assert clean_command(command) == [
+        "rlframework", "train", "~/run.yaml", "hub.api_key=***", "--token-file", "x",
+        "--api-key", "***", "seed=1", "environment.path=~/data", "/home/adam/y",
+        'w.env={"MY_API_KEY": "***", "HOME": "~"}', "w.env=***", "w.env={A: 1}", 'w.env={"MY_API_KEY": "***"}',
+        'w.env={"MY_API_KEY": "***"}', "a=***", "--set=***",
+        "x.password=***", "path=https://***@host/x", "name=*** and ***", "\udcff",
+    ]  # fmt: skip
+    assert clean_command([]) == []

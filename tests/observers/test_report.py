@@ -151,8 +151,8 @@ def test_samples_of_a_run_resumed_from_an_earlier_step(run_dir: Path) -> None:
             lambda folder: [(folder / "samples.jsonl").unlink(), (folder / "samples.jsonl").mkdir()] and folder,
             "cannot read",
         ),
-        (lambda folder: [(folder / "config.yaml").write_text("a: [")] and folder, "is not valid"),
-        (lambda folder: [(folder / "config.yaml").write_text("- 1")] and folder, "must contain a mapping"),
+        (lambda folder: [(folder / "config.yaml").write_text("a: [")] and folder, "not valid YAML"),
+        (lambda folder: [(folder / "config.yaml").write_text("- 1")] and folder, "must be a mapping"),
     ],
 )
 def test_invalid_folders_are_rejected_and_nothing_is_written(

@@ -269,7 +269,9 @@ def test_a_run_of_own_parts_goes_on_with_the_numbers_of_one_that_was_not_stopped
     shutil.copytree(folder / "whole", folder / "two")
     shutil.rmtree(folder / "two" / "checkpoints" / "step-000004")
     shutil.rmtree(folder / "two" / "model")
-    two = resume(folder / "two").history
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.name='.*', which calls this function.*--trust-run"):
+        resume(folder / "two")
+    two = resume(folder / "two", trust_run=True).history
     rewards = [row["train/reward"] for row in whole if "train/reward" in row]
     assert rewards[2:] == [row["train/reward"] for row in two if "train/reward" in row][-2:]
     assert rewards[2] < rewards[0] / 2  # tired, and not fresh again

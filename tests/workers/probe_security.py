@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parent))
 from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.workers.ray import private_ray, runtime
 from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 
 
@@ -83,15 +84,22 @@ def main():
     seen["mode"] = os.environ.get("RAY_AUTH_MODE")
     seen["answers"] = answers(ray.get_runtime_context().gcs_address)
     logs = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    secrets = [os.environ[name].encode() for name in ("PLANTED_SECRET", "NAMED_TOKEN")]
+    files = [path for path in logs.rglob("*") if path.is_file()]
+    seen["logs"] = [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
+    seen["files"] = len(files)
+    (private,) = runtime._PRIVATE
+    folder, watcher = private.folder, private._watcher.pid
+    seen["folder"] = [oct(folder.stat().st_mode & 0o777), logs.is_relative_to(folder)]
+    known = {process.pid for process in private_ray.processes_of(folder, private.group)}
+    seen["unknown"] = [f"{each.name()} {each.pid}" for each in processes()[1:] if each.pid not in known | {watcher}]
     seen["ended"] = group.shutdown()
+    seen["folder stays"] = folder.exists()
     until = time.monotonic() + 5
     while len(processes()) > 1 and time.monotonic() < until:
         time.sleep(0.05)
     seen["left"] = [process.name() for process in processes()[1:]]
     seen["still listening"] = listening()
-    secret = os.environ["PLANTED_SECRET"].encode()
-    seen["logs"] = [str(path) for path in logs.rglob("*") if path.is_file() and secret in path.read_bytes()]
-    seen["files"] = sum(path.is_file() for path in logs.rglob("*"))
     seen["after"] = dict(os.environ)
     print(json.dumps(seen))
 

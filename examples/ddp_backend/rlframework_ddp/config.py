@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from rlframework.config.base import Section
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import model_config
@@ -12,7 +12,7 @@ from rlframework.plugins.types import Problem
 class DdpConfig(Section):
     """Settings of this backend alone."""
 
-    bucket_megabytes: PositiveInt = Field(25, description="size of a gradient bucket, reduced during the backward")
+    bucket_megabytes: int = Field(25, ge=1, le=10_000, description="size of a gradient bucket in the backward")
 
 
 def check(config: RunConfig, device: str) -> list[Problem]:

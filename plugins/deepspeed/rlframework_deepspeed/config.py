@@ -14,11 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
-from rlframework.config.base import Section
+from rlframework.config.base import NeedsTrust, Section
+from rlframework.config.numbers import Coefficient, Fraction, Steps
 from rlframework.config.policy import PolicyConfig
 from rlframework_deepspeed.rejected_keys import REJECTED, switched_off
 
-Size = Annotated[int, Field(ge=0)] | None
+Size = Annotated[int, Field(ge=0, le=10**12)] | None
 Switch = bool | None
 Table = dict[str, Any] | None
 
@@ -86,7 +87,7 @@ class OffloadOptimizerKeys(OffloadKeys):
     pipeline_read: Switch = None
     pipeline_write: Switch = None
     fast_init: Switch = None
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    ratio: Fraction | None = None
 
 
 class ZeroKeys(Keys):
@@ -142,12 +143,12 @@ class Fp16Keys(Keys):
     place = "fp16"
 
     enabled: Switch = None
-    loss_scale: Annotated[float, Field(ge=0.0)] | None = Field(None, description="0: dynamic")
+    loss_scale: Annotated[float, Field(ge=0.0, le=1e12)] | None = Field(None, description="0: dynamic")
     initial_scale_power: Size = None
-    loss_scale_window: Annotated[int, Field(gt=0)] | None = None
+    loss_scale_window: Steps | None = None
     hysteresis: Size = None
     consecutive_hysteresis: Switch = None
-    min_loss_scale: Annotated[int, Field(gt=0)] | None = None
+    min_loss_scale: Steps | None = None
 
 
 class TensorParallelKeys(Keys):
@@ -183,9 +184,7 @@ class DeepSpeedConfig(Keys):
     train_batch_size: Size = Field(None, description="policy.train_global_batch_size decides")
     train_micro_batch_size_per_gpu: Size = Field(None, description="policy.train_micro_batch_size decides")
     gradient_accumulation_steps: Size = Field(None, description="follows from the batch sizes under policy")
-    gradient_clipping: Annotated[float, Field(ge=0.0)] | None = Field(
-        None, description="policy.max_grad_norm decides; 0: none"
-    )
+    gradient_clipping: Coefficient | None = Field(None, description="policy.max_grad_norm decides; 0: none")
     optimizer: Table = Field(None, description="policy.optimizer decides")
     scheduler: Table = Field(None, description="policy.scheduler decides")
     activation_checkpointing: Table = Field(None, description="policy.activation_checkpointing decides")
@@ -199,12 +198,12 @@ class DeepSpeedConfig(Keys):
         None, description="grad_accum_dtype: dtype in which gradients of microbatches are added; default: the precision"
     )
     comms_logger: Table = None
-    flops_profiler: Table = None
+    flops_profiler: Annotated[Table, NeedsTrust("overwrites the file that it names as output_file")] = None
     timers: Table = None
     wall_clock_breakdown: Switch = None
     memory_breakdown: Switch = None
     dump_state: Switch = None
-    steps_per_print: Annotated[int, Field(gt=0)] | None = None
+    steps_per_print: Steps | None = None
     log_level: str | None = None
 
     @classmethod

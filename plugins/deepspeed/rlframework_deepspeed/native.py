@@ -8,13 +8,12 @@
 DeepSpeed resumes only under the layout that wrote the files, which is checked before anything changes. Weights alone
 can be loaded under any stage and number of workers, with the code of `zero_to_fp32`.
 
-Not supported: adapters and another tensor-parallel size. The files are pickles: loading untrusted ones can execute
-arbitrary code.
+Not supported: adapters and another tensor-parallel size. The files are pickles, of which only tensors, plain values and
+DeepSpeed's own records (`RECORDS`) are read.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, redirect_stdout
@@ -31,6 +30,7 @@ from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models.replacing import replacing
 from rlframework.policy.all_ranks import run_on_all_ranks
+from rlframework.policy.checkpoint.pickles import without_code
 from rlframework_deepspeed.environment import quiet
 from rlframework_deepspeed.shards import Shards
 
@@ -40,8 +40,15 @@ NAMES = "fp32_group_names"
 MODEL, OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 STAGE, TENSOR = "policy.deepspeed.zero_optimization.stage", "policy.parallelism.tensor"
 INSTEAD = "resume from a portable or sharded checkpoint (checkpoints.format), which any layout can load"
-UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
+UNREADABLE = (OSError, RuntimeError, EOFError)
 """Exceptions that torch and DeepSpeed raise for truncated files and files that are not checkpoints."""
+RECORDS = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""The classes, besides tensors and plain values, of the objects in DeepSpeed's files."""
 Shape = tuple[int, ...]
 
 
@@ -70,7 +77,7 @@ def load(shards: Shards, folder: Path, context: WorkerContext) -> None:
         raise NotSupported("this worker was built without an optimizer; load only the weights of the checkpoint")
     (tag, *_) = run_on_all_ranks(context, lambda: _required(shards, folder))
     own = [{key: value for key, value in group.items() if key != "params"} for group in shards.adam.param_groups]
-    with quiet():
+    with quiet(), without_code(folder, RECORDS):
         shards.engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
     for group, settings in zip(shards.adam.param_groups, own, strict=True):
         group.update(settings)
@@ -125,7 +132,8 @@ def _listed(folder: Path, *ends: str) -> list[Path]:
 def _opened(path: Path, *keys: str) -> Mapping[str, Any]:
     """Load the mapping in `path`, which must have `keys`; tensors are memory-mapped."""
     try:
-        found: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        with without_code(path, RECORDS):
+            found: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True)
     except UNREADABLE as error:
         raise DataError(f"{path} is damaged or cannot be read: {error}") from error
     missing = set(keys) - found.keys()
@@ -254,7 +262,11 @@ def _of_zero(folder: Path, engine: Any) -> Mapping[str, Any]:
 
     # it prints every step
     silently = redirect_stdout(StringIO())
-    with silently, replacing(program, get_checkpoint_files=of_this_part, tqdm=lambda items, **_: items):
+    with (
+        silently,
+        without_code(folder, RECORDS),
+        replacing(program, get_checkpoint_files=of_this_part, tqdm=lambda items, **_: items),
+    ):
         try:
             found: Mapping[str, Any] = program._get_fp32_state_dict_from_zero_checkpoint(str(folder), False)
         except (*UNREADABLE, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 
@@ -284,6 +285,37 @@ def test_damaged_files_are_told(worker, tmp_path):
         with pytest.raises(DataError, match=said):
             made.engine.load_native(folder, optimizer=True)
         shutil.rmtree(folder)
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_files_that_would_run_code_are_told_and_do_not(worker, tmp_path, stage):
+    """In either file, for all of its uses: resuming, and reading the weights alone with DeepSpeed's own program."""
+    marker, made = tmp_path / "marker", worker(stage)
+    folder = saved(made, tmp_path / "saved")
+    before = weights(made)
+    for name in ("*_model_states.pt", "*_optim_states.pt")[: 1 + (stage > 0)]:
+        (path,) = (folder / "training").glob(name)
+        kept = path.read_bytes()
+        torch.save({**torch.load(path, weights_only=False), "more": Evil(marker)}, path)
+        for optimizer in (True, False):
+            with pytest.raises(DataError, match="made to run code"):
+                made.engine.load_native(folder, optimizer=optimizer)
+        assert not marker.exists()
+        path.write_bytes(kept)
+    assert same(weights(made), before)
+    made.engine.load_native(folder, optimizer=True)
+    pickle.loads(pickle.dumps(Evil(marker)))  # noqa: S301 - the attack works
+    assert marker.exists()
 
 
 def test_adapters_are_not_written(worker, tmp_path):

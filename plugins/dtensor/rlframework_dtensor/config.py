@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from shutil import which
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from rlframework.config.base import Section
+from rlframework.config.base import NeedsTrust, Section
+from rlframework.config.numbers import Workers
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import attention_problems, indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
@@ -36,10 +37,10 @@ class DTensorConfig(Section):
     compile: bool = Field(
         False, description="compile each block with torch.compile: the first steps take a minute, later ones are faster"
     )
-    replicate: PositiveInt = Field(
+    replicate: Workers = Field(
         1, description="replicas of the weights among the data-parallel workers (HSDP); 1: shard over all of them"
     )
-    custom_parallel_plan: str | None = Field(
+    custom_parallel_plan: Annotated[str | None, NeedsTrust("calls this function")] = Field(
         None, description="module:name of a tensor-parallel plan for the blocks; null: the built-in plan of the model"
     )
 

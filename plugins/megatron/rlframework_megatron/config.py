@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from shutil import which
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default
+from rlframework.config.numbers import Workers
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
 from rlframework.plugins.types import Problem
@@ -45,7 +46,7 @@ class MegatronConfig(Section):
         description="on a GPU, matrix products add weight gradients to the fp32 buffers themselves; requires Apex's "
         f"extension {GRADIENT_KERNELS}",
     )
-    virtual_pipeline: PositiveInt = Field(
+    virtual_pipeline: Workers = Field(
         1, description="model chunks per pipeline stage; above 1: the interleaved schedule"
     )
     transformer_engine: Literal["auto", "true", "false"] = Field(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.loading import load_config, require_vocabulary, weights_folder
+from rlframework.models.described_weights import weights_folder
+from rlframework.models.loading import load_config, require_vocabulary
 from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.plugins.model_checks import indivisible
 from rlframework.policy.engine import Step, StepResult

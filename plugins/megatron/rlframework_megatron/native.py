@@ -8,6 +8,7 @@ Not supported: loading one kind of optimizer's state into another (distributed o
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
 from rlframework.errors import DataError, NotSupported
+from rlframework.policy.checkpoint.pickles import without_code
+from rlframework.policy.checkpoint.saved import INDEX
+from rlframework.policy.checkpoint.sharded import read_index
 from rlframework_megatron.main_params import MainParam, MainParams
 from rlframework_megatron.upstream import (
     CheckpointingException,
@@ -67,13 +71,17 @@ def save(local_model: LocalModel, folder: Path, *, optimizer: bool) -> None:
 
 def load(local_model: LocalModel, folder: Path, *, optimizer: bool) -> None:
     """See `Engine.load_native`. Collective."""
-    with torch.no_grad():
+    read_index(folder / INDEX)  # megatron-core would read this pickle again, and run what it names
+    with torch.no_grad(), without_code(folder):
         try:
             common = dist_checkpointing.load_common_state_dict(str(folder))
             steps = _require_kind(local_model, folder, common) if optimizer else 0
             state = _state(local_model, optimizer=optimizer, is_loading=True)
             loaded = dist_checkpointing.load(state, str(folder))
         except (CheckpointingException, CheckpointException, OSError) as error:
+            for rejected, _ in getattr(error, "failures", {}).values():
+                if isinstance(rejected, pickle.UnpicklingError):
+                    raise rejected from None
             raise DataError(
                 f"{folder} is not a megatron-core checkpoint of this model: {type(error).__name__}: {error}"
             ) from error

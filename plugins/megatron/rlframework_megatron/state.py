@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import DataError, NotSupported
+from rlframework.models.described_weights import ModelFiles
 from rlframework.models.file_weights import FileLayout
-from rlframework.models.loading import ModelFiles, auto_class
+from rlframework.models.loading import auto_class
 from rlframework.policy.checkpoint.saved import slice_of
 from rlframework.policy.engine import Engine, Moments, ShardedState, WeightSpec, no_adapters
 from rlframework_megatron import moments as moments_of
@@ -35,7 +36,8 @@ def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
         raise DataError(f"the weights in {folder} are quantised; the megatron backend reads unquantised weights only")
     head = "score" if gives_scores(config) else "language"
     with torch.device("meta"):
-        layout = FileLayout.of(auto_class(config, head).from_config(config))
+        model = auto_class(config, head).from_config(config)
+        layout = FileLayout.of(model)
     weights = {name: layout.weights[name] for name in local_model.weights}
     files = ModelFiles(Path(folder), weights, "model.", layout.other_names)
     if files.missing:
@@ -43,6 +45,7 @@ def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
             f"{folder} has no {files.missing[0]}: its files do not belong to the model in its config.json, or use "
             "other weight names. Load it with transformers, save it with save_pretrained, and use the result"
         )
+    files.require_used(model, config, head)
     weights_of.load(local_model, files.read_slice)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import runpy
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,6 +193,49 @@ def test_incompatible_checkpoints_are_rejected(folder, written, worker_of, tmp_p
     assert not differences(told(worker), before)
     with pytest.raises(DataError, match="not a megatron-core checkpoint of this model"):
         worker_of(of=str(cases.model("norms_of_heads", folder))).engine.load_native(written["plain"], optimizer=True)
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def evil_index(path, marker):
+    """The index `path` with another object in it."""
+    index = pickle.loads(path.read_bytes())  # noqa: S301 - our own file
+    index.planner_data = Evil(marker)
+    path.write_bytes(pickle.dumps(index))
+
+
+def evil_common(path, marker):
+    """The plain values in `path` with another object beside them."""
+    torch.save({**torch.load(path, weights_only=False), "more": Evil(marker)}, path)
+
+
+def evil_shards(path, marker):
+    """The file `path` of shards, which begins with a pickle that creates the marker."""
+    call = pickle.dumps(Evil(marker))
+    content = path.read_bytes()
+    path.write_bytes(call + content[len(call) :])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[:2])
+def test_files_that_would_run_code_do_not(written, worker_of, tmp_path, optimizer):
+    marker, worker = tmp_path / "marker", worker_of(optimizer)
+    attacks = {".metadata": evil_index, "common.pt": evil_common, "__0_0.distcp": evil_shards}
+    for name, attack in attacks.items():
+        folder = shutil.copytree(written[optimizer], tmp_path / name.strip("."))
+        attack(folder / name, marker)
+        with pytest.raises(DataError, match=r"made to run code|damaged|is not a megatron-core checkpoint"):
+            worker.engine.load_native(folder, optimizer=True)
+        assert not marker.exists(), name
+    pickle.loads(pickle.dumps(Evil(marker)))  # noqa: S301 - the attack works
+    assert marker.exists()
 
 
 def test_different_step_counts_are_rejected(worker_of, tmp_path):

@@ -22,6 +22,7 @@ from rlframework.conformance.parity.recorded_step import (
     against_run,
     read_step,
     recorded_scenario,
+    require_trusted_policy,
     run_candidate,
     run_outcome,
 )
@@ -109,16 +110,19 @@ def replay(
     precisions: Sequence[str] = (),
     device: str = "cpu",
     json_file: str | None = None,
+    trust_run: bool = False,
     manager: PluginManager | None = None,
 ) -> int:
     """Replay step `step` of the run in the folder `run`, print all differences, and return the exit code.
 
     Without words, the run's own backend and every other one that can be built are compared, with one worker. Without
-    precisions, the run's and float32 are used.
+    precisions, the run's and float32 are used. `trust_run`: the run may decide what code runs, see `config.trust`.
     """
     _check(device, json_file, step=step)
-    recorded = read_step(Path(run), step)
+    recorded = read_step(Path(run), step, trust_run=trust_run)
     manager = manager or create_manager(recorded.config["plugins"])
+    if not trust_run:
+        require_trusted_policy(Path(run), recorded, manager)
     own = run_candidate(recorded)
     chosen = _known(precisions or ("float32", own.precision))
     candidates = _candidates(words, chosen, device, manager, quick=False)

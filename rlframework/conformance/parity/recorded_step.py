@@ -4,8 +4,9 @@ A replay shows why a run behaves differently on another engine. Both sides start
 moments are not recorded; the run's own figures are therefore comparable up to its first optimizer step:
 log-probabilities, and that step's loss and gradient norm.
 
-Damaged files are an error. A recorded step names its loss and its plugins' modules, which are imported as for the run
-itself. The only code called is a loss class and the pydantic model of its settings.
+Damaged files are an error. A recorded step names its loss and its plugins' modules, which are imported unless they are
+in the run's folder (see `rlframework.config.trust`). The only code called is a loss class and the pydantic model of its
+settings.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from pydantic import BaseModel
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import PolicyConfig
+from rlframework.config.trust import require_trusted, require_trusted_imports
+from rlframework.config.yaml_text import Tree
+from rlframework.configure import restore_config
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.parity.compare import compare_results, logprobs_measured, loss_measured, norm_measured
 from rlframework.conformance.parity.outcome import LOSS, NORM, Candidate, Observed, Outcome
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
     from rlframework.conformance.measure import Measurement
     from rlframework.interfaces.loss import LossFunction
+    from rlframework.plugins.manager import PluginManager
 
 HOW = "set recording.steps=[3,10] or recording.every=50 in a run's configuration to record steps"
 
@@ -69,11 +74,11 @@ class RecordedStep:
         return policy
 
 
-def read_step(run: Path, step: int) -> RecordedStep:
+def read_step(run: Path, step: int, *, trust_run: bool = False) -> RecordedStep:
     """Read step `step` of the run in the folder `run`.
 
-    Raises `DataError` if the run or step does not exist or a file is damaged, and `NotSupported` with the reason if the
-    step cannot be replayed.
+    Raises `DataError` if the run or step does not exist or a file is damaged, `ConfigError` if it would import code
+    from `run` and `trust_run` is false, and `NotSupported` with the reason if the step cannot be replayed.
     """
     path = _find(run, step)
     try:
@@ -83,6 +88,9 @@ def read_step(run: Path, step: int) -> RecordedStep:
             raise DataError(f"{path} has format {found!r}; this version of rlframework reads format {FORMAT}")
         _check_files(path, description["files"])
         _check_replayable(path, description)
+        if not trust_run:
+            named = [description["loss"][key] for key in ("target", "model") if description["loss"].get(key)]
+            require_trusted_imports(run, Tree(description["config"]), named)
         return _read(path, description)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
@@ -182,6 +190,14 @@ def _require_loss_types(path: Path, target: str, kind: Any, model: str | None, c
         raise DataError(
             f"the step in {path} names {model} for its loss, which is not a pydantic model; it is not called"
         )
+
+
+def require_trusted_policy(run: Path, recorded: RecordedStep, manager: PluginManager) -> None:
+    """Raise `ConfigError` if the section `policy` of a step of `run` has values that need trust."""
+    known = {*PolicyConfig.model_fields, recorded.policy["backend"]}
+    policy = {key: value for key, value in recorded.policy.items() if key in known}
+    values: dict[str, Any] = {"algorithm": {"name": "sft"}, "environment": {"name": "addition"}, "policy": policy}
+    require_trusted(run, Tree(values), restore_config(values, manager=manager))
 
 
 # -- the replay --------------------------------------------------------------------------------------------------------

@@ -129,11 +129,14 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+                raise OSError(errno.EINVAL, "it is no file")
             self._handle = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._handle)
             offset = len(_MARK) if os.pread(self._handle, len(_MARK), 0) == _MARK else 0
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); give the path of a JSONL file") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{path}: cannot be read ({reason}); give the path of a JSONL file") from error
         self._stamp = self._state()
         self.size = self._stamp[0]
         self.starts, self._blanks = array("q"), array("q")

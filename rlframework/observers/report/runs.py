@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rlframework.errors import DataError, UserError
+from rlframework.config.yaml_text import read_yaml
+from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.observers.console import duration
 from rlframework.observers.environment import ENVIRONMENT_FILE
 from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, History, read_history, seconds_of, series
@@ -91,7 +92,7 @@ class Run:
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the runs in `paths`, at least one, without duplicates, under distinct names."""
-    unique = list({path.resolve(): path for path in paths})
+    unique = [Path(path) for path in dict.fromkeys(map(os.path.realpath, paths))]
     return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
 
 
@@ -157,12 +158,9 @@ def _read_mapping(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        values = yaml.safe_load(_content(path))  # JSON too
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not valid: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path} must contain a mapping, not {type(values).__name__}; the file may be damaged")
-    return values
+        return dict(read_yaml(path).values)  # JSON too
+    except ConfigError as error:
+        raise DataError(f"{' '.join(str(error).split())[:300]}; the file may be damaged") from error
 
 
 def _content(path: Path) -> bytes:

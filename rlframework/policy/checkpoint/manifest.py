@@ -41,6 +41,12 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path} is damaged or cannot be read: {type(error).__name__}: {error}") from error
 
 
+def require_inside(name: str) -> None:
+    """Raise a `ValueError` if the relative path `name` leads out of its directory."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"it names {name!r}, which is outside its directory")
+
+
 def describe_file(path: Path) -> FileFacts:
     """Return the current size and checksum of the file."""
     checksum = size = 0
@@ -74,6 +80,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         files: Manifest = whole["files"]
         if whole["crc32"] != _own_checksum(files):
             raise ValueError("its own checksum does not match")
+        for name in files:
+            require_inside(name)
     return files
 
 

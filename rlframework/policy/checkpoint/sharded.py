@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rlframework.errors import DataError
-from rlframework.files import reporting_full_disk
+from rlframework.files import writing
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
-from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading, require_inside
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved
 from rlframework.policy.checkpoint.shared_directory import SharedDirectory
 from rlframework.policy.engine import TensorShard
@@ -113,7 +113,7 @@ class DirectorySave(SharedDirectory):
 
     def write(self) -> None:
         """Write this rank's shards."""
-        with reporting_full_disk(self.path):
+        with writing(self.path):
             self._results = self._writer.write_data(self._plan, self._planner).wait()
             own = self.folder.glob(f"__{self._context.rank}_*{SHARD_SUFFIX}")
             self._checksums = {path.name: describe_file(path) for path in own}
@@ -186,7 +186,10 @@ class CheckpointSave:
             self._thread.join()
 
 
-_METADATA = "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
+_METADATA = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata"
+)
 _PATHS = "Path PosixPath PurePosixPath"
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": [*_METADATA.split(), "_MEM_FORMAT_ENCODING"],
@@ -210,6 +213,13 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def read_index(path: Path) -> Metadata:
+    """Read the index `path` of a DCP checkpoint without running code. Raises `DataError` if that is not possible."""
+    with reading(path), path.open("rb") as file:
+        index: Metadata = _IndexUnpickler(file).load()
+    return index
+
+
 class _SlicePlanner(DefaultLoadPlanner):
     """Reads one slice of one tensor into `target`."""
 
@@ -227,13 +237,14 @@ class SavedShards(Saved):
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / INDEX
+        index = read_index(path)
         with reading(path):
-            with path.open("rb") as file:
-                index: Metadata = _IndexUnpickler(file).load()
             entries = index.state_dict_metadata
             tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
             for entry in tensors.values():  # a pickle can be intact and contain something else
                 _ = tuple(entry.size), entry.chunks
+            for stored in index.storage_data.values():
+                require_inside(stored.relative_path)
             self._reader = FileSystemReader(folder)
             self._reader.set_up_storage_reader(index, is_coordinator=True)
         super().__init__(folder, tensors)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from rlframework.errors import UserError
-from rlframework.files import Replacement, reporting_full_disk
+from rlframework.files import Replacement, writing
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, write_manifest
@@ -32,7 +32,7 @@ class SharedDirectory:
     def _create(self, begin: Callable[[Path], None]) -> str:
         if self._context.rank:
             return ""
-        with reporting_full_disk(self.path):
+        with writing(self.path):
             self._replacement = Replacement(self.path)
             begin(self._replacement.folder)
         return str(self._replacement.folder)
@@ -54,7 +54,7 @@ class SharedDirectory:
 
         def commit() -> None:
             if self._replacement is not None:
-                with reporting_full_disk(self.path):
+                with writing(self.path):
                     end()
                     write_manifest(self.folder, {name: facts for part in parts for name, facts in part.items()})
                 self._replacement.commit()
@@ -93,6 +93,6 @@ def save_native(
         return {path.relative_to(directory.folder).as_posix(): describe_file(path) for path in own}
 
     with SharedDirectory(path, context, "native", begin) as directory:
-        with reporting_full_disk(path):
+        with writing(path):
             write(directory.folder / ENGINE)
         directory.commit(share_of_files)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,13 @@ import ray
 from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, RunTerminated
 from rlframework.workers.machine import cpu_count, inherited_environment
+from rlframework.workers.ray.private_ray import PrivateRay
 
 _OWNED_BY: set[int] = set()
 """Users (groups and clusters, by id) of a Ray connection that this module opened; it ends with the last of them."""
-_PRIVATE: list[bool] = []
+_PRIVATE: list[PrivateRay] = []
 """Not empty if the running Ray is private to this process."""
 
 _NO_LOG_MONITOR = {"RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0", "LOG_NAME_UPDATE_INTERVAL_S": "86400"}
@@ -40,11 +44,12 @@ def is_private(address: str | None = None) -> bool:
     return bool(_PRIVATE) if ray.is_initialized() else (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
 
 
-def acquire(user: int, address: str | None = None, listen: str = _LOOPBACK) -> None:
+def acquire(user: int, address: str | None = None, listen: str = _LOOPBACK, log_dir: Path | None = None) -> None:
     """Connect to Ray: keep an existing connection, else use `address` or RAY_ADDRESS, else start a private Ray.
 
     A private Ray listens at the address `listen`, and its processes inherit only the environment variables that they
-    need. Raises `ConfigError` if there is no Ray cluster at the address. `user` is the id to pass to `release`.
+    need; `log_dir` is where its logs stay. Raises `ConfigError` if there is no Ray cluster at the address. `user` is
+    the id to pass to `release`. An interrupt ends what was started, and is raised by the caller's own signal handler.
     """
     if ray.is_initialized():
         if _OWNED_BY:
@@ -53,12 +58,24 @@ def acquire(user: int, address: str | None = None, listen: str = _LOOPBACK) -> N
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     # Ray runs workers at niceness 15, where another busy program on the same cores would almost starve them
     settings["RAY_worker_niceness"] = "0"
-    if not is_private(address):
-        with _environment(settings):
+    with _environment(settings), _own_signal_handlers():
+        if is_private(address):
+            _start_private(listen, log_dir)
+        else:
             _connect(address or os.environ["RAY_ADDRESS"])
-    else:
-        settings |= _NO_LOG_MONITOR | ({_ENABLE_CLUSTER: "0"} if listen == _LOOPBACK else {})
-        with _environment(settings), _isolated_startup(loopback=listen == _LOOPBACK):
+    logging.getLogger("ray").setLevel(logging.WARNING)  # silenced only during startup
+    _OWNED_BY.add(user)
+
+
+def _start_private(listen: str, log_dir: Path | None) -> None:
+    settings = _NO_LOG_MONITOR | ({_ENABLE_CLUSTER: "0"} if listen == _LOOPBACK else {})
+    try:
+        private = PrivateRay(log_dir)
+    except OSError as error:
+        raise ConfigError(f"no folder can be created for the Ray that the run starts: {error}") from error
+    _PRIVATE.append(private)
+    try:
+        with _environment(settings), _isolated_startup(private, loopback=listen == _LOOPBACK):
             ray.init(
                 address="local",
                 num_cpus=cpu_count(),
@@ -66,10 +83,11 @@ def acquire(user: int, address: str | None = None, listen: str = _LOOPBACK) -> N
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _node_ip_address=listen,
+                _temp_dir=str(private.temp_dir),
             )
-        _PRIVATE.append(True)
-    logging.getLogger("ray").setLevel(logging.WARNING)  # silenced only during startup
-    _OWNED_BY.add(user)
+    except BaseException:
+        _disconnect()
+        raise
 
 
 def _connect(address: str) -> None:
@@ -92,8 +110,39 @@ def release(user: int) -> None:
         return
     _OWNED_BY.remove(user)
     if not _OWNED_BY:
+        _disconnect()
+
+
+def _disconnect() -> None:
+    try:
         ray.shutdown()
-        _PRIVATE.clear()
+    finally:
+        while _PRIVATE:
+            _PRIVATE.pop().end()
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep this process's handling of SIGTERM, which `ray.init` replaces in two ways: by a Python handler that raises
+    `SystemExit`, and by one in C++ that aborts the process.
+
+    A SIGTERM that Ray's handler has caught meanwhile is raised again, for the handler of this process.
+    """
+    disabled, before = ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    try:
+        yield
+    except SystemExit as error:
+        if not is_main or error.code != signal.SIGTERM:
+            raise
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(signal.SIGTERM)
+        raise RunTerminated from error  # by a handler that returned
+    finally:
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = disabled
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def log_tail(pid: int, lines: int = 20) -> str:
@@ -121,6 +170,13 @@ def is_dead(actor: Any) -> bool:
     return not found or found.get("State") == "DEAD"
 
 
+def addresses_of(actors: Sequence[Any]) -> dict[int, tuple[str, int]]:
+    """The address and port at which the process of each of `actors` accepts calls, by index; without dead ones."""
+    found = [ray._private.state.actors(actor._actor_id.hex()) for actor in actors]
+    known = {index: actor["Address"] for index, actor in enumerate(found) if actor}
+    return {index: (address["IPAddress"], address["Port"]) for index, address in known.items() if address["Port"]}
+
+
 def poll(items: Sequence[Any], is_done: Callable[[Any], bool], seconds: float) -> bool:
     """Wait until `is_done` holds for each of `items`; return whether it does within `seconds`."""
     until, left = time.monotonic() + seconds, list(items)
@@ -131,27 +187,39 @@ def poll(items: Sequence[Any], is_done: Callable[[Any], bool], seconds: float) -
 
 
 class _FilteredOs:
-    """Replaces the module `os` while Ray starts its processes, so that they inherit only the named variables.
+    """Replaces the module `os` while Ray starts its processes, so that they inherit only named variables and `more`.
 
     Leaves the environment of this process alone, because other threads may be reading it.
     """
 
+    def __init__(self, more: Mapping[str, str]) -> None:
+        self._more = more
+
     def __getattr__(self, name: str) -> Any:
-        return inherited_environment(_RAY_VARIABLES, _RAY_PREFIXES) if name == "environ" else getattr(os, name)
+        if name == "environ":
+            return {**inherited_environment(_RAY_VARIABLES, _RAY_PREFIXES), **self._more}
+        return getattr(os, name)
 
 
 @contextmanager
-def _isolated_startup(*, loopback: bool) -> Iterator[None]:
-    """Start Ray's processes with `_FilteredOs.environ`, and with `loopback` closed to other machines."""
-    enable_cluster, token = ray_constants.ENABLE_RAY_CLUSTER, Path.home() / ".ray" / "auth_token"
+def _isolated_startup(private: PrivateRay, *, loopback: bool) -> Iterator[None]:
+    """Start Ray's processes with `_FilteredOs.environ`, and with `loopback` closed to other machines.
+
+    They are in another process group: a signal to the driver's, as from a terminal or a scheduler, must not end them
+    before the run has saved a checkpoint.
+    """
+    popen, enable_cluster = services.ConsolePopen, ray_constants.ENABLE_RAY_CLUSTER
+    token = Path.home() / ".ray" / "auth_token"
     had_token = token.exists()
     services_module: Any = services
-    services_module.os = _FilteredOs()
+    services_module.os = _FilteredOs(private.environment)
+    services_module.ConsolePopen = partial(popen, process_group=private.group)
     ray_constants.ENABLE_RAY_CLUSTER = enable_cluster and not loopback
     try:
         yield
     finally:
         services_module.os = os
+        services_module.ConsolePopen = popen
         ray_constants.ENABLE_RAY_CLUSTER = enable_cluster
         if token.exists() and not had_token:  # Ray leaves it readable by all users of the machine
             token.chmod(0o600)

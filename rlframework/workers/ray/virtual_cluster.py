@@ -37,11 +37,10 @@ class ResourceInsufficientError(ConfigError, RuntimeError):
 def init_ray(log_dir: str | Path | None = None) -> None:
     """Connect to Ray until the program ends: keep an existing connection, use RAY_ADDRESS, or start a private Ray.
 
-    `log_dir` is where a private Ray stores its session and logs. Workers do not inherit the driver's environment.
+    `log_dir` is where a private Ray stores its session and logs, which stay. Workers do not inherit the driver's
+    environment.
     """
-    variable = {} if log_dir is None else {"RAY_TMPDIR": str(Path(log_dir).resolve())}
-    with runtime._environment(variable):
-        runtime.acquire(0)
+    runtime.acquire(0, log_dir=None if log_dir is None else Path(log_dir))
 
 
 class RayVirtualCluster:

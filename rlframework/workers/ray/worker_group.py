@@ -13,6 +13,7 @@ import builtins
 import contextlib
 import difflib
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +26,10 @@ from rlframework.config.sections import DeadlinesConfig, RayGroupConfig
 from rlframework.errors import WorkerError, WorkerLost
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
+from rlframework.secrets import is_secret
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import FAILURE, HostFailure, root_cause
-from rlframework.workers.ray import runtime, transport, virtual_cluster
+from rlframework.workers.ray import heartbeat, runtime, transport, virtual_cluster
 from rlframework.workers.ray.placement import ClusterArgumentError, assign_workers, one_worker_per_bundle
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
 from rlframework.workers.ray.worker_actor import Configuration, Description, Method
@@ -100,6 +102,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._runtime_env = dict(runtime_env or {})
         self._described = Description("")
         self._hosts: list[Any] = []
+        self._heartbeat = heartbeat.Heartbeat({})
         self.workers = []
         self._items: dict[Any, Any] = {}
         places = cluster.placements()
@@ -180,11 +183,19 @@ class RayWorkerGroup(RemoteWorkerGroup):
     def _shared(self, value: Any) -> Any:
         return value if isinstance(value, ray.ObjectRef) else ray.put(transport.Packed(value))
 
-    def _wait_any(self, refs: Sequence[Any], timeout: float) -> list[Any]:
-        return list(ray.wait(list(refs), num_returns=1, timeout=timeout)[0])
+    def _wait_any(self, refs: Mapping[Any, int], timeout: float) -> list[Any]:
+        until = time.monotonic() + timeout
+        while True:
+            left = max(until - time.monotonic(), 0.0)
+            ready = list(ray.wait(list(refs), num_returns=1, timeout=min(left, heartbeat.PERIOD))[0])
+            ready = ready or [ref for ref, rank in refs.items() if self._heartbeat.is_silent(rank)]
+            if ready or left <= heartbeat.PERIOD:
+                return ready
 
     def _result(self, rank: int, ref: Any) -> Any:
         items = self._items.pop(ref, None)
+        if self._heartbeat.is_silent(rank) and not ray.wait([ref], timeout=0)[0]:
+            return HostFailure((), "it no longer answers: it is stopped, or its machine or network is down", "", True)
         try:
             result = ray.get(ref)
             return result if items is None else [ray.get(item) for item in items]
@@ -213,6 +224,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             self._end_hosts()  # and wait, because their names and GPUs are needed again
             contexts, loading = self._load_in_actors(spec, device)
         self._wait(loading, f"importing {spec.target}", "start")
+        self._heartbeat = heartbeat.Heartbeat(runtime.addresses_of(self._hosts))
         self.workers = [WorkerHandle(host, self._described) for host in self._hosts]
         self._wait(self._construct(contexts), f"constructing {spec.target}", "start")
 
@@ -235,7 +247,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         known = {"num_gpus": self._gpus, "num_gpus_per_node": self.cluster.num_gpus_per_node}
         workers = [{**known, "bundle_indices": each["bundle_indices"]} for each in self.worker_metadata]
         for rank, context in enumerate(contexts):
-            variables = {} if self._builder.passes_context else _rank_variables(context)
+            own = {} if self._builder.passes_context else _rank_variables(context)
+            variables = {name: text for name, text in self._environment(rank).items() if is_secret(name, text)} | own
             loading[rank] = self._send(rank, "load", spec, variables, context.node, [] if rank else workers)
         return contexts, loading
 
@@ -258,7 +271,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         groups, options = self.cluster.get_placement_groups(), []
         for rank, place in enumerate(self._placements):
             named = {"name": self.worker_metadata[rank]["name"]} if self.name_prefix else {}
-            variables = {**self._environment(rank), **(self._runtime_env.get("env_vars") or {})}
+            # secrets come with `load`: Ray writes the runtime environment to its logs
+            shown = {name: text for name, text in self._environment(rank).items() if not is_secret(name, text)}
+            variables = {**shown, **(self._runtime_env.get("env_vars") or {})}
             each = worker_options(
                 self._described,
                 {**named, **fixed, "runtime_env": {**self._runtime_env, "env_vars": variables}},
@@ -277,9 +292,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
         """The environment variables of a worker."""
         node = self._placements[rank].node_id
         cores = int(self._machines[node].total.get("CPU", 0))
-        return machine.worker_environment(
+        given = machine.worker_environment(
             self._nodes[node], self._config.environment, cores=cores, one_machine=len(self._nodes) == 1
         )
+        return self._temporary.environment(given) if runtime.is_private() else given
 
     def _address(self) -> str:
         return self.cluster.address_of(self._placements[0])
@@ -311,6 +327,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _end_hosts(self) -> bool:
+        self._heartbeat.stop()
         hosts = self._hosts if ray.is_initialized() else []
         for host in hosts:
             ray.kill(host)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
 from rlframework.policy.checkpoint.pretrained import open_saved
@@ -118,7 +118,7 @@ def test_a_failed_save_raises_and_keeps_the_old_checkpoint(folder, tensors, monk
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     shards = [TensorShard("matrix", torch.zeros(7, 5), (0, 0), (7, 5))]
-    with pytest.raises(UserError, match="saved: there is no space left"):
+    with pytest.raises(WriteError, match="saved: there is no space left"):
         save([DirectoryPlan(str(folder), shards, lambda made: None)], asynchronous=asynchronous)
     check_files(folder, required=True)
     with open_saved(folder) as saved:
@@ -157,3 +157,15 @@ def test_each_rank_checks_all_sizes_and_its_share_of_contents(tmp_path):
     (tmp_path / "b").unlink()
     with pytest.raises(DataError, match="b is missing"):
         check_files(tmp_path, share=(0, 2))
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd"])
+def test_names_that_lead_out_of_the_folder_are_refused(folder, name):
+    index = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - written above
+    next(iter(index.storage_data.values())).relative_path = name
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(DataError, match=r"\.metadata is damaged or cannot be read: .*outside its directory"):
+        open_saved(folder)
+    write_manifest(folder, {name: {"bytes": 1, "crc32": "0"}})
+    with pytest.raises(DataError, match=r"checksums.json is damaged or cannot be read: .*outside its directory"):
+        check_files(folder)

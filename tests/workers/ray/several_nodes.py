@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
@@ -18,6 +19,7 @@ from ray.util.placement_group import placement_group_table
 from rlframework.config.sections import DeadlinesConfig, RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.workers.ray import heartbeat
 from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
 from rlframework.workers.ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
@@ -201,6 +203,24 @@ def killed_on_another_node(nodes):
     return {"error": error, "rank": rank, "running": running, "ended": group.shutdown()}
 
 
+def a_node_falls_silent(nodes):
+    """All processes of a worker's node (not the head) stop, so that no connection is closed; before, both were busy."""
+    heartbeat.PERIOD, heartbeat.TIMEOUT = 0.2, 0.5
+    group = configured(2, workers_per_node=1)
+    who = ask(group, "who")
+    ask(group, "hold_the_interpreter", seconds=5)  # for longer than silence is tolerated
+    rank, lost = next((each["rank"], node) for each in who for node in nodes if node.node_id == each["node_id"])
+    raylet = psutil.Process(lost.all_processes["raylet"][0].process.pid)
+    stopped = [raylet, *raylet.children(recursive=True)]
+    try:
+        for process in stopped:
+            process.suspend()
+        return {"error": told(lambda: ask(group, "sleep", seconds=60)), "rank": rank}
+    finally:
+        for process in psutil.wait_procs(stopped, 0)[1]:
+            process.resume()
+
+
 SCENARIOS = (
     configured_groups,
     killed_on_another_node,
@@ -210,6 +230,7 @@ SCENARIOS = (
     two_groups_share,
     a_node_leaves,
     the_cluster_grows,
+    a_node_falls_silent,
 )
 
 if __name__ == "__main__":

@@ -67,7 +67,13 @@ def test_token_authentication_rejects_others(seen):
     assert seen["answers"] == {"none": "UNAUTHENTICATED", "wrong": "UNAUTHENTICATED", "right": "1 node"}
 
 
-def test_shutdown_leaves_no_process_and_no_port(seen):
+def test_other_users_cannot_read_its_folder_and_all_its_processes_are_known(seen):
+    assert seen["folder"] == ["0o700", True]
+    assert seen["unknown"] == []
+
+
+def test_shutdown_leaves_no_process_no_port_and_no_folder(seen):
+    assert seen["folder stays"] is False
     assert seen["ended"] is True
     assert seen["left"] == []
     assert seen["still listening"] == []

@@ -149,3 +149,11 @@ def test_a_worker_killed_on_another_node_is_reported_with_its_standard_error(of)
     assert told["error"]["message"].endswith("\nlast words of the dying")
     assert told["error"]["seconds"] < 5
     assert told["running"] == []
+
+
+def test_a_node_that_falls_silent_is_lost_and_busy_workers_are_not(of):
+    told = of("a_node_falls_silent")
+    assert told["error"]["classes"][0] == "WorkerLost"
+    assert f"rank {told['rank']} of 2" in told["error"]["message"]
+    assert "it no longer answers: it is stopped, or its machine or network is down" in told["error"]["message"]
+    assert told["error"]["seconds"] < 15

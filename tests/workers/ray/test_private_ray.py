@@ -1,0 +1,129 @@
+"""The folder and the processes of a Ray that a driver starts end with the driver, even with a killed one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlframework.workers.ray import private_ray
+from rlframework.workers.ray.private_ray import PrivateRay
+
+
+@pytest.fixture
+def parent(monkeypatch):
+    """A folder with a short path, as Ray's sockets need one, that is RAY_TMPDIR."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="rt") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield Path(folder)
+
+
+def ray_process(private):
+    """A process that inherits what Ray's processes inherit."""
+    return subprocess.Popen(["sleep", "60"], env={**os.environ, **private.environment})
+
+
+def soon(condition, seconds=10.0):
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
+
+
+def ended(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_end_kills_its_processes_and_removes_its_folder_alone(parent):
+    private, other = PrivateRay(), PrivateRay()
+    (private.temp_dir / "session").mkdir(parents=True)
+    private.temp_dir.chmod(0o777)  # as Ray does
+    assert private.folder.stat().st_mode & 0o777 == 0o700
+    mine, others = ray_process(private), ray_process(other)
+    agent = subprocess.Popen(["sleep", "60"], process_group=private.group)  # Ray's overwrite their environment
+    private.end()
+    assert (mine.wait(1), agent.wait(1)) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert list(parent.iterdir()) == [other.folder]
+    assert others.poll() is None
+    other.end()
+    assert others.wait(1) == -signal.SIGKILL
+    assert list(parent.iterdir()) == []
+
+
+DRIVER = """
+import os, signal, subprocess, sys, time
+from rlframework.workers.ray.private_ray import PrivateRay
+private = PrivateRay()
+private.temp_dir.mkdir()
+child = subprocess.Popen(["sleep", "60"], env={**os.environ, **private.environment}, stdout=subprocess.DEVNULL)
+print(private._watcher.pid, child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def driver(parent):
+    """The process ids of a driver, of its watcher and of a process of its Ray."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    command = [sys.executable, "-c", DRIVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as found:
+        yield found.pid, *map(int, found.stdout.readline().split())
+        found.kill()
+
+
+def ignores_sigterm(pid):
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_killed_drivers_ray_is_gone_within_seconds(parent, driver):
+    pid, watcher, child = driver
+    assert soon(lambda: ignores_sigterm(watcher))
+    os.kill(watcher, signal.SIGTERM)  # a scheduler may signal all processes of a job
+    os.kill(pid, signal.SIGKILL)
+    assert soon(lambda: ended(child) and not list(parent.iterdir()), 5)
+    assert soon(lambda: ended(watcher))
+
+
+def test_what_a_killed_watcher_left_is_removed_by_the_next_start(parent, driver):
+    pid, watcher, child = driver
+    (abandoned,) = parent.iterdir()
+    for each in (watcher, pid):
+        os.kill(each, signal.SIGKILL)
+    assert soon(lambda: ended(watcher) and ended(pid))
+    (elsewhere := parent / "elsewhere").mkdir()
+    (parent / f"{private_ray._PREFIX}link").symlink_to(elsewhere)
+    private = PrivateRay()
+    assert ended(child)
+    assert not abandoned.exists()
+    assert elsewhere.exists()
+    private.end()
+
+
+def test_a_log_folder_stays_however_long_its_path_is(parent, tmp_path):
+    private = PrivateRay(tmp_path / "logs")
+    (private.temp_dir / "session").mkdir()
+    private.end()
+    (kept,) = (tmp_path / "logs").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o700
+    assert (kept / "r" / "session").is_dir()
+    assert list(parent.iterdir()) == []
+
+
+def test_a_long_path_is_rejected_if_it_was_named_and_avoided_otherwise(monkeypatch, tmp_path):
+    deep = tmp_path / ("long" * 10)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    assert private_ray.folders_parent() == Path("/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", str(deep))
+    with pytest.raises(OSError, match=r"RAY_TMPDIR=.* but Ray's sockets need a path of at most \d+: set it to"):
+        private_ray.folders_parent()

@@ -1,0 +1,87 @@
+"""Workers have a TMPDIR of their own, of which nothing is left when they have ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlframework.workers.temporary import PREFIX, TemporaryFolder
+
+OWNER = """
+import sys, time
+from rlframework.workers.temporary import TemporaryFolder
+print(TemporaryFolder(sys.argv[1]).path, flush=True)
+time.sleep(60)
+"""
+
+
+def age(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (0, 0))
+
+
+def test_the_folder_is_this_users_and_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
+    folder = TemporaryFolder(str(tmp_path))
+    assert folder.path.stat().st_mode & 0o077 == 0
+    assert folder.environment({"TMPDIR": "/other", "A": "1"}) | {"TMPDIR": str(folder.path), "A": "1"} == (
+        folder.environment({"TMPDIR": "/other", "A": "1"})
+    )
+    (folder.path / "left" / "below").mkdir(parents=True)
+    folder.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_killed_process_goes_at_the_next_start(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        theirs = Path(owner.stdout.readline().strip())
+        (theirs / "file").write_text("x")
+        (tmp_path / "rlframework-mine").write_text("a file")
+        age(theirs, tmp_path / "rlframework-mine")
+        TemporaryFolder(str(tmp_path)).remove()
+        assert (theirs / "file").exists()  # its owner lives
+        owner.kill()
+    TemporaryFolder(str(tmp_path)).remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["rlframework-mine"]
+
+
+def test_a_folder_that_was_just_made_is_not_removed(tmp_path: Path) -> None:
+    new = tmp_path / f"{PREFIX}new"
+    new.mkdir()
+    TemporaryFolder(str(tmp_path)).remove()
+    assert new.exists()
+    age(new)
+    TemporaryFolder(str(tmp_path)).remove()
+    assert not new.exists()
+
+
+def listed(*folders: Path) -> set[Path]:
+    return {path for folder in folders for path in folder.rglob("*")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dtensor", "deepspeed", "megatron"])
+def test_a_run_leaves_nothing_besides_its_folder(run_config, tmp_path, monkeypatch, backend):
+    from rlframework.configure import config_yaml
+
+    keys = [f"policy.backend={backend}", "worker_group={name: processes, num_workers: 2}", "plugins=[]"]
+    config = run_config("sft", *keys, "checkpoints.every=1", f"output_dir={tmp_path / 'run'}")
+    (tmp_path / "run.yaml").write_text(config_yaml(config))
+    places = [tmp_path / name for name in ("home", "tmp", "cwd")]
+    for place in places:
+        place.mkdir()
+    monkeypatch.setenv("HOME", str(places[0]))
+    monkeypatch.setenv("TMPDIR", str(places[1]))
+    shared, started = listed(Path("/dev/shm")), time.time()
+    command = [sys.executable, "-m", "rlframework.cli", "train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, cwd=places[2], capture_output=True, text=True, timeout=110.0)
+    assert done.returncode == 0, done.stderr
+    left = [str(path) for path in listed(*places) if not path.is_dir() or not any(path.iterdir())]
+    assert not [path for path in left if "/home/" not in path or "matplotlib" not in path]  # its cache of fonts
+    assert not {path for path in listed(Path("/dev/shm")) - shared if path.stat().st_mtime > started}
