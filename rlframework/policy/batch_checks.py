@@ -54,7 +54,7 @@ class BatchLimits:
         return cls(first_size(text, "vocab_size"), positions, no_media)
 
     def check(self, data: BatchedDataDict[Any], columns: Mapping[str, LossColumn] | None = None) -> None:
-        """Raise `BatchError` unless a policy can train on `data`, which has passed `require_batch`, or score it.
+        """Raise `BatchError` unless a policy can train on `data`, or score it; first call `require_batch`, `detached`.
 
         `columns`: what a loss reads, see `LossFunction`.
         """
@@ -221,10 +221,10 @@ def _check_bounds(key: str, values: Tensor, least: float, most: float, allowed: 
     """Raise `BatchError` naming the first of `values` that is NaN or not in `least..most`."""
     if values.dtype == torch.bool:
         return
-    low, high = (float(bound) for bound in values.detach().aminmax())  # NaN if there is one
+    low, high = (float(bound) for bound in values.aminmax())  # NaN if there is one
     if low >= least and high <= most:
         return
-    exact = values.detach().double()  # bfloat16 would round the bounds to infinity
+    exact = values.double()  # bfloat16 would round the bounds to infinity
     position = ((exact >= least) & (exact <= most)).logical_not_().nonzero()[0].tolist()
     where = " at position ".join(map(str, position))
     raise BatchError(f"{key} must be {allowed}, but is {float(values[tuple(position)]):g} in row {where}")
