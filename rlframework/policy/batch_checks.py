@@ -22,8 +22,9 @@ from rlframework.huggingface.model_directories import first_size, read_config
 from rlframework.interfaces.loss import LossColumn
 from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
 
-_NUMBERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_DTYPES = {*_INTEGERS, *_FLOATS, torch.complex64, torch.complex128}  # torch cannot select rows of some others
 _LARGEST = torch.finfo(torch.float32).max
 _LOSS_ATTRIBUTES = ("loss_type", "input_type", "wants_entropy", "at_sampling_temperature")
 
@@ -53,7 +54,7 @@ class BatchLimits:
         return cls(first_size(text, "vocab_size"), positions, no_media)
 
     def check(self, data: BatchedDataDict[Any], columns: Mapping[str, LossColumn] | None = None) -> None:
-        """Raise `BatchError` unless a policy can train on `data`, which has passed `require_batch`, or score it.
+        """Raise `BatchError` unless a policy can train on `data`, or score it; first call `require_batch`, `detached`.
 
         `columns`: what a loss reads, see `LossFunction`.
         """
@@ -71,7 +72,6 @@ class BatchLimits:
                 raise BatchKeyError(f"generate needs input_ids, input_lengths and seeds; it got {_keys(data)}")
         if not is_integral(data["seeds"]) or data["seeds"].ndim != 1:
             raise BatchTypeError(f"seeds must be a tensor [B] of integers, got {describe(data['seeds'])}")
-        _check_dtypes(data, "input_ids", "input_lengths", "seeds")
         lengths = read_lengths(data["input_lengths"], width)
         most = width if self.positions is None else min(width, self.positions - 1)
         for row, length in enumerate(lengths):
@@ -101,9 +101,14 @@ def require_batch(method: str, data: Any) -> None:
     devices = {}
     for key, value in data.items():
         if isinstance(value, Tensor):
-            if value.is_nested or value.is_quantized or value.device.type == "meta":
-                kind = "nested" if value.is_nested else "quantized" if value.is_quantized else "meta"
+            if value.is_nested or value.device.type == "meta":
+                kind = "nested" if value.is_nested else "meta"
                 raise BatchTypeError(f"the value of {key!r} is a {kind} tensor; {method} takes plain ones with values")
+            if value.dtype not in _DTYPES:
+                raise BatchTypeError(
+                    f"the value of {key!r} is of {value.dtype}; {method} takes bool, uint8, int8 to int64, bfloat16, "
+                    "float16 to float64, complex64 and complex128"
+                )
             devices[key] = str(value.device)
     if len(set(devices.values())) > 1:
         raise BatchError(f"all tensors of the batch must be on one device, got {devices}; move them with `.to(device)`")
@@ -145,11 +150,8 @@ def check_rows(data: BatchedDataDict[Any]) -> None:
     width = check_tokens(data).shape[1]
     if "input_lengths" not in data:
         raise BatchKeyError(f"input_lengths must be present in the data; it has {_keys(data)}")
-    _check_dtypes(data, "input_ids", "input_lengths")
     for key, dimensions in (("token_mask", 2), ("sample_mask", 1)):
-        mask = read_mask(data, key, dimensions)
-        if mask is not None and mask.dtype not in _NUMBERS | _FLOATS:
-            raise BatchTypeError(f"{key} must be bools, integers or floating-point numbers, got {describe(mask)}")
+        read_mask(data, key, dimensions)
     check_sequence_dim(data, skip_keys=[k for k, v in data.items() if isinstance(v, Tensor) and v.shape[1:2] == (1,)])
     read_lengths(data["input_lengths"], width)
 
@@ -198,12 +200,6 @@ def check_columns(data: BatchedDataDict[Any], columns: Mapping[str, LossColumn])
                 f"{key} must be a tensor {names} = {shape} of floating-point numbers, got {describe(value)}"
             )
         _check_bounds(key, value, -_LARGEST, _LARGEST, "finite, in fp32")
-
-
-def _check_dtypes(data: BatchedDataDict[Any], *keys: str) -> None:
-    for key in keys:
-        if data[key].dtype not in _NUMBERS:  # torch cannot compare unsigned integers of 16 bits and more
-            raise BatchTypeError(f"{key} must be of a dtype from int8 to int64, or uint8, got {describe(data[key])}")
 
 
 def _check_ids(data: BatchedDataDict[Any], real: Tensor, vocabulary: int | None) -> None:

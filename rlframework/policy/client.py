@@ -162,6 +162,7 @@ class Policy:
         if not (eval_mode or self._has_optimizer):
             raise NotSupported("this policy was built without an optimizer; build it with init_optimizer=True to train")
         require_batch("train", data)
+        data = detached(data)
         self._limits.check(data, check_loss(loss_fn))
         gbs = read_count(self.config.policy.train_global_batch_size if gbs is None else gbs, "gbs", least=1)
         mbs = None if mbs is None else read_count(mbs, "mbs", least=1)
@@ -174,7 +175,7 @@ class Policy:
                 f"a global batch of {gbs} rows does not divide over {self.data_parallel_size} data-parallel workers"
             )
         shards, _ = self._balancer.shard(
-            detached(data), batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens
+            data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens
         )
         results = self._calls.on_shards(
             PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
@@ -198,6 +199,7 @@ class Policy:
         if method is PolicyWorker.get_reference_policy_logprobs and not self._has_reference:
             raise NotSupported("this policy keeps no reference weights; build it with init_reference_model=True")
         require_batch(method.__name__, data)
+        data = detached(data)
         if options["micro_batch_size"] is not None:
             read_count(options["micro_batch_size"], "micro_batch_size", least=1)
         if "k" in options:

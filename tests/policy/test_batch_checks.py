@@ -55,16 +55,14 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": IDS[0]}, "same number of rows"),
     ({"input_ids": IDS.tolist()}, "input_ids must be a tensor of integer token ids .* got a list"),
     ({"input_ids": IDS.float()}, "input_ids must be a tensor of integer"),
-    (
-        {"input_ids": IDS.to(torch.uint16)},
-        "input_ids must be of a dtype from int8 to int64, or uint8, got torch.uint16",
-    ),
+    ({"input_ids": IDS.to(torch.uint16)}, "the value of 'input_ids' is of torch.uint16; train takes bool, uint8"),
+    ({"name": torch.ones(2).to(torch.uint64)}, "the value of 'name' is of torch.uint64"),
     ({"input_lengths": None}, "input_lengths must be present in the data; it has"),
     ({"input_lengths": torch.tensor([3.0, 4.0])}, "input_lengths must be integers"),
     ({"input_lengths": torch.tensor([[3], [4]])}, r"input_lengths must be a tensor of 2 lengths.*\[2, 1\]"),
     ({"token_mask": torch.ones(2)}, r"token_mask.*\[B, S\]"),
     ({"token_mask": torch.ones(2, 1)}, r"token_mask must have the shape \[2, 4\]"),
-    ({"token_mask": MASK.to(torch.float8_e5m2)}, "token_mask must be bools"),
+    ({"token_mask": MASK.to(torch.float8_e5m2)}, "the value of 'token_mask' is of torch.float8"),
     ({"sample_mask": torch.ones(2, 4)}, r"sample_mask.*\[B\]"),
     ({"sample_mask": torch.ones(3)}, "same number of rows .*'sample_mask': 3"),
     ({"other": torch.ones(2, 5)}, r"expected dim 1=4 .* 'other' is torch.float32 of shape \[2, 5\]"),
@@ -169,7 +167,11 @@ PROMPTS: list[tuple[dict[str, Any], type[BatchError], str]] = [
     ({"input_lengths": torch.tensor([3, 9])}, BatchError, "input_lengths of row 1 is 9"),
     ({"input_ids": at(0, 0, 105, IDS)}, BatchError, "row 0 has token 105"),
     ({"input_ids": IDS.float()}, BatchTypeError, "input_ids must be"),
-    ({"input_lengths": torch.tensor([3, 4]).to(torch.uint32)}, BatchTypeError, "input_lengths must be of a dtype"),
+    (
+        {"input_lengths": torch.tensor([3, 4]).to(torch.uint32)},
+        BatchTypeError,
+        "the value of 'input_lengths' is of torch.uint32",
+    ),
 ]
 
 

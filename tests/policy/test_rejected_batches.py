@@ -124,9 +124,7 @@ def check_group(make_policy: Any, group: str, workers: int) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("group", "workers"), [("inline", 1), ("processes", 1), pytest.param("processes", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("group", "workers"), [("inline", 1), pytest.param("processes", 2, marks=pytest.mark.slow)])
 def test_rejected_batches_leave_the_group_as_it_was(make_policy: Any, group: str, workers: int) -> None:
     check_group(make_policy, group, workers)
 
