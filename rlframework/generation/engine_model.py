@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlframework.errors import DataError, UserError
-from rlframework.huggingface.model_directories import quiet_transformers
+from rlframework.huggingface.model_directories import quiet_transformers, read_config
 from rlframework.models.file_weights import FileWeight, file_weights
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.lora_math import A, B, is_adapter, merge
@@ -145,12 +145,7 @@ class EngineModel(WeightSink):
 
     def _build(self, weights: Iterator[tuple[str, Tensor]]) -> nn.Module:
         """Build with transformers' own loading, which maps names that differ between files and modules."""
-        try:
-            config = AutoConfig.from_pretrained(self._model_name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"no model configuration in {self._model_name!r}: check policy.model_name ({error})"
-            ) from error
+        config = read_config(self._model_name)
         given = {name: tensor.detach().to(self._device, self._dtype, copy=True) for name, tensor in weights}
         with quiet_transformers():
             with torch.device("meta"):

@@ -107,8 +107,8 @@ def invalid_config(name: str, error: Exception) -> DataError:
     """Return the error for a `config.json` of which transformers makes no model; its classes raise any exception."""
     kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
     return DataError(
-        f"no model configuration can be read from {name!r}: there is no such model, or its config.json is invalid "
-        f"({kind}{shorten(str(error), 300)}). Check policy.model_name"
+        f"no model configuration can be read from policy.model_name={name!r}: there is no such model, or its "
+        f"config.json is invalid ({kind}{shorten(str(error), 300)})"
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only
 from rlframework.models.file_weights import FileWeight
+from rlframework.models.named_tensors import named_tensors
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors
 
 
@@ -42,8 +43,8 @@ class ModelFiles(Saved):
     """The `weights` of a model in the safetensors files of `folder`, by name.
 
     `prefix`: the base model's, with its dot, which files may omit or add. `other_names`: of tied weights. `missing`:
-    the weights that the files lack. Raises `DataError` for a weight of another shape, one that is not of floating
-    point, and, when it is read, one that is not finite.
+    the weights that the files lack. Raises `DataError` for a weight of another shape and, when it is read, one that is
+    not finite.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ModelFiles(Saved):
         model_config: Any = None,
     ) -> None:
         """`model_config`: to name the fields that belong to a wrong shape."""
-        self._files = SavedTensors(folder)
+        self._files, self._weights = SavedTensors(folder), weights
         self._names = {
             name: [one for of in (name, *other_names.get(name, ())) if (one := self._stored(prefix, of))]
             for name in weights
@@ -70,8 +71,6 @@ class ModelFiles(Saved):
                 continue
             if (found := self._files.shape(stored)) != (wanted := located[name].whole):
                 raise DataError(other_shape(folder, stored, found, wanted, model_config))
-            if not (dtype := self._files.dtype(stored)).is_floating_point:
-                raise DataError(f"{folder} has {stored} as {dtype}, but weights must be of floating point")
         self.missing = [name for name in weights if name not in located]
         super().__init__(folder, located)
 
@@ -95,7 +94,12 @@ class ModelFiles(Saved):
         return found if part.expert is None else found[0]
 
     def require_used(self, model: Any, model_config: Any, head: str) -> None:
-        """Raise `DataError` if the files have weights that `model` lacks, or several values of a tied weight."""
+        """Raise `DataError` for weights that `model` lacks, integers in place of fractions, and ties that differ."""
+        tensors = named_tensors(model)
+        for name, entry in self._entries.items():
+            tensor, dtype = tensors.get(self._weights[name].source), self._files.dtype(entry.source)
+            if tensor is not None and tensor.is_floating_point() and not dtype.is_floating_point:
+                raise DataError(f"{self.folder} has {entry.source} as {dtype}, but it must be of floating point")
         used = {weight.source for weight in self._entries.values()}.union(*self._names.values())
         if unused := unused_weights((name for name in self._files if name not in used), model, head):
             layers = number_of_layers(model_config)
