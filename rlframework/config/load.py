@@ -5,6 +5,7 @@ This module does not interpret the keys; `rlframework.configure` validates the r
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -152,13 +153,12 @@ def _with_inherited(layer: Tree, path: Path | None, above: tuple[Path, ...]) -> 
     layers: list[Tree] = []
     for name in names:
         parent = (path.parent if path else Path()) / name
-        if "\0" in name:
-            raise ConfigError(f"`defaults` in {where}: {name!r} has a NUL character, as no path does")
+        if not os.path.isfile(parent):  # `Path.is_file` raises for some names
+            shown = shortened(str(parent), 500)
+            raise ConfigError(f"configuration file not found: {shown}, listed under `defaults` in {where}")
         if parent.resolve() in above:
             chain = " -> ".join(str(item) for item in (*above, parent.resolve()))
             raise ConfigError(f"`defaults` are circular: {chain}")
-        if not parent.is_file():
-            raise ConfigError(f"configuration file not found: {parent}, listed under `defaults` in {where}")
         layers += _with_inherited(read_yaml(parent), parent, above)
     return [*layers, layer]
 

@@ -150,11 +150,15 @@ def test_wrong_arguments_end_with_2(capsys: pytest.CaptureFixture[str], args: li
 def test_arguments_that_are_no_text_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["config", "\udcff.yaml"], ["config", "run.yaml", "a=\0"], ["\udcff"], ["report", "--out", "\0" * 9]):
         assert call(*words) == 2
-        assert capsys.readouterr().err.startswith("error: the argument '\\")
+        assert capsys.readouterr().err.startswith("error: the argument '")
 
 
 @pytest.mark.parametrize("words", [["new-backend", "x", "--directory"], ["report"], ["report", ".", "--out"]])
-def test_a_path_that_no_file_can_have_ends_with_2(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_a_path_that_no_file_can_have_ends_with_2(
+    capsys: pytest.CaptureFixture[str], folder: Path, words: list[str]
+) -> None:
+    (folder / "loop").symlink_to("loop")
+    assert call(*words, "loop") == 2
     assert call(*words, "x" * 5000) == 2
     assert "unexpected" not in capsys.readouterr().err
 
@@ -173,7 +177,7 @@ def test_output_on_a_full_disk_is_one_error(
     monkeypatch.setattr(sys, "stdout", _Full())
     assert call(*words) == 1
     text = capsys.readouterr().err
-    assert "No space left on device" in text
+    assert "no space left on the device" in text
     assert "Traceback" not in text
 
 
@@ -191,7 +195,9 @@ def test_no_width_of_the_terminal_empties_or_fills_a_table(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert call("plugins") == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) == width
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert max(map(len, lines)) <= width
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ def test_defaults_are_relative_to_their_file_and_one_may_be_inherited_along_two_
             "are circular: {0}/a.yaml -> {0}/b.yaml -> {0}/a",
         ),
         ({"a.yaml": "x: 1\ndefaults: z.yaml\n"}, "not found: {0}/z.yaml, listed under `defaults` in {0}/a.yaml:2"),
+        ({"a.yaml": f"defaults: {'x' * 5000}\n"}, "configuration file not found: {0}/xxxx"),
         (
             {"a.yaml": "defaults: 3\n"},
             "`defaults` in {0}/a.yaml:1 must be a file name or a list of file names, given 3",

@@ -30,10 +30,9 @@ COMMON = (
     "observers.tensorboard=true",
 )
 GROUPS = {
-    "inline": (40, 1500, ["algorithm.loss.kl_coef=0.05"]),
+    "inline": (1000, ["algorithm.loss.kl_coef=0.05"]),
     "processes": (
-        0,
-        300,
+        200,
         [
             "worker_group={name: processes, num_workers: 2}",
             "generation.workers={num_workers: 1}",
@@ -41,7 +40,7 @@ GROUPS = {
         ],
     ),
 }
-"""Steps of the short and the full form, and the keys."""
+"""Steps, and the keys."""
 
 
 def _run(config: str, temporary: str) -> None:
@@ -63,10 +62,9 @@ def growth(rows: list[dict[str, float]], name: str) -> float:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_nothing_grows_with_the_steps(run_config: Any, tmp_path: Path, soak: Any, group: str) -> None:
-    short, full, options = GROUPS[group]
-    steps = soak.times(short, full)
-    if not steps:
-        pytest.skip("processes start for seconds and their memory settles over hundreds of steps: in make soak only")
+    if not soak.full:
+        pytest.skip("memory settles over hundreds of steps, which take minutes: part of make soak")
+    steps, options = GROUPS[group]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     (tmp_path / "run.yaml").write_text(
@@ -74,6 +72,8 @@ def test_nothing_grows_with_the_steps(run_config: Any, tmp_path: Path, soak: Any
     )
     process = begin_forked(_run, str(tmp_path / "run.yaml"), str(temporary))
     process.join(500)
+    process.kill()  # only one that hangs is still there
+    process.join()
     assert process.exitcode == 0
     rows = [json.loads(line) for line in (tmp_path / "usage.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == steps
@@ -85,5 +85,5 @@ def test_nothing_grows_with_the_steps(run_config: Any, tmp_path: Path, soak: Any
     }
     allowed = {name: OBJECTS if name.startswith("objects") else OTHERS for name in grown}
     assert {name: each for name, each in grown.items() if each > allowed[name]} == {}
-    assert not soak.full or soak.figures["bytes_per_step"] < BYTES
+    assert soak.figures["bytes_per_step"] < BYTES
     assert list(temporary.iterdir()) == []

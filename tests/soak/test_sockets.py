@@ -145,15 +145,14 @@ def test_the_attack_finds_what_is_open_to_others_and_code_that_runs(strangers: S
     address = server.getsockname()
     assert address in listening([psutil.Process()])
     assert address[0] not in LOOPBACK
-    received = []
+    received: list[bytes] = []
 
     def serve() -> None:
-        while len(received) < len(strangers.messages):
-            connection, _ = server.accept()
-            received.append(connection.makefile("rb").read())
-            connection.close()
+        for _ in strangers.messages:
+            connection = server.accept()[0]
+            with connection, connection.makefile("rb") as file, contextlib.suppress(ConnectionResetError):
+                received.append(file.read())
 
-    server.listen(64)
     victim = threading.Thread(target=serve)
     victim.start()
     strangers.attack(address)

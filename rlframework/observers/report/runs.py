@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class Run:
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the runs in `paths`, at least one, without duplicates, under distinct names."""
-    unique = list({path.resolve(): path for path in paths})
+    unique = [Path(path) for path in dict.fromkeys(map(os.path.realpath, paths))]
     return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
 
 
