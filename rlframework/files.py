@@ -28,7 +28,7 @@ _DISK = {
     errno.EIO: "the device reports an input/output error; check the disk, or choose another location",
     errno.ESTALE: "the network file system lost the file; check the mount, or choose another location",
 }
-"""What to do, by the number of an error that only a disk causes."""
+"""Reason and remedy, by the number of an error that only a disk causes."""
 _REASONS = {
     **_DISK,
     errno.EACCES: "permission denied; choose a writable location",
