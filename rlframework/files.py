@@ -35,7 +35,7 @@ _REASONS = {
     errno.EPERM: "permission denied; choose a writable location",
     errno.ENOTDIR: "a component of the path is a file, not a directory; choose another location",
     errno.EEXIST: "a component of the path is a file, not a directory; choose another location",
-    errno.ENOENT: "its directory is missing, or was removed meanwhile; choose another location",
+    errno.ENOENT: "its directory was removed, or cannot be created; choose another location",
     errno.ENAMETOOLONG: "a name in the path is too long; choose a shorter one",
     errno.EISDIR: "it is a directory; choose another name",
 }
@@ -229,8 +229,10 @@ def _is_beside(error: BaseException, path: Path) -> bool:
     given = getattr(error, "filename", None)
     if isinstance(given, str | bytes):
         place = Path(os.fsdecode(given))
-        return place.is_relative_to(path.parent) or path.parent.is_relative_to(place)
-    return str(path.parent) in str(error) or not os.access(path.parent, os.W_OK)
+        above = path.parent.is_relative_to(place) or place.parent == _existing(path)
+        return above or place.is_relative_to(path.parent)
+    names_none = not isinstance(error, OSError) and "/" not in str(error)  # as the tokenizers library
+    return names_none or str(path.parent) in str(error) or not os.access(path.parent, os.W_OK)
 
 
 def _sizes(path: Path | None) -> str:

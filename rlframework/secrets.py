@@ -31,8 +31,10 @@ _SECRET_NAME = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-_USER_OF_ADDRESS = re.compile(r"""(?<=://)(?:[^/\s:@"'<>]{1,99}:(?!\d+(?:/|$))[^\s"'<>]{0,299}|[^/\s"'<>]{0,299})@""")
-_PASSWORD_OF_ADDRESS = re.compile(r"""://[^/\s:@"'<>]{0,99}:([^\s"'<>]{1,299})@""")
+_USER_OF_ADDRESS = re.compile(  # with one slash, too, as `pathlib` writes it
+    r"""(\w:/{1,2})(?:[^/\s:@"'<>]{1,99}:(?!\d+(?:/|$))[^\s"'<>]{0,299}|[^/\s"'<>]{0,299})@"""
+)
+_PASSWORD_OF_ADDRESS = re.compile(r""":/{1,2}[^/\s:@"'<>]{0,99}:([^\s"'<>]{1,299})@""")
 _SIGNATURE_OF_ADDRESS = re.compile(r"(?<=[?&])(sig|[\w-]{0,20}signature|key|code)=[^&\s\"'<>]+", re.IGNORECASE)
 _KNOWN_SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
@@ -46,7 +48,7 @@ _ASSIGNMENT = re.compile(r"""(?<![\w.-])(?P<name>[A-Za-z][\w.-]{0,99})(?P<quote>
 """The part before the value of `API_KEY=abc`, `api_key: abc` or `"password": "abc"`: in commands and tracebacks."""
 _ASSIGNED = re.compile(
     r"""(?P<mark>["'])(?:\\.|(?!(?P=mark))[^\\\n])*(?:(?P=mark)|$)|(?P<escaped>\\["'])(?:(?!\\["'])[^\n])*(?:\\["']|$)"""
-    r"""|[^\s"'&]+""",
+    r"""|[^\s"'&`]+""",
     re.MULTILINE,
 )
 
@@ -136,7 +138,7 @@ def _hide(text: str, secrets: Iterable[str]) -> str:
 
 
 def _hide_formats(text: str) -> str:
-    text = _USER_OF_ADDRESS.sub(f"{HIDDEN}@", text)
+    text = _USER_OF_ADDRESS.sub(rf"\1{HIDDEN}@", text)
     text = _SIGNATURE_OF_ADDRESS.sub(rf"\1={HIDDEN}", text)
     text = _IN_HEADER.sub(rf"\1{HIDDEN}", text)
     return _KNOWN_SHAPES.sub(HIDDEN, _hide_assigned(text))

@@ -73,7 +73,7 @@ def test_the_temporary_file_goes_on_an_interruption_too(tmp_path: Path, monkeypa
         (errno.EACCES, "permission denied; choose a writable location"),
         (errno.EPERM, "permission denied"),
         (errno.EROFS, "the file system is read-only"),
-        (errno.ENOENT, "its directory is missing, or was removed meanwhile"),
+        (errno.ENOENT, "its directory was removed, or cannot be created"),
         (errno.ENOTDIR, "a component of the path is a file, not a directory"),
         (errno.ENAMETOOLONG, "a name in the path is too long"),
         (errno.EDQUOT, "the disk quota is exceeded"),

@@ -54,6 +54,8 @@ TEXTS = {
     "get from-outside, ask wpw": "get ***, ask wpw",
     "a@b.org, http://host/x@y and http://host:5000/x@y": "a@b.org, http://host/x@y and http://host:5000/x@y",
     "http://me:pw@host:5000/x": "http://***@host:5000/x",
+    "no folder https:/me:pw@host/x": "no folder https:/***@host/x",
+    "`w.env={MY_API_KEY: abc`:1:3: bad": "`w.env={MY_API_KEY: ***`:1:3: bad",
     "s3://me:p@w/with#all@host/x": "s3://***@host/x",
     "GET https://h/x?sig=a%20b&y=1&access_token=abc": "GET https://h/x?sig=***&y=1&access_token=***",
     "KeyError: {'MY_API_KEY': 'it\\'s', \"password\": \"a b\", 'lr': 1}": (

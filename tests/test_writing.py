@@ -100,14 +100,14 @@ def test_each_library_that_runs_out_of_space_is_told_with_the_bytes(tmp_path: Pa
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "old"]
 
 
-@pytest.mark.parametrize("write", [safetensors, torch_file, python])
+@pytest.mark.parametrize("write", [safetensors, tokenizer, torch_file, python])
 def test_a_folder_that_is_removed_meanwhile_is_told(tmp_path: Path, write: Callable[..., None]) -> None:
     def removed(folder: Path) -> None:
         shutil.rmtree(folder)
         write(folder)
 
     with (
-        pytest.raises(WriteError, match="model: its directory is missing"),
+        pytest.raises(WriteError, match="model: its directory was removed"),
         replacing_directory(tmp_path / "model") as at,
     ):
         removed(at)

@@ -85,6 +85,7 @@ def report_of(lines: Iterable[str]) -> dict[str, Any]:
     last: dict[str, dict[str, Any]] = {}
     for line in map(json.loads, lines):
         own = {name: line.pop(name, None) for name in ("file", *_COLUMNS)}
+        line.pop("error", None)
         last[f"{own['file']} {own['attack']}"] = {**own, "figures": line}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     attacks = [last[name] for name in sorted(last)]

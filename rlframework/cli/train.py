@@ -10,6 +10,7 @@ from typer import Argument, Option
 from rlframework.algorithm import RunResult
 from rlframework.cli.common import Config, Debug, Out, Overrides, TrustRun, app, print_table
 from rlframework.errors import ConfigError
+from rlframework.logs import printable
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def _summary(result: RunResult, output_dir: str) -> str:
     """One line with the last metrics and the folder of the run."""
     shown = {name: value for name, value in result.metrics.items() if name.rpartition("/")[2] in _SUMMARIZED}
     values = ", ".join(f"{name}={value:.4g}" for name, value in shown.items())
-    return f"done: {values}; in {output_dir}" if values else f"done; in {output_dir}"
+    return printable(f"done: {values}; in {output_dir}" if values else f"done; in {output_dir}")
 
 
 @app.command()

@@ -20,6 +20,7 @@ from rlframework.config.base import import_path
 from rlframework.config.problems import shortened
 from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
+from rlframework.secrets import HIDDEN, is_secret_name
 
 INHERIT = "defaults"
 """The top-level key that names the files to inherit from."""
@@ -182,7 +183,12 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
             raise ConfigError(f"`{override}`: there is no key `{key}` to remove")
         del holder[keys[-1]]
         return set()
-    value = parse_value(text, f"override `{override}`")
+    try:
+        value = parse_value(text, f"override `{override}`")
+    except ConfigError:
+        if is_secret_name(key):  # the message would have parts of the secret
+            raise ConfigError(f"override `{key}={HIDDEN}`: not valid YAML; put the value in quotes") from None
+        raise
     try:
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
@@ -221,4 +227,6 @@ def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:
     key = getattr(error, "full_key", None) or ""
     origin = origins.get(tuple(key.split(".")))
     place = f" ({origin})" if origin else ""
+    if is_secret_name(key):
+        return f"`{key}`{place}: its interpolation cannot be resolved; write `\\${{` where the text `${{` is meant"
     return f"`{key}`{place}: {_reason(error)}" if key else f"the configuration cannot be composed: {_reason(error)}"

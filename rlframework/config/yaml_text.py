@@ -17,6 +17,7 @@ import yaml
 
 from rlframework.config.problems import NOT_GIVEN, shortened
 from rlframework.errors import ConfigError
+from rlframework.secrets import hide_in_text
 
 Keys = tuple[str | int, ...]
 """The location of a value: mapping keys and list indices from the top."""
@@ -157,6 +158,9 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Keys, str]]:
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         context = f" ({error.context})" if error.context else ""
         snippet = f"\n{mark.get_snippet()}" if mark else ""
+        lines = "\n".join(text.split("\n")[max(mark.line - 1, 0) : mark.line + 1]) if mark else ""
+        if hide_in_text(lines) != lines:  # the message would have parts of a secret, without its name
+            raise ConfigError(f"{place}: not valid YAML; put the value in quotes") from None
         raise ConfigError(f"{place}: not valid YAML: {error.problem}{context}{snippet}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None

@@ -19,6 +19,7 @@ from rlframework import __version__
 from rlframework.config.sections import RunConfig
 from rlframework.doctor import machine, run
 from rlframework.doctor.checks import Context, Finding, Level, unknown
+from rlframework.logs import printable
 from rlframework.secrets import hide_secrets
 
 
@@ -88,7 +89,7 @@ class Examination:
         """Return a JSON object with `version`, `exit_code` and `findings`, a list with the fields of `Finding`."""
         found = [asdict(finding) for finding in self.findings]
         values = {"version": __version__, "exit_code": self.exit_code, "findings": found}
-        return json.dumps(values, indent=2, ensure_ascii=False)
+        return printable(json.dumps(values, indent=2, ensure_ascii=False))
 
     def as_table(self) -> Table:
         """Return a table with one row per finding, its remedy below its description."""
@@ -141,4 +142,5 @@ def _findings(one: Check, context: Context) -> list[Finding]:
 
 
 def _hidden(finding: Finding) -> Finding:
-    return replace(finding, **hide_secrets({"text": finding.text, "remedy": finding.remedy, "facts": finding.facts}))
+    texts = {"text": printable(finding.text), "remedy": printable(finding.remedy)}
+    return replace(finding, **hide_secrets(texts | {"facts": finding.facts}))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported

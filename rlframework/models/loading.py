@@ -8,9 +8,9 @@ model supports.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -39,7 +39,7 @@ from rlframework.models.file_weights import FileLayout, by_file_names
 from rlframework.models.named_tensors import named_tensors
 from rlframework.models.replacing import replacing
 from rlframework.models.rotary import rotate_by_sequence
-from rlframework.policy.checkpoint.manifest import require_inside
+from rlframework.policy.checkpoint.pickles import without_code
 from rlframework.policy.head.patch import output_head
 
 logger = logging.getLogger(__name__)
@@ -54,19 +54,17 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     transformers.utils.logging.disable_progress_bar()
     model_config = load_config(config)
     try:
-        for index in Path(config.model_name).glob("*.index.json"):  # transformers opens whatever these name
-            for name in json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values():
-                require_inside(name)
-        model, found = auto_class(model_config, config.head).from_pretrained(
-            config.model_name,
-            config=model_config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=local_files_only(config.model_name),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
-        )
+        with nullcontext() if config.trust_remote_code else without_code(config.model_name):
+            model, found = auto_class(model_config, config.head).from_pretrained(
+                config.model_name,
+                config=model_config,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=local_files_only(config.model_name),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below
+            )
     except Exception as error:
         raise _cannot_be_loaded(config, f"{type(error).__name__}: {error}") from error
     # transformers initialized these at random, differently in each process
@@ -156,9 +154,15 @@ def _require_described(config: PolicyConfig, model_config: Any) -> None:
             model = auto_class(model_config, config.head).from_config(
                 copy.deepcopy(model_config), dtype=torch.float32, trust_remote_code=config.trust_remote_code
             )
-            layout = FileLayout.of(model)
     except Exception as error:
+        if "meta" in str(error):  # it reads values while it is built; it is compared when it is loaded as a whole
+            return
         raise invalid_config(config.model_name, error) from error
+    try:
+        layout = FileLayout.of(model)
+    except Exception as error:  # noqa: BLE001 - such a kind is rejected by name, or loaded and compared as a whole
+        logger.debug("the files of %s are not compared before they are loaded: %r", config.model_name, error)
+        return
     files = ModelFiles(folder, layout.weights, f"{model.base_model_prefix}.", layout.other_names, model_config)
     if not files.missing:
         files.require_used(model, model_config, config.head)

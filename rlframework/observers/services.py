@@ -6,6 +6,7 @@ paths are logged.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import socket
@@ -73,22 +74,23 @@ class TensorBoardObserver:
         """Append the step's scalars. The first step imports TensorBoard, which takes seconds."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
+        events = []
         if self._file is None:
             resumed = self._folder.is_dir() and any(self._folder.iterdir())
             place = f"{socket.gethostname()}.{os.getpid()}"
             self._file = AppendedFile(self._folder / f"events.out.tfevents.{time.time_ns() // 1000}.{place}")
-            self._append(Event(file_version="brain.Event:2"))
+            events.append(Event(file_version="brain.Event:2"))
             if resumed:
-                self._append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+                events.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._append(Event(step=step, summary=Summary(value=values)))
-
-    def _append(self, event: Any) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        event.wall_time = time.time()
-        RecordWriter(self._file).write(event.SerializeToString())
+        events.append(Event(step=step, summary=Summary(value=values)))
+        records = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            RecordWriter(records).write(event.SerializeToString())
+        self._file.write(records.getvalue())
 
     def close(self, state: str = "finished") -> None:
         """Close the event file."""

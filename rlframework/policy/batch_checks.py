@@ -69,8 +69,9 @@ class BatchLimits:
         for key in ("input_lengths", "seeds"):
             if key not in data:
                 raise BatchKeyError(f"generate needs input_ids, input_lengths and seeds; it got {_keys(data)}")
-        if not is_integral(data["seeds"]) or data["seeds"].dtype not in _NUMBERS or data["seeds"].ndim != 1:
+        if not is_integral(data["seeds"]) or data["seeds"].ndim != 1:
             raise BatchTypeError(f"seeds must be a tensor [B] of integers, got {describe(data['seeds'])}")
+        _check_dtypes(data, "input_ids", "input_lengths", "seeds")
         lengths = read_lengths(data["input_lengths"], width)
         most = width if self.positions is None else min(width, self.positions - 1)
         for row, length in enumerate(lengths):
@@ -144,9 +145,7 @@ def check_rows(data: BatchedDataDict[Any]) -> None:
     width = check_tokens(data).shape[1]
     if "input_lengths" not in data:
         raise BatchKeyError(f"input_lengths must be present in the data; it has {_keys(data)}")
-    for key in ("input_ids", "input_lengths"):
-        if data[key].dtype not in _NUMBERS:
-            raise BatchTypeError(f"{key} must have one of the dtypes int8 to int64 or uint8, got {describe(data[key])}")
+    _check_dtypes(data, "input_ids", "input_lengths")
     for key, dimensions in (("token_mask", 2), ("sample_mask", 1)):
         mask = read_mask(data, key, dimensions)
         if mask is not None and mask.dtype not in _NUMBERS | _FLOATS:
@@ -199,6 +198,12 @@ def check_columns(data: BatchedDataDict[Any], columns: Mapping[str, LossColumn])
                 f"{key} must be a tensor {names} = {shape} of floating-point numbers, got {describe(value)}"
             )
         _check_bounds(key, value, -_LARGEST, _LARGEST, "finite, in fp32")
+
+
+def _check_dtypes(data: BatchedDataDict[Any], *keys: str) -> None:
+    for key in keys:
+        if data[key].dtype not in _NUMBERS:  # torch cannot compare unsigned integers of 16 bits and more
+            raise BatchTypeError(f"{key} must be of a dtype from int8 to int64, or uint8, got {describe(data[key])}")
 
 
 def _check_ids(data: BatchedDataDict[Any], real: Tensor, vocabulary: int | None) -> None:

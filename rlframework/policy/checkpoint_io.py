@@ -67,7 +67,8 @@ class CheckpointIO:
         self.finish()  # the previous one
         engine = self.engine
         size = self.weights.trained_bytes() * (1 if optimizer_path is None else 3)  # two moments
-        run_on_all_ranks(engine.context, lambda: engine.context.rank == 0 and require_space(weights_path, size))
+        # the first rank checks for all
+        run_on_all_ranks(engine.context, partial(require_space, weights_path, 0 if engine.context.rank else size))
         if form != "sharded":  # shards are written from whichever device they are on
             self.residency.onload(*_parts(optimizer_path))
         if form == "portable":

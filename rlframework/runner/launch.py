@@ -87,14 +87,12 @@ def run(
     restarts as `config.fault_tolerance` allows; the result's `history` is then that of the last attempt.
     """
     from rlframework.observers.services import check_services
-    from rlframework.runner.output_folder import check_no_links, check_output_dir
+    from rlframework.runner.output_folder import check_output_dir
 
     log_to_stderr()
     check_services(config.observers)
     if checkpoint is None:
         check_output_dir(config, overwrite)
-    else:
-        check_no_links(config.output_dir)
     require_models(config)
     manager = manager or create_manager(config.plugins)
     # SIGTERM raises, so that workers and observers shut down; the training loop has its own handler

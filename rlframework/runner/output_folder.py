@@ -112,16 +112,6 @@ def check_output_dir(config: RunConfig, overwrite: bool = False) -> None:
             )
 
 
-def check_no_links(folder: Path) -> None:
-    """Raise a `ConfigError` if a file that a resumed run appends to is a link: it would write elsewhere."""
-    for name in (LOCK_FILE, METRICS_FILE, SAMPLES_FILE, "restarts.jsonl"):
-        if (folder / name).is_symlink():
-            raise ConfigError(
-                f"{folder / name} is a link to {os.readlink(folder / name)}, and resuming the run would change that "
-                "file. Replace the link by the file itself, or remove it"
-            )
-
-
 def clear(folder: Path) -> None:
     """Delete what earlier runs wrote to `folder`, except its lock, which the caller holds; log what is deleted.
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from rlframework.config.load import compose, escape_interpolation
 from rlframework.errors import ConfigError
+from rlframework.secrets import hide_in_text
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -204,3 +205,18 @@ def test_values_of_variables_are_written_as_references(data: dict[str, str]) -> 
         written = escape_interpolation(data, {"s3cr${t": "A_TOKEN", "x": "no-identifier"})
         assert "s3cr" not in str(written)
         assert compose(written).values == data
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a.MY_API_KEY=*s3cr3t",
+        "a.MY_API_KEY=!!bool s3cr3t",
+        "a.MY_API_KEY=${s3cr3t}",
+        "a={MY_API_KEY: *s3cr3t}",
+        "a={MY_API_KEY: s3cr3t",
+        "a={b: 1, MY_API_KEY:\n *s3cr3t}",
+    ],
+)
+def test_messages_show_no_part_of_a_secret(override: str) -> None:
+    assert "s3cr3t" not in hide_in_text(refused({}, [override]))

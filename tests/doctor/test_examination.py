@@ -66,12 +66,12 @@ def test_secrets_are_hidden_wherever_they_stand(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "k3y-of-mine")
     monkeypatch.setenv("SHORT_PASSWORD", "a")
     finding = warning(
-        "the server said k3y-of-mine, at https://me:pw@host",
+        "the server said \x1bk3y-of-mine, at https://me:pw@host",
         "unset it: k3y-of-mine",
         {"variables": {"SOME_API_KEY": "other", "list": ["k3y-of-mine", "plain"]}},
     )
     [shown] = examine(checks=[check_of(finding)]).findings
-    assert shown.text == "the server said ***, at https://***@host"
+    assert shown.text == "the server said \\u001b***, at https://***@host"  # and no control characters
     assert shown.remedy == "unset it: ***"
     assert shown.facts == {"variables": {"SOME_API_KEY": "***", "list": ["***", "plain"]}}
 

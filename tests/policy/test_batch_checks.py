@@ -55,7 +55,10 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": IDS[0]}, "same number of rows"),
     ({"input_ids": IDS.tolist()}, "input_ids must be a tensor of integer token ids .* got a list"),
     ({"input_ids": IDS.float()}, "input_ids must be a tensor of integer"),
-    ({"input_ids": IDS.to(torch.uint16)}, "input_ids must have one of the dtypes"),
+    (
+        {"input_ids": IDS.to(torch.uint16)},
+        "input_ids must be of a dtype from int8 to int64, or uint8, got torch.uint16",
+    ),
     ({"input_lengths": None}, "input_lengths must be present in the data; it has"),
     ({"input_lengths": torch.tensor([3.0, 4.0])}, "input_lengths must be integers"),
     ({"input_lengths": torch.tensor([[3], [4]])}, r"input_lengths must be a tensor of 2 lengths.*\[2, 1\]"),
@@ -166,6 +169,7 @@ PROMPTS: list[tuple[dict[str, Any], type[BatchError], str]] = [
     ({"input_lengths": torch.tensor([3, 9])}, BatchError, "input_lengths of row 1 is 9"),
     ({"input_ids": at(0, 0, 105, IDS)}, BatchError, "row 0 has token 105"),
     ({"input_ids": IDS.float()}, BatchTypeError, "input_ids must be"),
+    ({"input_lengths": torch.tensor([3, 4]).to(torch.uint32)}, BatchTypeError, "input_lengths must be of a dtype"),
 ]
 
 

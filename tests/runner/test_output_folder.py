@@ -207,13 +207,3 @@ def test_results_that_appear_while_workers_start_are_kept(finished, run_config, 
     with pytest.raises(ConfigError, match="it holds a run"):
         run(config)
     assert steps(tmp_path / "late") == [0, 1, 2]
-
-
-def test_a_run_whose_metrics_are_a_link_is_not_resumed(finished, tmp_path):
-    config, folder = finished
-    elsewhere = (folder / "metrics.jsonl").rename(tmp_path / "elsewhere")
-    (folder / "metrics.jsonl").symlink_to(elsewhere)
-    before = elsewhere.read_bytes()
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a link to .*elsewhere, and resuming"):
-        run(config, checkpoint=folder / "checkpoints" / "step-000001")
-    assert elsewhere.read_bytes() == before

@@ -36,15 +36,17 @@ class Soak:
         return random.Random(self.seed)
 
 
-_OUTCOME = pytest.StashKey[str]()
+_REPORT = pytest.StashKey[pytest.TestReport]()
+_ERROR = 4000
+"""Characters of an error in its line."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keep the outcome for `soak`, which ends after the test."""
+    """Keep the report for `soak`, which ends after the test."""
     report = yield
     if report.when == "call" or not report.passed:
-        item.stash[_OUTCOME] = report.outcome
+        item.stash[_REPORT] = report
     return report
 
 
@@ -57,11 +59,14 @@ def soak(request: pytest.FixtureRequest) -> Iterator[Soak]:
 
     def write(outcome: str, seconds: float | None, figures: Mapping[str, Any]) -> None:
         if file:
-            of = {"file": request.path.name, "attack": request.node.name, "seed": scale.seed}
-            line = json.dumps({**of, "outcome": outcome, "seconds": seconds, **figures})
+            of = {**figures, "file": request.path.name, "attack": request.node.name, "seed": scale.seed}
+            line = json.dumps({**of, "outcome": outcome, "seconds": seconds})
             with Path(file).open("a") as lines:
                 lines.write(line + "\n")
 
     write("did not end", None, {})  # the line that remains if this process dies
     yield scale
-    write(request.node.stash.get(_OUTCOME, "failed"), round(time.monotonic() - begun, 1), scale.figures)
+    report = request.node.stash.get(_REPORT, None)
+    outcome = "failed" if report is None else report.outcome
+    error = {"error": report.longreprtext[-_ERROR:] if report else "interrupted"} if outcome == "failed" else {}
+    write(outcome, round(time.monotonic() - begun, 1), {**scale.figures, **error})

@@ -16,6 +16,7 @@ from probe_runs import call
 from safetensors.torch import load_file
 
 from rlframework import run
+from rlframework.policy.checkpoint.manifest import MANIFEST, write_manifest
 
 NAME = "downloaded"
 MODULE = "import pathlib\npathlib.Path({marker!r}).touch()\n"
@@ -96,7 +97,6 @@ def pickled_index(folder: Path, marker: Path) -> None:
     """The index of a sharded checkpoint, a pickle."""
     for model in models(folder):
         (model / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
-        (model / "checksums.json").unlink(missing_ok=True)
 
 
 def chat_template(folder: Path, marker: Path) -> None:
@@ -210,6 +210,9 @@ def attacked(finished, tmp_path, monkeypatch):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         folder = shutil.copytree(finished, tmp_path / NAME)
         artefact(folder, tmp_path / "marker")
+        for path in folder.rglob(MANIFEST):  # whoever prepares files can compute their checksums too
+            path.unlink()
+            write_manifest(path.parent)
         if artefact is hidden_modules:
             monkeypatch.chdir(folder)
         return tmp_path / "marker"

@@ -86,7 +86,7 @@ class Chain:
     ) -> Program:
         """Start the run, or resume it if a checkpoint is `saved`."""
         out = out or self.out
-        begin = ("--resume", out) if saved else (self.config, "--overwrite", f"output_dir={out}")
+        begin = ("--resume", out, "--trust-run") if saved else (self.config, "--overwrite", f"output_dir={out}")
         told = ("worker_group.environment={MOMENTS}",) if self._group == "ray" else ()
         where = {"folder": self.folder, "moment": moment, "interpreter": interpreter}
         # what another start of the same run may have changed
@@ -169,7 +169,7 @@ def test_a_second_run_in_the_folder_changes_nothing(soak, chain):
     first = own.start(moment=step(2))
     first.reached()
     before = files_of(own.out)
-    for words in (("--resume", own.out), (own.config, "--overwrite"), (own.config,)):
+    for words in (("--resume", own.out, "--trust-run"), (own.config, "--overwrite"), (own.config,)):
         second = own.programs.start("train", *words, folder=own.folder)
         assert second.wait() == 2
         assert "another process is running in" in second.output or "it holds a run" in second.output

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from probe_mutations import DIFFERENT, HARMLESS, METHODS, POSITIONS, ROWS, WRONG, Case, Mutation, good_case
+from mutated_batches import DIFFERENT, HARMLESS, METHODS, POSITIONS, ROWS, WRONG, Case, Mutation, good_case
 from torch import Tensor
 
 from rlframework import create_manager, load_config

@@ -8,6 +8,7 @@ import html
 import json
 import logging
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -85,7 +86,9 @@ def hostile_text(random: Any) -> str:
     return "".join(random.choices(HOSTILE, k=random.randint(1, 6)))
 
 
-def test_hostile_text_is_inert_in_every_output(soak: Any, tmp_path: Path, capsys: Any, caplog: Any) -> None:
+@pytest.fixture
+def hostile_run(soak: Any, tmp_path: Path, capsys: Any, caplog: Any) -> tuple[Path, list[str], str]:
+    """The folder of a run whose name, metrics and samples are hostile, its prompts, and what it printed."""
     random = soak.random()
     name = hostile_text(random).replace("/", "").replace("\x00", "").replace("\ud800", "")[:80]
     folder = tmp_path / f"run {name}"
@@ -103,11 +106,17 @@ def test_hostile_text_is_inert_in_every_output(soak: Any, tmp_path: Path, capsys
             samples = [SampleRecord(text, text[::-1], 1.0, step) for text in texts[step - 1 :: 3]]
             observers.step_finished(step, {f"train/{hostile_text(random)}": 1.0, "train/reward": step}, samples)
         observers.run_finished({})
-    assert "disabled" not in caplog.text
+    soak.figures["texts"] = len(texts)
+    assert "disabled" not in caplog.text  # as observers are that fail
+    return folder, texts, capsys.readouterr().out
+
+
+def test_hostile_text_is_inert_in_every_output(hostile_run: Any, tmp_path: Path) -> None:
+    folder, texts, printed = hostile_run
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert sorted(row["prompt"] for row in rows) == sorted(texts)
     for written in (
-        capsys.readouterr().out,
+        printed,
         *((folder / f"{n}.jsonl").read_text("utf-8") for n in ("metrics", "samples")),
     ):
         assert printable(written) == written
@@ -124,7 +133,26 @@ def test_hostile_text_is_inert_in_every_output(soak: Any, tmp_path: Path, capsys
     assert is_data
     assert f"default-src 'none'; script-src 'sha256-{digest}'" in html.unescape(policy_text)
     assert "unsafe" not in policy_text
-    soak.figures["texts"] = len(texts)
+
+
+def test_hostile_text_is_inert_in_a_browser(hostile_run: Any, tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium here")
+    file = write_report([hostile_run[0]], tmp_path / "report.html")[0]
+    problems: list[str] = []
+    with playwright.sync_playwright() as started:
+        page = started.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("request", lambda request: problems.append(request.url) if request.url != file.as_uri() else None)
+        page.goto(file.as_uri())
+        page.wait_for_selector("#samples tbody tr")
+        assert page.evaluate("window.hit") is None
+        assert (
+            page.evaluate("document.querySelectorAll('main img, main script, main [onload], main iframe').length") == 0
+        )
+    assert problems == []
 
 
 @pytest.fixture
@@ -176,9 +204,10 @@ def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatc
     ]
     printed = []
 
-    def run(code: int, *words: str) -> None:
+    def run(code: int | None, *words: str) -> None:
         monkeypatch.setattr(sys, "argv", ["rlframework", *words])
-        assert call(*words) == code, console()
+        found = call(*words)
+        assert code in (None, found), console()
         printed.append(console())
 
     run(0, "train", str(path), *given)
@@ -187,13 +216,15 @@ def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatc
         "train",
         "--resume",
         str(folder),
+        "--trust-run",
         "algorithm.num_steps=2",
         f"worker_group.environment.A_PASSWORD={planted['cli']}",
     )
     run(0, "report", str(folder))
     run(0, "config", str(path), *given)
     run(0, "config", str(path), *given, "--json")
-    run(2, "train", "--debug", str(path), "--overwrite", "environment.max_reward_failures=0.0")
+    failed = [f"output_dir={tmp_path / 'failed'}", "environment.max_reward_failures=0.0"]
+    run(2, "train", "--debug", str(path), *failed)
     run(2, "train", str(path), f"worker_group.environment={{MAP_API_KEY: {planted['map']}")
     run(2, "train", str(path), f"worker_group.environment.A_PASSWORD=[{planted['cli']}]")
     run(
@@ -204,16 +235,17 @@ def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatc
         "output_dir=other",
     )
     if soak.full:
-        run(0, "doctor", str(path), *given, "output_dir=other")
+        run(None, "doctor", str(path), *given, "output_dir=other")  # the machine may lack something
 
     assert [text for text in printed if any(secret in text for secret in planted.values())] == []
     assert [text for text in printed if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)] == []
     assert "no access with ***" in "".join(printed)  # the messages of the reward function were printed
-    written = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    files = [file for run_of in ("run", "failed") for file in (tmp_path / run_of).rglob("*") if file.is_file()]
+    written = {file: file.read_bytes() for file in files}
     assert {"config.yaml", "report.html", "environment.json", "step.json"} <= {file.name for file in written}
     leaked = {file.name for file, content in written.items() for one in planted.values() if one.encode() in content}
     assert leaked == {"config.yaml"}  # it has what the configuration spells out, which a resumed run needs
-    assert stat.S_IMODE((folder / "config.yaml").stat().st_mode) == 0o600
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files if file.name == "config.yaml"} == {0o600}
     kept = (folder / "config.yaml").read_text()
     assert [name for name, one in planted.items() if one in kept] == ["map", "yaml", "cli"]
     assert "${oc.env:HF_TOKEN}" in kept

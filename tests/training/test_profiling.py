@@ -12,7 +12,7 @@ import torch
 
 from rlframework import run
 from rlframework.conformance.policies import read_weights
-from rlframework.errors import NotSupported, UserError
+from rlframework.errors import NotSupported, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy import profiling
 from rlframework.policy.device_memory import DeviceMemory
@@ -100,7 +100,7 @@ def test_a_profiler_is_on_once_and_an_unwritable_trace_is_told(tmp_path):
     with trace_span(profiling.LOSS):
         torch.ones(2).sum()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write .*rank-0.json.gz: a component of the path is a file"):
+    with pytest.raises(WriteError, match=r"cannot write .*rank-0.json.gz: a component of the path is a file"):
         reporting.stop_profiling(str(tmp_path / "file"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     reporting.start_profiling()  # it is off again

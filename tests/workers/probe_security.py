@@ -91,7 +91,7 @@ def main():
     (private,) = runtime._PRIVATE
     folder, watcher = private.folder, private._watcher.pid
     seen["folder"] = [oct(folder.stat().st_mode & 0o777), logs.is_relative_to(folder)]
-    known = {process.pid for process in private_ray._processes_of(folder)}
+    known = {process.pid for process in private_ray.processes_of(folder, private.group)}
     seen["unknown"] = [f"{each.name()} {each.pid}" for each in processes()[1:] if each.pid not in known | {watcher}]
     seen["ended"] = group.shutdown()
     seen["folder stays"] = folder.exists()

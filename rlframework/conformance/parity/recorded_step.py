@@ -196,7 +196,7 @@ def require_trusted_policy(run: Path, recorded: RecordedStep, manager: PluginMan
     """Raise `ConfigError` if the section `policy` of a step of `run` has values that need trust."""
     known = {*PolicyConfig.model_fields, recorded.policy["backend"]}
     policy = {key: value for key, value in recorded.policy.items() if key in known}
-    values = {"algorithm": {"name": "sft"}, "environment": {"name": "addition"}, "policy": policy}
+    values: dict[str, Any] = {"algorithm": {"name": "sft"}, "environment": {"name": "addition"}, "policy": policy}
     require_trusted(run, Tree(values), restore_config(values, manager=manager))
 
 

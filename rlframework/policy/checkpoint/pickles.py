@@ -23,11 +23,11 @@ _NAMED = re.compile(r"GLOBAL ([\w.]+)")  # in the messages of torch 2.13
 
 
 @contextmanager
-def without_code(where: Path, allowed: Sequence[str] = ()) -> Iterator[None]:
+def without_code(where: str | Path, allowed: Sequence[str] = ()) -> Iterator[None]:
     """Within the context, `torch.load` of any caller in this process runs no code, whatever the caller asks for.
 
     `allowed`: the classes that files may contain, besides tensors and plain values. A file with another one raises a
-    `DataError` that names it and `where`, the file or folder that is read.
+    `DataError` that names it and `where`, the file, folder or model that is read.
     """
     parts = [path.rpartition(".") for path in allowed]
     classes = [(getattr(import_module(module), name), f"{module}.{name}") for module, _, name in parts]
@@ -40,8 +40,8 @@ def without_code(where: Path, allowed: Sequence[str] = ()) -> Iterator[None]:
         found = _NAMED.search(str(error))
         raise DataError(
             f"{where} is damaged, or was made to run code: it contains {found[1] if found else 'objects'}, which no "
-            "checkpoint of this format needs; it was not loaded"
+            "file of this format needs; it was not loaded"
         ) from error
     finally:
-        del os.environ[_FORCE]
+        os.environ.pop(_FORCE, None)
         os.environ.update({name: value for name, value in before.items() if value is not None})

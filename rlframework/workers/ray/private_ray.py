@@ -1,8 +1,8 @@
 """`PrivateRay`: the folder and the processes of a Ray that this process starts, which end with it however it ends.
 
-Ray's own processes, and the workers that they start, inherit the environment variable `MARK` with the folder's path,
-and write their output to the folder. A watcher, a process of its own that signals to the driver's group do not reach,
-waits until the driver ends or is killed; then it kills these processes and removes the folder.
+A watcher, a process of its own, waits until the driver ends or is killed; then it kills Ray's processes and removes the
+folder. Ray's own processes are in the watcher's process group, which signals to the driver's group do not reach. The
+workers, which Ray puts into groups of their own, inherit the environment variable `MARK` with the folder's path.
 
 The folder is locked by driver and watcher. A folder that nobody has locked belonged to a run whose watcher was killed
 too, or to an earlier boot of the machine: the next start removes it.
@@ -39,9 +39,9 @@ _KILL_WAIT = 10.0
 class PrivateRay:
     """A new folder with mode 0700 for a Ray that is about to be started, and the watcher that ends this Ray.
 
-    `temp_dir` is what to start Ray with, and `environment` a variable that all its processes have to inherit. Folders
-    are created in RAY_TMPDIR, or in the system's temporary directory; `OSError` is raised where that fails. With
-    `log_dir`, Ray's session is in a folder there, which stays.
+    `temp_dir` is what to start Ray with; its processes have to be started in the process group `group` and inherit the
+    variable in `environment`. Folders are created in RAY_TMPDIR, or in the system's temporary directory; `OSError` is
+    raised where that fails. With `log_dir`, Ray's session is in a folder there, which stays.
     """
 
     def __init__(self, log_dir: Path | None = None) -> None:
@@ -64,8 +64,9 @@ class PrivateRay:
             pass_fds=(lock,),
             cwd="/",
             env={name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ},
-            start_new_session=True,
+            process_group=0,
         )
+        self.group = self._watcher.pid
 
     def end(self) -> None:
         """Kill what still runs of this Ray, and remove its folder."""
@@ -102,12 +103,12 @@ def remove_abandoned(parent: Path) -> None:
                     end_processes(folder)
 
 
-def end_processes(folder: Path) -> None:
-    """Kill the processes of the Ray in `folder`, and remove it."""
+def end_processes(folder: Path, group: int = -1) -> None:
+    """Kill the processes of the Ray in `folder`, also those in the process group `group`, and remove the folder."""
     until = time.monotonic() + _KILL_WAIT
     quiet = 0
     while quiet < 2 and time.monotonic() < until:  # twice, because a process may just have started another one
-        found = list(_processes_of(folder))
+        found = list(processes_of(folder, group))
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -116,21 +117,14 @@ def end_processes(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _processes_of(folder: Path) -> Iterator[psutil.Process]:
-    logs = str((folder / "r").resolve())
+def processes_of(folder: Path, group: int) -> Iterator[psutil.Process]:
+    """The processes of the Ray in `folder`, and all others in the process group `group`; without this one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            is_ours = process.pid != os.getpid() and process.uids().real == os.getuid()
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE and _belongs(process, folder, logs):
+            other = process.pid != os.getpid() and process.uids().real == os.getuid()
+            alive = other and process.status() != psutil.STATUS_ZOMBIE
+            if alive and (os.getpgid(process.pid) == group or process.environ().get(MARK) == str(folder)):
                 yield process
-
-
-def _belongs(process: psutil.Process, folder: Path, logs: str) -> bool:
-    """Whether a process has inherited the mark, or, like Ray's agents, whose titles overwrite it, writes to `logs`."""
-    if process.environ().get(MARK) == str(folder):
-        return True
-    outputs = [Path(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)]
-    return any(str(output.readlink()).startswith(f"{logs}/") for output in outputs if output.is_symlink())
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int]:
@@ -166,7 +160,7 @@ def watch(driver: int, folder: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == driver and not select([sys.stdin], [], [], _NOTICE)[0]:
         pass
-    end_processes(folder)
+    end_processes(folder, os.getpid())
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ class _FilteredOs:
 
     def __getattr__(self, name: str) -> Any:
         if name == "environ":
-            return inherited_environment(_RAY_VARIABLES, _RAY_PREFIXES) | self._more
+            return {**inherited_environment(_RAY_VARIABLES, _RAY_PREFIXES), **self._more}
         return getattr(os, name)
 
 
@@ -205,15 +205,15 @@ class _FilteredOs:
 def _isolated_startup(private: PrivateRay, *, loopback: bool) -> Iterator[None]:
     """Start Ray's processes with `_FilteredOs.environ`, and with `loopback` closed to other machines.
 
-    They are in process groups of their own: a signal to the driver's group, as from a terminal or a scheduler, must not
-    end them before the run has saved a checkpoint.
+    They are in another process group: a signal to the driver's, as from a terminal or a scheduler, must not end them
+    before the run has saved a checkpoint.
     """
     popen, enable_cluster = services.ConsolePopen, ray_constants.ENABLE_RAY_CLUSTER
     token = Path.home() / ".ray" / "auth_token"
     had_token = token.exists()
     services_module: Any = services
     services_module.os = _FilteredOs(private.environment)
-    services_module.ConsolePopen = partial(popen, process_group=0)
+    services_module.ConsolePopen = partial(popen, process_group=private.group)
     ray_constants.ENABLE_RAY_CLUSTER = enable_cluster and not loopback
     try:
         yield

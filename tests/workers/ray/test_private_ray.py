@@ -48,8 +48,9 @@ def test_the_end_kills_its_processes_and_removes_its_folder_alone(parent):
     private.temp_dir.chmod(0o777)  # as Ray does
     assert private.folder.stat().st_mode & 0o777 == 0o700
     mine, others = ray_process(private), ray_process(other)
+    agent = subprocess.Popen(["sleep", "60"], process_group=private.group)  # Ray's overwrite their environment
     private.end()
-    assert mine.wait(1) == -signal.SIGKILL
+    assert (mine.wait(1), agent.wait(1)) == (-signal.SIGKILL, -signal.SIGKILL)
     assert list(parent.iterdir()) == [other.folder]
     assert others.poll() is None
     other.end()
