@@ -20,10 +20,6 @@ import psutil
 import pytest
 from probe_runs import begin, rows_of
 
-from rlframework.config.sections import WorkerGroupConfig
-from rlframework.interfaces.named_sharding import NamedSharding
-from rlframework.interfaces.worker_group import WorkerSpec
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LOOPBACK = ("127.0.0.1", "::1")
@@ -183,24 +179,3 @@ def test_strangers_do_not_disturb_a_run(run_config: Any, tmp_path: Path, strange
         assert process.exitcode == 0
         assert rows_of(folder / "run")[-1]["step"] == steps
         assert known
-
-
-@pytest.mark.xdist_group("ray")
-def test_strangers_do_not_disturb_workers_on_ray(ray_session: None, strangers: Strangers) -> None:
-    from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
-
-    spec, sharding = WorkerSpec("probe_workers:Probe", {"word": "hi"}), NamedSharding([0, 1], ["data_parallel"])
-    group = ConfiguredRayWorkerGroup(
-        spec, WorkerGroupConfig(name="ray", num_workers=2), sharding=sharding, device="cpu"
-    )
-    try:
-        known = listening(tree(os.getpid())[1:])
-        assert known
-        assert {ip for ip, _ in known} <= set(LOOPBACK)
-        for address in known:
-            strangers.attack(address)
-        for _ in range(20):
-            strangers.trickle()
-            assert len(group.get_all_worker_results(group.run_all_workers_single_data("who"))) == 2
-    finally:
-        group.shutdown()

@@ -92,7 +92,7 @@ class Run:
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the runs in `paths`, at least one, without duplicates, under distinct names."""
-    unique = [Path(path) for path in dict.fromkeys(map(os.path.realpath, paths))]
+    unique = [Path(path) for path in dict.fromkeys(os.path.realpath(path) for path in paths)]
     return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
 
 
