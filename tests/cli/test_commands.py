@@ -232,7 +232,7 @@ def test_train_runs_the_resolved_configuration_and_sums_up(capsys: pytest.Captur
         (WorkerError("rank 1 failed"), 1, "error: rank 1 failed\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (ZeroDivisionError("oh"), 1, "error: ZeroDivisionError: oh\nThis is an unexpected error. Use --debug to show"),
-        (OSError(5, "disk"), 1, "error: OSError: [Errno 5] disk\n"),
+        (OSError(5, "disk"), 1, "error: cannot write a file or the output: the device reports an input/output error"),
     ],
 )
 def test_what_a_run_raises_becomes_a_message_and_a_code(
