@@ -121,4 +121,4 @@ def print_table(table: Any) -> None:
     console = Console()
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console = Console(width=200)
-    console.print(table, width=min(max(console.width, _NARROWEST), _WIDEST))
+    Console(width=min(max(console.width, _NARROWEST), _WIDEST)).print(table)

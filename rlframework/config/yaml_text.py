@@ -118,10 +118,9 @@ def read_yaml(path: Path) -> Tree:
         raise ConfigError(f"configuration file not found: {path}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {shortened(str(path))}: {error.strerror}") from error
-    except ValueError:
-        raise ConfigError(f"configuration file not found: {str(path)!r} has a NUL character, as no path does") from None
+    except (OSError, ValueError) as error:  # a ValueError for a NUL character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the configuration file {shortened(str(path), 500)!r}: {reason}") from error
     if len(text) > LONGEST:
         raise ConfigError(f"{path}: a configuration has at most {LONGEST:,} characters")
     return parse_yaml(text, str(path))
