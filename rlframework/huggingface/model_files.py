@@ -89,7 +89,7 @@ def _check_index(path: Path, found: Mapping[str, Path]) -> None:
         raise DataError(f"{path}: weight_map must be a JSON object of file names")
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise DataError(f"{path}: weight_map.{name} must be the name of a file in this directory, not {file!r}")
+            raise DataError(f"{path}: weight_map.{name} must be the name of a file in this directory, not {file!r:.80}")
         if name not in found:
             where = "which has no such weight" if (path.parent / file).is_file() else "which is missing"
             raise DataError(f"{path}: weight_map.{name} is in {file}, {where}; copy or download it again")

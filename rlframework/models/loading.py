@@ -169,7 +169,9 @@ def _require_described(config: PolicyConfig, model_config: Any) -> None:
 
 
 def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
-    return DataError(f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {why}")
+    return DataError(
+        f"policy.model_name={config.model_name!r} cannot be loaded as a causal language model: {why!s:.1000}"
+    )
 
 
 def auto_class(config: Any, head: str = "language") -> Any:

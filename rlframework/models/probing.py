@@ -47,7 +47,7 @@ def tiny_model(config: PolicyConfig, model_config: Any, attention: str | None) -
                 reason = error
                 continue
             return model
-    said = next(iter(str(reason).strip().splitlines()), "")
+    said = next(iter(str(reason).strip().splitlines()), "")[:300]
     raise NotSupported(
         f"a {model_config.model_type} model cannot be trained: no small one can be built to find out what it supports "
         f"({type(reason).__name__}: {said}); set policy.model_name to a model of another kind, or remove the cause"
