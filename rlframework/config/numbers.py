@@ -43,8 +43,8 @@ Coefficient = Annotated[float, Field(ge=0.0, le=1e6)]
 Limit = Annotated[float, Field(gt=0.0, le=1e9)]
 """A bound on a quantity, or another positive quantity."""
 
-LearningRate = Annotated[float, Field(ge=0.0, le=10.0)]
-"""A learning rate or a decay of weights per step."""
+LearningRate = Annotated[float, Field(ge=0.0, le=1e6)]
+"""A learning rate or a decay of weights per step; with a large epsilon, a large one makes Adam gradient descent."""
 
 
 def _not_tiny(temperature: float) -> float:

@@ -67,7 +67,7 @@ class OptimizerConfig(Section):
     lr: LearningRate = Field(1e-6, description="peak learning rate, scaled by `scheduler`")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay rates of the first and second moments")
     eps: float = Field(
-        1e-8, ge=1e-30, le=1.0, description="added to the root of the second moment, for numerical stability"
+        1e-8, ge=1e-30, le=1e6, description="added to the root of the second moment, for numerical stability"
     )
     weight_decay: LearningRate = Field(0.01, description="decoupled weight decay, applied to matrices only")
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import atexit
 import os
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers.processes import Peer, ProcessWorkerGroup
+from rlframework.workers.temporary import TemporaryFolder
 
 _MAX_USES = 30
 
@@ -47,8 +49,25 @@ atexit.register(
 )  # registered after multiprocessing's handler, which waits for its children, so that it runs first
 
 
+class _SharedFolder(TemporaryFolder):
+    """A folder for temporary files that groups share, because a process that serves several keeps its TMPDIR."""
+
+    def remove(self) -> None:
+        """Leave the folder: it is removed at exit."""
+
+
+@cache
+def _shared_folder(parent: str | None) -> _SharedFolder:
+    folder = _SharedFolder(parent)
+    atexit.register(TemporaryFolder.remove, folder)
+    return folder
+
+
 class WarmWorkerGroup(ProcessWorkerGroup):
     """Reuses idle processes that served policies of the same backend and layout, and returns its own."""
+
+    def _temporary_folder(self, parent: str | None) -> TemporaryFolder:
+        return _shared_folder(parent)
 
     def _start_hosts(self, spec: WorkerSpec, device: str) -> None:
         self._like = (spec.kwargs.get("inner", spec.target), device, str(self._sharding), os.getcwd())

@@ -31,7 +31,7 @@ _LOSS_ATTRIBUTES = ("loss_type", "input_type", "wants_entropy", "at_sampling_tem
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a model takes; None where its configuration does not say.
+    """Sizes of a model's input; None where its configuration does not say.
 
     `vocabulary`: the number of tokens that it has embeddings for. `positions`: the longest row, in tokens.
     `no_media`: why rows may have no media, such as images; None if they may.

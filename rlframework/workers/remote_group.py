@@ -56,7 +56,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         self._gone: bool | None = None
         self._driver = os.getpid()
         self._pids: dict[int, tuple[int, str]] = {}
-        self._temporary = TemporaryFolder(self._config.environment.get("TMPDIR"))
+        self._temporary = self._temporary_folder(self._config.environment.get("TMPDIR"))
         _LIVE.add(self)
         self._started = time.monotonic()
         try:
@@ -64,6 +64,10 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         except BaseException:
             self._end("its workers failed to start")
             raise
+
+    def _temporary_folder(self, parent: str | None) -> TemporaryFolder:
+        """Return the folder for temporary files, which is removed once the processes have ended."""
+        return TemporaryFolder(parent)
 
     # -- implemented by subclasses ------------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ def test_an_unknown_backend_is_told_with_the_nearest_name(config_file: Path) -> 
         ("generation.max_new_tokens=1000000000", "must be less than or equal to 10,000,000"),
         ("generation.temperature=1e-9", "must be 0 or at least 0.001"),
         ("generation.temperature=.inf", "must be a finite number"),
-        ("policy.optimizer.lr=1000", "must be less than or equal to 10"),
+        ("policy.optimizer.lr=1e7", "must be less than or equal to 1,000,000"),
         ("policy.optimizer.eps=1e-40", "must be greater than or equal to 1e-30"),
         ("policy.optimizer.weight_decay=.nan", "must be a finite number"),
         ("algorithm.loss.ratio_clip_max=1e308", "must be less than or equal to 1,000,000"),

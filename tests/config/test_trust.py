@@ -1,4 +1,4 @@
-"""What a run's own config.yaml may not decide, and how the user allows it. Code that ran leaves a marker."""
+"""Settings that a run's own config.yaml may not decide, and how the user allows them. Code that ran leaves a marker."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_what_is_not_a_configuration_is_refused(text: str, message: str) -> None
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"configuration file not found: {tmp_path}/none.yaml"):
         read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match=f"cannot read the configuration file {tmp_path}: Is a directory"):
+    with pytest.raises(ConfigError, match=f"cannot read the configuration file '{tmp_path}': Is a directory"):
         read_yaml(tmp_path)
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"a: \xe9\n")

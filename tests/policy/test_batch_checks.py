@@ -1,4 +1,4 @@
-"""What the driver rejects before a worker gets anything: shapes, types and values of a batch, by one error each."""
+"""The driver rejects these before a worker gets anything: shapes, types and values of a batch, by one error each."""
 
 from __future__ import annotations
 

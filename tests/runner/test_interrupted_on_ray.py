@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.time
 
 @pytest.fixture(scope="module")
 def seen(make_config, tmp_path_factory):
-    """What `interrupted_on_ray` printed, by name of the run."""
+    """The output of `interrupted_on_ray`, by name of the run."""
     folder = tmp_path_factory.mktemp("interrupted")
     config = make_config(folder, "sft", "algorithm.num_steps=100000", "worker_group.name=ray")
     (folder / "run.yaml").write_text(config_yaml(config))

@@ -95,7 +95,7 @@ class Chain:
 
 
 def differences(whole: Path, out: Path) -> Iterator[str]:
-    """What differs, bit for bit, between the checkpoints of a run and those of the undisturbed run."""
+    """Return the differences, bit for bit, between the checkpoints of a run and those of the undisturbed run."""
     for path in checkpoints_in(out):
         wanted = whole / "checkpoints" / path.name
         for part in ("model", "optimizer"):

@@ -95,7 +95,7 @@ class Attack:
             assert any(key in message for key in named(mentions)), (mentions, message)
 
     def check_repeatable(self, config: RunConfig) -> None:
-        """What is written and printed of an accepted configuration gives the same one again."""
+        """An accepted configuration, written and printed, gives the same one again."""
         assert self.load(config_yaml(config)) == config
         printed = self.load(to_yaml(escape_interpolation(dump_selected(config))))
         assert printed is not None

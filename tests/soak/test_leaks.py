@@ -19,7 +19,7 @@ from rlframework.configure import config_yaml, load_config
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BYTES, OBJECTS, OTHERS = 12_000, 0.3, 0.02
-"""What a step may leave: memory for its line in the history of the run, which plots need; next to nothing else."""
+"""Bounds of what a step may leave: its line in the history of the run, and next to nothing else."""
 
 COMMON = (
     "plugins=[probe_tasks, probe_usage]",

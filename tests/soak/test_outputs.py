@@ -157,7 +157,7 @@ def test_hostile_text_is_inert_in_a_browser(hostile_run: Any, tmp_path: Path) ->
 
 @pytest.fixture
 def console(capfd: Any) -> Iterator[Any]:
-    """What was printed since the last call; the messages of loggers appear as without pytest."""
+    """Return the text printed since the last call; the messages of loggers appear as without pytest."""
     handler = _StderrHandler()
     logger = logging.getLogger("rlframework")
     logger.addHandler(handler)

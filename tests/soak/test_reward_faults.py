@@ -143,7 +143,7 @@ FAILS = {
     "recurses": "RecursionError",
     "forks_and_exits": "ended with exit code 7",
 }
-"""What the message says of the first failure."""
+"""Return the part of the message about the first failure."""
 WORKS = ("prints", "forks")
 
 
@@ -174,7 +174,7 @@ def begin(programs, run_config, tmp_path):
 
 
 def problems(program: Program, code: int, told: str) -> list[str]:
-    """What is wrong with how a program ends."""
+    """Return the complaints about how a program ended."""
     found = []
     if program.wait() != code or not re.search(told, program.output):
         found.append(
