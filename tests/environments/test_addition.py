@@ -37,7 +37,7 @@ def test_default_is_two_terms_of_up_to_two_digits() -> None:
     assert 48 < sum(terms) / len(terms) < 51
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 20), st.integers(1, 30), st.integers(2, 3), st.integers(1, 60))
 def test_nothing_held_out_is_trained_on(seed: int, low: int, width: int, terms: int, held_out: int) -> None:
     environment = make(
