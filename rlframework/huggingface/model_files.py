@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rlframework.errors import DataError
@@ -80,7 +81,9 @@ def _names(path: Path) -> list[str]:
         with safe_open(path, framework="numpy") as file:
             return list(file.keys())
     except (SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} is damaged or truncated ({error}); copy or download it again") from error
+        raise DataError(
+            f"{path} is damaged or truncated ({shorten(str(error), 300)}); copy or download it again"
+        ) from error
 
 
 def _check_index(path: Path, found: Mapping[str, Path]) -> None:

@@ -170,7 +170,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def save_pretrained(self, path: str) -> None:
-        """Write fp32 weights, configuration and tokenizer as a Hugging Face directory, atomically; else `UserError`."""
+        """Write fp32 weights, configuration and tokenizer as a Hugging Face directory, atomically, or `WriteError`."""
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> BytesMoved:

@@ -116,7 +116,7 @@ def test_a_resumed_run_restarts_from_its_checkpoint(run_config, tmp_path, whole,
         )
     )
     plan("0-1-kill")
-    resume(tmp_path / "run", ["algorithm.num_steps=6", "algorithm.validation.at_end=true"])
+    resume(tmp_path / "run", ["algorithm.num_steps=6", "algorithm.validation.at_end=true"], trust_run=True)
     assert_same(whole, tmp_path / "run")
     assert [told["from_step"] for told in rows_of(tmp_path / "run" / RESTARTS_FILE)] == [2]
 

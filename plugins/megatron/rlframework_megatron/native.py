@@ -71,7 +71,8 @@ def save(local_model: LocalModel, folder: Path, *, optimizer: bool) -> None:
 
 def load(local_model: LocalModel, folder: Path, *, optimizer: bool) -> None:
     """See `Engine.load_native`. Collective."""
-    read_index(folder / INDEX)  # megatron-core would read this pickle again, and run what it names
+    if (folder / INDEX).exists():
+        read_index(folder / INDEX)  # megatron-core would read this pickle again, and run what it names
     with torch.no_grad(), without_code(folder):
         try:
             common = dist_checkpointing.load_common_state_dict(str(folder))

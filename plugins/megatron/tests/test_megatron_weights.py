@@ -112,7 +112,8 @@ def test_a_rank_reads_only_its_shards(folders, kind, coordinates, monkeypatch):
     of_files = SavedTensors.read_slice
 
     def counted(self: SavedTensors, name: str, where: tuple[slice, ...]) -> Tensor:
-        read.append(extent(where))
+        if extent(where) > 1:  # a single element tells the dtype
+            read.append(extent(where))
         return of_files(self, name, where)
 
     monkeypatch.setattr(SavedTensors, "read_slice", counted)

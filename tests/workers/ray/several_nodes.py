@@ -209,7 +209,9 @@ def a_node_falls_silent(nodes):
     group = configured(2, workers_per_node=1)
     who = ask(group, "who")
     ask(group, "hold_the_interpreter", seconds=5)  # for longer than silence is tolerated
-    rank, lost = next((each["rank"], node) for each in who for node in nodes if node.node_id == each["node_id"])
+    rank, lost = next(
+        (each["rank"], node) for each in who for node in CLUSTER.worker_nodes if node.node_id == each["node_id"]
+    )
     raylet = psutil.Process(lost.all_processes["raylet"][0].process.pid)
     stopped = [raylet, *raylet.children(recursive=True)]
     try:

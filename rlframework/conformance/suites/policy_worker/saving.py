@@ -12,7 +12,7 @@ from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, read_weights
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness, loss_function
-from rlframework.errors import UserError
+from rlframework.errors import WriteError
 from rlframework.generation.client import Generation
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability
@@ -83,11 +83,11 @@ class Saving(Suite):
 
     @holds(8)
     def test_saving_where_it_cannot_is_an_error(self, harness: PolicyHarness) -> None:
-        """Saving below a path that is a file must raise a `UserError` and leave the file alone."""
+        """Saving below a path that is a file must raise a `WriteError` and leave the file alone."""
         (harness.folder / "file").write_text("mine")
         policy = harness.policy()
         harness.raises(
-            UserError, lambda: policy.save_pretrained(str(harness.folder / "file" / "model")), "a path below a file"
+            WriteError, lambda: policy.save_pretrained(str(harness.folder / "file" / "model")), "a path below a file"
         )
         harness.equal("content of the existing file", (harness.folder / "file").read_text(), "mine")
 

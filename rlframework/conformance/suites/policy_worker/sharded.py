@@ -18,7 +18,7 @@ from rlframework.conformance.suites.policy_worker.checkpoints import (
     train,
 )
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError, WriteError
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.pretrained import open_saved
 
@@ -118,7 +118,7 @@ class Sharded(Suite):
 
     @holds(5, STATE, SHARDED)
     def test_a_save_that_cannot_be_written_is_told(self, harness: PolicyHarness) -> None:
-        """A save that cannot be written must raise a `UserError`, from the call that starts or finishes it, and leave
+        """A save that cannot be written must raise a `WriteError`, from the call that starts or finishes it, and leave
         nothing.
         """
         policy = harness.policy()
@@ -130,7 +130,7 @@ class Sharded(Suite):
             policy.save_checkpoint(*paths, form="sharded", asynchronous=True)
             policy.finish_checkpoint()
 
-        harness.raises(UserError, save, "a place that cannot be written to", "blocked")
+        harness.raises(WriteError, save, "a place that cannot be written to", "blocked")
 
 
 def loading(harness: PolicyHarness, paths: tuple[str, str]) -> Any:
