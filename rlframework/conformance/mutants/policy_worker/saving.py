@@ -11,7 +11,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, in_engine, to_bfloat16
-from rlframework.errors import UserError
+from rlframework.errors import WriteError
 
 DATA = Layout(data=2)
 
@@ -181,7 +181,7 @@ def saving_fails_in_silence(worker_class: Any) -> Any:
         def save_pretrained(self, path: str) -> None:
             try:
                 super().save_pretrained(path)
-            except UserError:
+            except WriteError:
                 return
 
     return Broken

@@ -12,7 +12,7 @@ import torch
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
-from rlframework.errors import UserError
+from rlframework.errors import WriteError
 
 RESUMES = "test_training_goes_on_to_the_bit_from_pieces"
 SAME = "test_both_forms_hold_the_same_numbers"
@@ -133,7 +133,7 @@ def failed_save_is_silent(worker_class: Any) -> Any:
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             try:
                 super().save_checkpoint(*args, **kwargs)
-            except UserError:
+            except WriteError:
                 return
 
     return Broken
