@@ -109,6 +109,8 @@ def select_layouts(record: Record, words: Sequence[str] | None) -> list[Layout]:
 
 
 def _parse_declared(record: Record, word: str) -> Layout:
+    if not word.strip():
+        raise ConfigError(f"the layout {word!r} is empty; write its dimensions, such as data=2")
     layout = Layout.parse(word)
     if missing := sorted(layout.capabilities - record.capabilities):
         known = ", ".join(f"'{layout}'" for layout in declared_layouts(record))

@@ -42,6 +42,7 @@ def read_object(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not a file")
     try:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
+        json.dumps(found, ensure_ascii=False).encode()  # a ValueError for half of a pair of surrogates
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except RecursionError:

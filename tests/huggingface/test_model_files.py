@@ -39,6 +39,7 @@ def test_a_complete_model_passes(folder: Path) -> None:
     [
         ("[]", "must be a JSON object, but is of type list"),
         ("{", "is not valid JSON"),
+        ('{"a": "\\ud800"}', "is not valid JSON: .*surrogates"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"a": NaN}', "NaN is not a value"),
         ('{"num_hidden_layers": 4}', "num_hidden_layers is 4, but the weights are only 3 tensors"),

@@ -68,8 +68,8 @@ def parity(
     manager = manager or create_manager()
     candidates = _candidates(words, _known(precisions or ("float32", "bfloat16")), device, manager, quick=True)
     with _folder() as folder:
-        path: Path | str = model or cases.model("untied", folder)
-        vocabulary = _vocabulary(path) if model else None
+        path: Path | str = cases.model("untied", folder) if model is None else model
+        vocabulary = None if model is None else _vocabulary(path)
         scenarios = [random_scenario(kind, path, steps=steps, rows=rows, vocabulary=vocabulary) for kind in LOSSES]
         scenarios = [scenario.with_settings(variant, keys) for variant, keys in variants for scenario in scenarios]
         outcomes = list(_compare_all(scenarios, candidates, manager, folder))
