@@ -111,6 +111,9 @@ class PolicyWorkerBase(PolicyWorker):
         self.memory = memory = DeviceMemory(device)
         engine.build(init_optimizer=init_optimizer)
         memory.model_built()
+        if context.master_port:  # a process of its own, which torch has seeded differently from any other
+            group = engine.data_parallel_group()  # ranks that compute the same rows must draw the same numbers
+            torch.manual_seed(0 if group is None else group.rank())
         reference: SnapshotReference | BaseReference | None = None  # made before a checkpoint is loaded
         if init_reference_model:
             reference = SnapshotReference(engine) if config.lora is None else BaseReference(engine)

@@ -110,6 +110,7 @@ def _train(
     from rlframework.estimates.estimate import print_estimate
     from rlframework.observers.environment import write_environment
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
+    from rlframework.training.checkpoints import seed_random_states  # imports torch
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
     backend = backend_record(config, manager)
@@ -124,6 +125,8 @@ def _train(
             check_output_dir(config, overwrite)
             clear(folder)
 
+    if attempt.checkpoint is None:
+        seed_random_states(config.seed)  # for environments and losses that draw from global generators
     planning = before_workers if first else None
     with build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts:
         training = algorithm(parts)
@@ -164,7 +167,6 @@ def run_with_restarts(
     from rlframework.training import checkpoints  # imports torch
 
     _report_limitations(config)
-    initial_random_states = checkpoints.random_states()
     while True:
         try:
             return attempt(current)
@@ -203,8 +205,6 @@ def run_with_restarts(
             file.write((printable(json.dumps(facts, ensure_ascii=False)) + "\n").encode())
         wait(seconds)
         drop_steps_after(config.output_dir, step)
-        if reached is None:
-            checkpoints.restore_random_states(initial_random_states)
         current = Attempt(current.number + 1, reached)
 
 

@@ -251,6 +251,13 @@ def random_states() -> dict[str, Any]:
     }
 
 
+def seed_random_states(seed: int) -> None:
+    """Seed the global random number generators of this process: Python's, numpy's and torch's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def restore_random_states(states: Mapping[str, Any]) -> None:
     """Restore what `random_states` returned, also as JSON gives it back."""
     version, internal, gauss = states["python"]

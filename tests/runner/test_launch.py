@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import string
 from pathlib import Path
 
 import pytest
 import torch
 from probe_runs import rows_of
+from safetensors.torch import load_file
 
 from rlframework import load_config, run
 from rlframework.errors import ConfigError, DataError
@@ -54,6 +56,19 @@ def test_phases_environment_and_samples_of_a_run(run_config, tmp_path):
     assert {sample["run"] for sample in samples} == {environment["run_id"]}
     assert {sample["kind"] for sample in samples} == {"train", "validation"}
     assert "probe_tasks" in {plugin["distribution"].split(" ")[-1] for plugin in environment["plugins"]}
+
+
+def test_global_random_numbers_follow_from_the_seed(run_config, tmp_path):
+    """Those of the driver and of each worker, whatever was drawn before."""
+    random.seed(99)
+    torch.manual_seed(99)
+    run(run_config("sft", "worker_group={name: processes, num_workers: 2}", "checkpoints.every=3"))
+    [checkpoint] = (tmp_path / "run" / "checkpoints").iterdir()
+    driver = json.loads((checkpoint / "run.json").read_text())["random"]
+    assert driver["python"][1] == list(random.Random(3).getstate()[1])
+    assert driver["torch"] == torch.Generator().manual_seed(3).get_state().numpy().tobytes().hex()
+    workers = load_file(checkpoint / "optimizer" / "random.safetensors")
+    assert all(torch.equal(workers[f"cpu.{rank}"], torch.Generator().manual_seed(rank).get_state()) for rank in (0, 1))
 
 
 def test_the_trainer_and_the_generator_agree(run_config, tmp_path):

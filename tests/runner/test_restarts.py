@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from probe_runs import assert_same_run, rows_of
 
 from rlframework import run
@@ -272,27 +269,6 @@ def test_a_failed_start_of_a_restart_is_repeated(tried):
     _, waits, end = tried(outcomes, max_restarts=2, backoff=1.0)
     assert end.metrics["step"] == 6
     assert waits == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(("checkpoint", "same"), [(0, True), (2, False)])
-def test_a_restart_from_the_beginning_restores_random_states(run_config, tmp_path, checkpoint, same):
-    """A restart from a checkpoint takes them from there."""
-    (tmp_path / "run").mkdir()
-    config = run_config("sft", "fault_tolerance={max_restarts: 1}", "checkpoints.every=1", *TWO)
-    drawn = []
-
-    def attempt(now: Attempt) -> RunResult:
-        now.observers = Done(2)
-        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
-        if now.number == 0:
-            if checkpoint:
-                (tmp_path / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
-            raise WorkerLost("gone")
-        return RunResult({"step": 3.0})
-
-    run_with_restarts(config, attempt, wait=lambda seconds: None)
-    first, second = drawn
-    assert [one == two for one, two in zip(first, second, strict=True)] == [same] * 3
 
 
 def test_secrets_in_an_error_are_not_recorded(tried, tmp_path, caplog):
