@@ -272,7 +272,9 @@ class FaultToleranceConfig(Section):
 class RunConfig(Section):
     """The resolved configuration of a run. `load_config` types its open sections by the chosen plugins."""
 
-    seed: Seed = Field(0, description="random seed for data order, sampling, environments, and global random number generators")
+    seed: Seed = Field(
+        0, description="random seed for data order, sampling, environments, and global random number generators"
+    )
     output_dir: Path = Field(Path("runs/run"), description="directory for metrics, samples, checkpoints and the model")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if available")
     plugins: Annotated[tuple[str, ...], ImportsCode()] = Field(
