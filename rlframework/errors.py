@@ -79,6 +79,14 @@ class DeadlineExceeded(RLFrameworkError, TimeoutError):
     """A wait timed out; the message says what was awaited and what had arrived."""
 
 
+class RequestError(UserError):
+    """A generation request that the engine cannot serve."""
+
+
+class EngineNotReady(UserError):
+    """A generation engine was asked to serve requests without usable weights."""
+
+
 class RefitError(RLFrameworkError):
     """A generation engine did not receive the trainer's exact weights; it refuses to generate until it does."""
 

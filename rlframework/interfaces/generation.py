@@ -1,28 +1,133 @@
-"""The generation interface: prompts in, completions with their log-probabilities out."""
+"""The generation interface, version 2: requests in, completions with log-probabilities and weight versions out.
+
+An engine continuously serves requests that finish one by one. `rlframework.generation.batch.generate` completes a
+whole batch with it; `rlframework.generation.client.GenerationClient` distributes requests over several engines.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rlframework.errors import NotSupported
+from rlframework.errors import NotSupported, RequestError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.config.sections import GenerationConfig
+
+FinishReason = Literal["stop", "length", "aborted"]
+"""Why a completion ended: with one of the stop tokens, at `max_new_tokens` or the model's last position, or aborted."""
+
+Tag = Literal["weights", "kv_cache"]
+"""A part of an engine's device memory that it can release."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    `temperature` 0 is greedy, with the log-probabilities of temperature 1. `stop_token_ids` are all tokens that end a
+    completion: the engine adds none of its own.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether to choose the most likely token."""
+        return self.temperature == 0.0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether sampling is restricted to the most likely tokens."""
+        return not self.greedy and (self.top_k is not None or self.top_p < 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """A prompt to complete. The sample depends on `prompt_ids`, `seed`, `sampling` and the weights, and nothing else.
+
+    `prompt_ids`: 1-D int64 on the CPU, at least one token. `seed`: a signed 64-bit integer, all bits significant.
+    `session_id`: requests with the same id share prefixes, so they are sent to the same engine. `media`: the model's
+    multimodal inputs.
+    """
+
+    request_id: str
+    prompt_ids: Tensor
+    seed: int
+    max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    session_id: str | None = None
+    media: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise `RequestError` for an empty prompt, and for a request of no tokens."""
+        if self.prompt_ids.ndim != 1 or not len(self.prompt_ids):
+            raise RequestError(
+                f"request {self.request_id!r} has prompt_ids of shape {tuple(self.prompt_ids.shape)}; it needs at "
+                "least one token, in one dimension"
+            )
+        if self.max_new_tokens < 1:
+            raise RequestError(
+                f"request {self.request_id!r} has max_new_tokens={self.max_new_tokens}; it must be at least 1"
+            )
+
+
+class WeightSpan(NamedTuple):
+    """The tokens `start` to `end` (exclusive) of a completion, sampled with the weights of `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationResult:
+    """The completion of a request.
+
+    `token_ids`: 1-D int64 on the CPU, including the stop token. `logprobs`: 1-D fp32, of each token at the sampling
+    temperature (greedy: at temperature 1), before top-k and top-p. `spans` are consecutive and cover all tokens.
+    """
+
+    request_id: str
+    token_ids: Tensor
+    logprobs: Tensor
+    finish_reason: FinishReason
+    spans: tuple[WeightSpan, ...]
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What an engine says about its weights after an update.
+
+    `checksums`: of each weight that it holds under the name and in the bytes in which it was sent, as in
+    `rlframework.weight_sync.buffers.checksum`; weights that it fused, sharded or repacked are left out.
+    `dropped_tokens`: cached tokens of earlier versions that were dropped.
+    """
+
+    version: int
+    checksums: Mapping[str, int] = field(default_factory=dict)
+    dropped_tokens: int = 0
 
 
 class GenerationEngine(ABC):
-    """Samples completions from the most recent weights it was given.
+    """Serves requests with the most recent weights it was given.
 
     An embedded engine runs in the trainer's process: `attach` gives it the live module without a copy or, if the
-    trainer's module is sharded, `load_weights` fills the engine's separate module. The engine must not change the
-    weights or the train/eval mode of an attached module. Generating before any weights were given raises `UserError`.
-    An engine in a separate process receives its weights through refits, the last methods of this class.
+    trainer's module is sharded, its separate module is updated with `load_weights`. The engine must not change the
+    weights or the train/eval mode of an attached module. An engine in a separate process receives its weights through
+    a transport. It serves nothing before it has weights, from `begin_weight_update` to `finish_weight_update`, and after
+    an update that failed: `poll` with unfinished requests then raises `EngineNotReady`.
+
+    An engine does nothing on its own that could change results: it serves requests only inside `poll`, or as if it did.
     """
 
     @abstractmethod
@@ -35,53 +140,70 @@ class GenerationEngine(ABC):
         device: str,
         precision: str,
     ) -> None:
-        """Construct cheaply: load nothing before `attach` or `load_weights`. Bad stop strings raise `ConfigError`."""
+        """Construct cheaply: load nothing before the first weights."""
+
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def attach(self, model: torch.nn.Module) -> None:
-        """Use `model` itself from now on: a transformers causal LM with unsharded parameters."""
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Accept requests, in order of arrival.
 
-    @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load all weights, under the names `save_pretrained` writes; raise `UserError` naming any that are missing.
-
-        Copy each weight before asking for the next: the sender may reuse its memory.
+        Raises `RequestError`, accepting none of them, for an id in use, a token outside the vocabulary, a prompt that
+        leaves the model no position, and sampling that the engine does not support.
         """
 
     @abstractmethod
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Complete each row.
+    def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
+        """Serve requests until one or more finish, or `timeout` seconds have passed (None: no limit).
 
-        Input: `input_ids [B, S]` int64, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64, all 64 bits
-        significant. The sample of a row depends only on its prompt, its seed and the weights: never on the other rows
-        or on how rows are distributed over workers (up to rounding in the forward pass). A row ends with one of the
-        end-of-sequence tokens of the model or of the configuration. Missing seeds or an empty prompt raise
-        `BatchError`.
-
-        Output, on the CPU, in the order of the rows:
-
-        - `output_ids [B, T]`: prompt and completion, right-padded with the tokenizer's pad id;
-        - `generation_lengths [B]`: tokens in the completion, including the stop token;
-        - `unpadded_sequence_lengths [B]`: tokens in prompt and completion;
-        - `logprobs [B, T]` fp32: of each sampled token at the sampling temperature (`greedy`: at temperature 1), before
-          top-k and top-p; 0 elsewhere;
-        - `truncated [B]` bool: stopped by `max_new_tokens`.
-
-        Find the end of a row from the lengths, never from the pad id, which may equal an end-of-sequence token.
+        Returns those that finished, each once, and immediately if there is nothing to serve. Advances at least one
+        token even if `timeout` is 0.
         """
 
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Prepare for a series of `generate` calls; called once before the series. Return True when ready."""
-        return True
+    @abstractmethod
+    def abort(self, request_ids: Collection[str]) -> None:
+        """End requests: the next `poll` returns them with the tokens they have. Finished or unknown ids are ignored."""
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Free caches; called once after a series of `generate` calls. Return True when done."""
-        return True
+    def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
+        """Serve nothing until `resume`, so that weights may be updated. `abort` also aborts all requests.
 
-    # The receiving side of a refit, for an engine outside the trainer's processes. `rlframework.weight_sync.receiver`
-    # implements it for any engine. Received weights are checked: names, shapes or dtypes other than those announced,
-    # and bytes that differ from those sent (each weight has a checksum), raise a `RefitError` or `UserError` that names
-    # the weight. From the first weight of a refit to the last, and after a failed refit, `generate` raises `UserError`.
+        With `keep`, requests go on with the new weights; `generation.cache_after_update` says whether their caches are
+        computed again. Idempotent.
+        """
+        raise NotSupported(f"{type(self).__name__} does not pause requests")
+
+    def resume(self) -> None:
+        """Serve requests again. Idempotent."""
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def attach(self, model: torch.nn.Module, version: int) -> None:
+        """Use `model` itself from now on, whose weights are those of `version`.
+
+        `model` is a transformers causal LM with unsharded parameters. Called again whenever its weights changed.
+        """
+        raise NotSupported(f"{type(self).__name__} does not run inside the trainer's process")
+
+    @abstractmethod
+    def begin_weight_update(self, version: int, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Prepare to receive the weights of `version`: names as `save_pretrained` writes them, shapes and dtypes.
+
+        An update in progress is discarded. Raises `RefitError` for weights that do not fit the model.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take some or all of the announced weights. Copy each before asking for the next: its memory may be reused.
+
+        Raises `RefitError` for a weight that was not announced, or in another shape or dtype.
+        """
+
+    @abstractmethod
+    def finish_weight_update(self) -> WeightReport:
+        """Use the new weights from now on, all together; drop what was computed with other weights.
+
+        Raises `RefitError`, naming them, if announced weights have not arrived.
+        """
 
     def init_collective(self, ip: str, port: int, world_size: int, rank: int = 1) -> None:
         """Join the process group for collective refits: the trainer, at `ip` and `port`, is rank 0; engines follow.
@@ -90,22 +212,17 @@ class GenerationEngine(ABC):
         """
         raise NotSupported(f"{type(self).__name__} does not receive weights over a process group")
 
-    def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
-        """Announce the weights of all refits, name to (shape, dtype), in order; called once, before any transport."""
-        raise NotSupported(f"{type(self).__name__} does not receive weights from another process")
-
     def offer_refit_memory(self) -> dict[str, Any]:
-        """Begin a refit through handles; return receive buffers for `prepare_weights_for_ipc`, by device id.
+        """Return receive buffers for `prepare_weights_for_ipc`, by device id, during a weight update.
 
         Empty if this engine has no memory that other processes can write to.
         """
         return {}
 
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
-        """Load one group of weights from `ipc_handles`, device id to the result of `get_weights_ipc_handles` there.
+        """Take one group of weights from `ipc_handles`, device id to the result of `get_weights_ipc_handles` there.
 
-        Reads the memory before it returns. All weights take effect together, once the last one of the refit has
-        arrived. Returns True.
+        Reads the memory before it returns. Returns True.
         """
         raise NotSupported(f"{type(self).__name__} does not receive weights through IPC handles")
 
@@ -115,3 +232,16 @@ class GenerationEngine(ABC):
         Raises `RefitError` if the trainer is gone or sends nothing for `generation.refit.deadline` seconds.
         """
         raise NotSupported(f"{type(self).__name__} does not receive weights over a process group")
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def release(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
+        """Free device memory; return the bytes freed. Without "weights", the engine keeps them and can go on."""
+        return 0
+
+    def restore(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
+        """Allocate what `release` freed; return the bytes. Weights are undefined until the next update."""
+        return 0
+
+    def close(self) -> None:
+        """Free everything, and end processes that the engine started. Idempotent."""
