@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rlframework.generation.exchange import Incoming, Outgoing
+from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.generation import Tag
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
@@ -30,6 +30,7 @@ class EngineHandle(ABC):
         self.lost = False
         """Whether the worker group has failed, so that it can no longer be called."""
         self._executor: ThreadPoolExecutor | None = None
+        self._exchanging: Future[list[Incoming]] | None = None
 
     @property
     @abstractmethod
@@ -42,7 +43,9 @@ class EngineHandle(ABC):
         return isinstance(self.group, InlineWorkerGroup)
 
     def start(self, method: str, **arguments: Any) -> MultiWorkerFuture:
-        """Start a call of `method` on all workers. No exchange may be in progress."""
+        """Start a call of `method` on all workers, after an exchange in progress."""
+        if self._exchanging is not None:
+            wait([self._exchanging])
         with _Watch(self):
             return self.group.run_all_workers_single_data(method, **arguments)
 
@@ -66,7 +69,8 @@ class EngineHandle(ABC):
         """
         if not self.in_driver:
             self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix=self.name)
-            return self._executor.submit(self._exchange, outgoing, timeout)
+            self._exchanging = self._executor.submit(self._exchange, outgoing, timeout)
+            return self._exchanging
         done: Future[list[Incoming]] = Future()
         try:
             done.set_result(self._exchange(outgoing, timeout))
