@@ -26,7 +26,7 @@ from interleave import Timings, interleave, machine, table, write_json
 from work import VOCABULARY, make_loop, make_model, make_policy
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.generation.client import Generation
+from rlframework.generation.driver import Generation
 
 PROMPTS, SAMPLES, TOKENS, END_TOKENS = 8, 8, 48, 48
 OURS, PLAIN = "rlframework", "model.generate"

@@ -47,7 +47,7 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.policies import run_config
-from rlframework.generation.client import Generation, RemoteGeneration
+from rlframework.generation.driver import Generation, RemoteGeneration
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.policy.client import Policy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.configure import load_config
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.worker_pool import WarmWorkerGroup
-from rlframework.generation.client import RemoteGeneration
+from rlframework.generation.driver import RemoteGeneration
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.policy.client import Policy
 from rlframework.workers.processes import ProcessWorkerGroup

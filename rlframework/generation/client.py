@@ -57,6 +57,8 @@ class GenerationClient:
         finally:
             if timer is not None:
                 timer.cancel()
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # counts as seen, also where this task was cancelled meanwhile
             del self._answers[request_id]
 
     @asynccontextmanager
@@ -81,15 +83,13 @@ class GenerationClient:
     def _drive(self) -> None:
         """Start a task for each engine with requests."""
         for index, lanes in enumerate(self._lanes):
-            if index not in self._tasks and not self._pauses and any(map(self._scheduler.busy, lanes)):
+            task = self._tasks.get(index)
+            if (task is None or task.done()) and not self._pauses and any(map(self._scheduler.busy, lanes)):
                 self._tasks[index] = asyncio.get_running_loop().create_task(self._exchange_while_busy(index))
 
     async def _exchange_while_busy(self, index: int) -> None:
-        try:
-            while not self._pauses and any(map(self._scheduler.busy, self._lanes[index])):
-                self._settle(await self._exchange(index))
-        finally:
-            del self._tasks[index]
+        while not self._pauses and any(map(self._scheduler.busy, self._lanes[index])):
+            self._settle(await self._exchange(index))
 
     async def _exchange(self, index: int) -> Iterable[Outcome]:
         """Exchange once with an engine. An exchange that a cancelled task has left is completed first."""

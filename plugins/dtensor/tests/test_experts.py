@@ -15,7 +15,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, read_weights, run_config
 from rlframework.errors import ConfigError, UserError
-from rlframework.generation.client import Generation
+from rlframework.generation.driver import Generation
 from rlframework.generation.engine_model import EngineModel
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext

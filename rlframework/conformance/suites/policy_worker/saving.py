@@ -13,7 +13,7 @@ from rlframework.conformance.policies import InspectedPolicy, read_weights
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness, loss_function
 from rlframework.errors import WriteError
-from rlframework.generation.client import Generation
+from rlframework.generation.driver import Generation
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability
 
