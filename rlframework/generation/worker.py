@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.interfaces.generation import GenerationEngine
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
-from rlframework.weight_sync.coordinator import attempt
+from rlframework.weight_sync.calls import attempt
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.device import prepare_device
 
@@ -70,8 +70,8 @@ class GenerationWorker:
         return {"device": "", "joined": False}
 
     def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """See `coordinator.attempt`."""
-        return attempt(self, f"generation worker {self.context.rank}", method, arguments)
+        """See `calls.attempt`."""
+        return attempt(self, method, arguments)
 
     def get_info(self) -> dict[str, Any]:
         """Return the `rank`, `pid` and `python` executable of this process."""
