@@ -263,7 +263,7 @@ def decoding(bench: Bench) -> list[Row]:
     data = BatchedDataDict({"input_ids": ids, "input_lengths": lengths, "seeds": torch.arange(len(ids))})
     settings = {"max_new_tokens": bench.size.answer, "temperature": 1.0, "stop_token_ids": []}
     with policy_of(bench, "packed", generation=settings) as policy:
-        generation = Generation(policy.worker_group, policy.config.generation, bench.tokenizer)
+        generation = Generation(policy, bench.tokenizer)
         generated = int(generation.generate(data)["generation_lengths"].sum())
         seconds = bench.seconds(lambda: generation.generate(data))
     rows = [["rows", "tokens each", "s", "tokens/s"]]

@@ -107,6 +107,12 @@ class RefitConfig(Section):
         None, description="MiB per transfer buffer, of three; a larger weight is sent alone; null: for the device"
     )
     deadline: Seconds = Field(120.0, description="seconds to wait for the rendezvous, and for each buffer")
+    probes: CountOrZero = Field(
+        4, description="prompts of which engines and trainer compare log-probabilities after each refit; 0: none"
+    )
+    probe_bound: Limit | None = Field(
+        None, description="largest mean difference of the probes' log-probabilities; null: declared by the engine"
+    )
 
 
 class GenerationConfig(Section):

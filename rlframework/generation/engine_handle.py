@@ -42,7 +42,7 @@ class EngineHandle(ABC):
         """Whether the engine runs in the driver's process, where calls return when they are done."""
         return isinstance(self.group, InlineWorkerGroup)
 
-    def start(self, method: str, **arguments: Any) -> MultiWorkerFuture:
+    def start(self, method: str, /, **arguments: Any) -> MultiWorkerFuture:
         """Start a call of `method` on all workers, after an exchange in progress."""
         if self._exchanging is not None:
             wait([self._exchanging])
@@ -58,7 +58,7 @@ class EngineHandle(ABC):
         with _Watch(self):
             return self.group.get_all_worker_results(future)
 
-    def call(self, method: str, deadline: float | None = None, **arguments: Any) -> list[Any]:
+    def call(self, method: str, /, deadline: float | None = None, **arguments: Any) -> list[Any]:
         """Call `method` on all workers; return the results by rank."""
         return self.results(self.start(method, **arguments), deadline)
 

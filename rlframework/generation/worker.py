@@ -11,7 +11,7 @@ from rlframework.interfaces.generation import GenerationEngine, GenerationReques
 from rlframework.interfaces.generation_exchange import Incoming, submit_each
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
-from rlframework.weight_sync.coordinator import attempt
+from rlframework.weight_sync.calls import attempt
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.device import prepare_device
 
@@ -80,8 +80,8 @@ class GenerationWorker:
         return {"device": "", "joined": False}
 
     def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """See `coordinator.attempt`."""
-        return attempt(self, f"generation engine {self.index}", method, arguments)
+        """See `calls.attempt`."""
+        return attempt(self, method, arguments)
 
     def get_info(self) -> dict[str, Any]:
         """Return the engine's `index`, and the `pid` and `python` executable of this process."""

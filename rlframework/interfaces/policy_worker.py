@@ -351,6 +351,13 @@ class PolicyWorker(ABC):
         """
         raise _undeclared(self, "send weights over a process group", "collective_refit")
 
+    def get_sent_checksums(self) -> Mapping[str, int]:
+        """Return the checksum of each weight that this worker sent in the last refit, by name; empty if it sent none.
+
+        Of the bytes as sent: see `rlframework.weight_sync.buffers.checksum`.
+        """
+        raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
+
     def prepare_weights_for_ipc(
         self, receive_buffers: Mapping[str, Any] | None = None, devices: Collection[str] | None = None
     ) -> tuple[list[tuple[str, int]], float]:
