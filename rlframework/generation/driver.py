@@ -57,9 +57,7 @@ class Generation:
         run = policy.config
         self.config, self._limits = run.generation, BatchLimits.of(run.policy)
         self._pad_id = int(tokenizer.pad_token_id)
-        self._stop_tokens = stop_tokens(
-            run.generation, tokenizer, run.policy.model_name, run.policy.trust_remote_code
-        )
+        self._stop_tokens = stop_tokens(run.generation, tokenizer, run.policy.model_name, run.policy.trust_remote_code)
         limit = run.generation.max_in_flight or 2 * run.generation.batch_size
         self.client = GenerationClient(engines or [EmbeddedEngines(policy.worker_group, "generation")], limit=limit)
         """The client of the engines, for requests that finish one by one."""
@@ -85,7 +83,7 @@ class Generation:
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Complete each row; input as in `rlframework.generation.batch.requests_of`, output as in `batch_of`.
 
-        The engines get contiguous shards of nearly equal size, so that adjacent equal prompts are mostly prefilled once.
+        The engines get contiguous shards of nearly equal size, so adjacent equal prompts are mostly prefilled once.
         Raises a `BatchError`, before an engine gets anything, for prompts that are not as described there.
         """
         self._limits.check_prompts(data)
@@ -189,7 +187,8 @@ class RemoteGeneration(Generation):
 
     def shutdown(self) -> bool:
         """Shut the workers down; return False if one of them did not exit cleanly."""
-        return all([engine.shutdown() for engine in self.client.engines])
+        with ThreadPoolExecutor(len(self.client.engines)) as threads:
+            return all(threads.map(EngineHandle.shutdown, self.client.engines))
 
     def _usable(self) -> list[EngineHandle]:
         return [engine for engine in self.client.engines if not engine.lost]
@@ -197,7 +196,9 @@ class RemoteGeneration(Generation):
     @cached_property
     def _shares_gpu(self) -> bool:
         """Whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
-        trainer = {state["device"] for state in WorkerCalls(self._policy.worker_group).on_all(PolicyWorker.get_refit_state)}
+        trainer = {
+            state["device"] for state in WorkerCalls(self._policy.worker_group).on_all(PolicyWorker.get_refit_state)
+        }
         engines = {state["device"] for engine in self._usable() for state in engine.call("get_refit_state")}
         return any(device.startswith(GPU_PREFIX) for device in (trainer if "" in engines else trainer & engines))
 

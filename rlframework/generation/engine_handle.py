@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.generation import Tag
+from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 from rlframework.workers.inline import InlineWorkerGroup

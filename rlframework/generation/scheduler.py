@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from rlframework.errors import RequestError, RLFrameworkError, WorkerLost
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 
 Outcome = tuple[str, GenerationResult | Exception]
 """The id of a request, and its result or error."""
@@ -134,7 +134,7 @@ class Scheduler:
         return outcomes
 
     def lost(self, lanes: Collection[int], error: Exception) -> list[Outcome]:
-        """Give what is with `lanes` to the others; it fails with `error` if none is left, or if it was lost too often."""
+        """Give what is with `lanes` to the others; it fails with `error` if none is left or at its third loss."""
         self._loss, outcomes = error, list[Outcome]()
         self._take_back(lanes, alive=False)
         waiting, self._waiting = self._waiting, deque()

@@ -133,8 +133,8 @@ class GenerationEngine(ABC):
     An embedded engine runs in the trainer's process: `attach` gives it the live module without a copy or, if the
     trainer's module is sharded, its separate module is updated with `load_weights`. The engine must not change the
     weights or the train/eval mode of an attached module. An engine in a separate process receives its weights through
-    a transport. It serves nothing before it has weights, from `begin_weight_update` to `finish_weight_update`, and after
-    an update that failed: `poll` with unfinished requests then raises `EngineNotReady`.
+    a transport. It serves nothing before it has weights, from `begin_weight_update` to `finish_weight_update`, and
+    after an update that failed: `poll` with unfinished requests then raises `EngineNotReady`.
 
     An engine does nothing on its own that could change results: it serves requests only inside `poll`, or as if it did.
     """

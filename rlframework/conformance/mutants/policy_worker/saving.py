@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, in_engine, to_bfloat16
