@@ -7,7 +7,7 @@ on the engine, around the primitives of a backend's `rlframework.policy.engine.E
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
@@ -161,8 +161,14 @@ class PolicyWorker(ABC):
         """Context manager: swap in the reference weights; restore the policy's on exit, also after an exception."""
 
     @abstractmethod
-    def generate(self, data: Rows, greedy: bool = False) -> Rows:
-        """Complete this rank's prompts with the embedded engine: see `GenerationEngine.generate`."""
+    def exchange(
+        self, requests: Sequence[GenerationRequest], abort_ids: Collection[str], timeout: float | None
+    ) -> Incoming:
+        """Abort and submit requests of the embedded engine, then serve for at most `timeout` seconds (None: no limit).
+
+        Called on all ranks, because gathering the weights of a sharded model is collective; only the first rank of each
+        replica gets requests. Results that are not returned now are returned by a later call.
+        """
 
     @abstractmethod
     def finish_generation(self) -> bool:

@@ -140,7 +140,7 @@ class PolicyWorkerBase(PolicyWorker):
     get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
     score = _answered_by("scoring", Scoring.score, "scoring")
-    generate = _answered_by("generation", EmbeddedGeneration.generate, "generation")
+    exchange = _answered_by("generation", EmbeddedGeneration.exchange, "generation")
     finish_generation = _answered_by("generation", EmbeddedGeneration.finish)
     prepare_for_lp_inference = _answered_by("residency", Residency.prepare_for_lp_inference)
     save_checkpoint = _answered_by("checkpoints", CheckpointIO.save)
