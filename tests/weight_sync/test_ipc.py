@@ -113,7 +113,9 @@ def test_names_shapes_and_dtypes_that_were_not_announced_are_rejected(sent, send
 
     twice = {HERE: replace(group, slots=group.slots * 2, checksums=group.checksums * 2)}
     for message, handles in {
-        r"'no\.such\.weight', which was not announced by begin_weight_update \(announced: ": with_slot(name="no.such.weight"),
+        r"'no\.such\.weight', which was not announced by begin_weight_update \(announced: ": with_slot(
+            name="no.such.weight"
+        ),
         rf"'{name}' with shape \(16, 2\) .* announced \(32,\)": with_slot(shape=(16, 2)),
         f"'{name}' .* in torch.int32; .* in torch.float32": with_slot(dtype=torch.int32),
         f"'{name}' twice": twice,
