@@ -27,7 +27,7 @@ from rlframework.errors import UserError
 from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions, quiet_transformers
 from rlframework.huggingface.tokenizer import load_tokenizer
-from rlframework.models.file_weights import FileLayout
+from rlframework.models.file_weights import FileLayout, by_file_names
 from rlframework.models.loading import empty_model, load_config, load_model, pretrained_weights, require_vocabulary
 from rlframework.models.probing import probe_packing
 from rlframework.policy.checkpoint.pretrained import write_config
@@ -62,7 +62,8 @@ def weights_as_loaded(folder: Path) -> dict[str, torch.Tensor]:
     empty = empty_model(config, model_config, None)
     weights = pretrained_weights(FileLayout.of(empty), empty, config, None)
     found = {name: weights[name] for name in weights}
-    assert all(torch.equal(found[name], weight) for name, weight in whole.named_parameters())
+    loaded = by_file_names(whole, dict(whole.named_parameters()))
+    assert all(torch.equal(found[name], weight) for name, weight in loaded.items())
     return found
 
 
