@@ -26,8 +26,8 @@ WORKER = 4_000
 """Bytes that a step may leave in any other process, less than a page.
 
 In 800 steps the heap in use of a policy's worker grows by 30 bytes a step, and the number of its Python objects not at
-all; but glibc's arenas spread for the first 250 steps. So 200 steps show 7,000 to 8,400 bytes, and 500 show 400 to
-1,700, of which most is pages that `free` has not given back yet.
+all; but glibc's arenas spread for the first 250 steps. So 200 steps show 7,000 to 8,400 bytes, and 500 show 360 to
+1,740, of which most is pages that `free` has not given back yet.
 """
 
 COMMON = (
@@ -93,6 +93,7 @@ def test_nothing_grows_with_the_steps(run_config: Any, tmp_path: Path, soak: Any
         **{n: rows[-1][n] for n in ("files", "threads")},
     }
     allowed = {"memory": WORKER, "objects": OBJECTS}
-    bounds = {name: allowed.get(name.partition(" ")[0], OTHERS) for name in grown} | {"memory 0": DRIVER}
+    bounds = {name: allowed.get(name.partition(" ")[0], OTHERS) for name in grown}
+    bounds["memory 0"] = DRIVER + (WORKER if group == "inline" else 0)  # then its worker is in the driver
     assert {name: each for name, each in grown.items() if each > bounds[name]} == {}
     assert list(temporary.iterdir()) == []
