@@ -163,6 +163,7 @@ class StepLoop(Algorithm):
             metrics, samples = self.validate(step)
         if refit := self.parts.generation.pop_metrics():  # the time of this refit is part of the validation
             metrics |= {"validation/refit_seconds": refit["time/refit"]}
+            metrics |= {name: value for name, value in refit.items() if name.startswith("generation/")}
         return metrics | {"time/validation": timer.seconds["validation"]}, samples
 
     def _report(self, step: int, metrics: dict[str, float], samples: list[SampleRecord]) -> dict[str, float]:
