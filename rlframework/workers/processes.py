@@ -72,8 +72,10 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _start(self, spec: WorkerSpec, device: str) -> None:
         self._peers: list[Peer] = []
         dispatch.reject_own_python(spec, "processes")
-        self._replicas, first = spec.replicas, spec.replica * self._sharding.size
-        self._gpus = visible_gpus(self._sharding.size * spec.replicas)[first:] if device == "cuda" else []
+        self._replicas, each = spec.replicas, spec.gpus
+        workers = range(spec.replica * self._sharding.size, (spec.replica + 1) * self._sharding.size)
+        found = visible_gpus(self._sharding.size * spec.replicas * each) if device == "cuda" else []
+        self._gpus = [",".join(found[worker * each : (worker + 1) * each]) for worker in workers] if found else []
         self._start_hosts(spec, device)
         contexts, shared = self._contexts(device), self._shared(spec)
         started = {rank: self._send(rank, "start", shared, context) for rank, context in enumerate(contexts)}
