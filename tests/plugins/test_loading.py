@@ -125,8 +125,8 @@ def test_generation_engines_have_a_version_of_their_own(version, hint):
     old = GenerationEngineRecord("mine", "m:C", version)
     plugin = plugin_returning([old], "rlframework_generation_engines")
     assert fault_of(plugin) == (
-        f"its generation_engine 'mine' is written for version {version} of the plugin API, but this rlframework-core has "
-        f"version 2 for that kind; install compatible versions of the two{hint}"
+        f"its generation_engine 'mine' is written for version {version} of the plugin API, but this rlframework-core "
+        f"has version 2 for that kind; install compatible versions of the two{hint}"
     )
     assert read_plugin(plugin_returning([replace(old, api_version=2)], "rlframework_generation_engines"))[1] is None
 
