@@ -127,12 +127,14 @@ class RemoteGeneration(Generation):
                 name for name, needed in _TRANSPORTS.items() if needed in policy.capabilities & record.capabilities
             ]
             only = common[0] if refit.transport == "auto" and len(common) == 1 else None
+            batching = config.policy.batching
+            longest = self._limits.positions, batching.logprob_tokens or batching.tokens
             probes = Probes.of(
                 config.generation,
                 tokenizer,
                 bounds=record.probe_bounds,
                 dtype=self._starter.dtype,
-                positions=self._limits.positions,
+                positions=min(filter(None, longest), default=None),
             )
         except BaseException:
             for engine in engines:

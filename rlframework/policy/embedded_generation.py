@@ -47,18 +47,19 @@ class EmbeddedGeneration:
         """See `PolicyWorker.exchange`."""
         require_head(self._engine.config, "language", "generate")
         self._residency.onload("model")
-        generator = self._updated()
+        generator = self.updated()
         with self._engine.generating(), trace_span(GENERATE):
             rejected = submit_each(generator, requests, abort_ids)
             self._unfinished |= {request.request_id for request in requests} - rejected.keys()
             return Incoming(self._served(generator, timeout), rejected)
 
     def _served(self, generator: GenerationEngine, timeout: float | None) -> list[GenerationResult]:
-        """Serve until `timeout`; a single rank returns with the first results, others have to wait for each other."""
+        """Serve until `timeout`; a single rank returns the first results, others would have to wait for each other."""
         until = None if timeout is None else time.monotonic() + timeout
         results: list[GenerationResult] = []
         unfinished, self._unfinished = self._unfinished, set()  # empty after an exception
-        while unfinished and not (results and self._engine.context.world_size == 1):
+        alone = timeout is not None and self._engine.context.world_size == 1
+        while unfinished and not (alone and results):
             left = None if until is None else max(0.0, until - time.monotonic())
             finished = generator.poll(left)
             results += finished
@@ -68,7 +69,8 @@ class EmbeddedGeneration:
         self._unfinished = unfinished
         return results
 
-    def _updated(self) -> GenerationEngine:
+    def updated(self) -> GenerationEngine:
+        """Return the engine, with the current weights of the model. Collective, if the model is sharded."""
         if self._generator is None:
             raise NotSupported("this worker was built without a generation engine; set generation_target")
         if self._released:
