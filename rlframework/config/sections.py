@@ -137,6 +137,9 @@ class GenerationConfig(Section):
     batch_size: Count = Field(
         256, description="maximum rows decoded together on each worker; a GPU takes as many as fit"
     )
+    max_in_flight: Count | None = Field(
+        None, description="maximum requests that an engine has at a time, others wait; null: twice batch_size"
+    )
     workers: GenerationWorkersConfig | None = Field(None, description="engine processes; null: use the policy workers")
     refit: RefitConfig = RefitConfig()
 

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from itertools import accumulate
 
 from rlframework.errors import DeadlineExceeded, WorkerLost
 from rlframework.generation.engine_handle import EngineHandle
-from rlframework.interfaces.generation_exchange import Incoming
 from rlframework.generation.scheduler import Outcome, Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation_exchange import Incoming
 
 
 class GenerationClient:
@@ -24,9 +25,9 @@ class GenerationClient:
     def __init__(self, engines: Sequence[EngineHandle], *, limit: int) -> None:
         """`limit`: requests that an engine has at a time; more wait in the client."""
         self.engines = list(engines)
-        starts = [sum(engine.lanes for engine in self.engines[:index]) for index in range(len(self.engines) + 1)]
-        self._lanes = [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
-        self.lanes = starts[-1]
+        ends = list(accumulate(engine.lanes for engine in self.engines))
+        self._lanes = [range(end - engine.lanes, end) for engine, end in zip(self.engines, ends, strict=True)]
+        self.lanes = ends[-1]
         """The number of engines that get their own requests; an engine handle may have several."""
         self._scheduler = Scheduler(self.lanes, limit)
         self._answers: dict[str, asyncio.Future[GenerationResult]] = {}
@@ -57,6 +58,8 @@ class GenerationClient:
         finally:
             if timer is not None:
                 timer.cancel()
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # counts as seen, also where this task was cancelled meanwhile
             del self._answers[request_id]
 
     @asynccontextmanager
@@ -81,15 +84,13 @@ class GenerationClient:
     def _drive(self) -> None:
         """Start a task for each engine with requests."""
         for index, lanes in enumerate(self._lanes):
-            if index not in self._tasks and not self._pauses and any(map(self._scheduler.busy, lanes)):
+            task = self._tasks.get(index)
+            if (task is None or task.done()) and not self._pauses and any(map(self._scheduler.busy, lanes)):
                 self._tasks[index] = asyncio.get_running_loop().create_task(self._exchange_while_busy(index))
 
     async def _exchange_while_busy(self, index: int) -> None:
-        try:
-            while not self._pauses and any(map(self._scheduler.busy, self._lanes[index])):
-                self._settle(await self._exchange(index))
-        finally:
-            del self._tasks[index]
+        while not self._pauses and any(map(self._scheduler.busy, self._lanes[index])):
+            self._settle(await self._exchange(index))
 
     async def _exchange(self, index: int) -> Iterable[Outcome]:
         """Exchange once with an engine. An exchange that a cancelled task has left is completed first."""

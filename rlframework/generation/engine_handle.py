@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.generation import Tag
+from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 from rlframework.workers.inline import InlineWorkerGroup
@@ -58,7 +58,7 @@ class EngineHandle(ABC):
         with _Watch(self):
             return self.group.get_all_worker_results(future)
 
-    def call(self, method: str, deadline: float | None = None, **arguments: Any) -> list[Any]:
+    def call(self, method: str, /, deadline: float | None = None, **arguments: Any) -> list[Any]:
         """Call `method` on all workers; return the results by rank."""
         return self.results(self.start(method, **arguments), deadline)
 

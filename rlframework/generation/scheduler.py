@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from rlframework.errors import RequestError, RLFrameworkError, WorkerLost
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 
 Outcome = tuple[str, GenerationResult | Exception]
 """The id of a request, and its result or error."""
@@ -134,18 +134,11 @@ class Scheduler:
         return outcomes
 
     def lost(self, lanes: Collection[int], error: Exception) -> list[Outcome]:
-        """Give what is with `lanes` to the others; it fails with `error` if none is left, or if it was lost too often."""
+        """Give what is with `lanes` to the others; it fails with `error` if none is left or at its third loss."""
         self._loss, outcomes = error, list[Outcome]()
-        held: list[_Entry] = []
-        for lane in lanes:
-            own, self._lanes[lane] = self._lanes[lane], _Lane(alive=False)
-            for entry in own.running.values():
-                entry.losses += 1
-            held += [*own.running.values(), *own.assigned.values(), *own.waiting]
-        self._waiting.extendleft(reversed(held))  # they came before what waits
+        self._take_back(lanes, alive=False)
         waiting, self._waiting = self._waiting, deque()
         for entry in waiting:
-            entry.lane = None
             if entry.wanted and not entry.expired and self.alive and entry.losses < MOST_LOSSES:
                 self._waiting.append(entry)
                 continue
@@ -157,9 +150,8 @@ class Scheduler:
         return outcomes
 
     def replaced(self, lanes: Iterable[int]) -> None:
-        """Use `lanes` again: they have new engines."""
-        for lane in lanes:
-            self._lanes[lane] = _Lane()
+        """Use `lanes` again: they have new engines, which get what the earlier ones had."""
+        self._take_back(lanes, alive=True)
         self._assign()
 
     def busy(self, lane: int) -> bool:
@@ -201,6 +193,18 @@ class Scheduler:
                 self._take(entry, preferred)
             else:
                 self._lanes[preferred].waiting.append(entry)
+
+    def _take_back(self, lanes: Iterable[int], *, alive: bool) -> None:
+        """Let what is with `lanes` wait again, before what waits already, and make them lanes without requests."""
+        held: list[_Entry] = []
+        for lane in lanes:
+            own, self._lanes[lane] = self._lanes[lane], _Lane(alive)
+            for entry in own.running.values():
+                entry.losses += 1
+            held += [*own.running.values(), *own.assigned.values(), *own.waiting]
+        for entry in held:
+            entry.lane = None
+        self._waiting.extendleft(reversed(held))
 
     def _preferred(self, entry: _Entry) -> int | None:
         """Return the lane that a request must wait for: the one given, or that of its session."""

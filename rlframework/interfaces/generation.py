@@ -55,9 +55,16 @@ class _SentBetweenProcesses:
     """Pickles the elements of tensors, where torch pickles the whole storage of a view."""
 
     def __getstate__(self) -> dict[str, Any]:
-        from rlframework.batch.tensor_pickling import picklable
+        return {name: _compact(value) for name, value in vars(self).items()}
 
-        return {name: picklable(value) if hasattr(value, "storage") else value for name, value in vars(self).items()}
+
+def _compact(value: Any) -> Any:
+    """Return what is pickled instead of `value`, a tensor, a mapping of them, or anything else."""
+    from rlframework.batch.tensor_pickling import picklable
+
+    if isinstance(value, Mapping):
+        return {key: _compact(each) for key, each in value.items()}
+    return picklable(value) if hasattr(value, "untyped_storage") else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +140,8 @@ class GenerationEngine(ABC):
     An embedded engine runs in the trainer's process: `attach` gives it the live module without a copy or, if the
     trainer's module is sharded, its separate module is updated with `load_weights`. The engine must not change the
     weights or the train/eval mode of an attached module. An engine in a separate process receives its weights through
-    a transport. It serves nothing before it has weights, from `begin_weight_update` to `finish_weight_update`, and after
-    an update that failed: `poll` with unfinished requests then raises `EngineNotReady`.
+    a transport. It serves nothing before it has weights, from `begin_weight_update` to `finish_weight_update`, and
+    after an update that failed: `poll` with unfinished requests then raises `EngineNotReady`.
 
     An engine does nothing on its own that could change results: it serves requests only inside `poll`, or as if it did.
     """

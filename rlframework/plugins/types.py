@@ -22,7 +22,10 @@ from rlframework.config.sections import (
 from rlframework.plugins.state_layout import StateLayoutOf
 
 API_VERSION = 1
-"""Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to."""
+"""Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to.
+
+Kinds of records whose interface has changed since have a later one: `Record.supported_api`.
+"""
 
 
 class Capability(StrEnum):
@@ -130,6 +133,10 @@ class Record:
     """The configuration key that selects a record by name."""
     section: ClassVar[type[Section]] = Section
     """The base class of `config_model`."""
+    supported_api: ClassVar[int] = API_VERSION
+    """The version of the plugin API for this kind."""
+    moving: ClassVar[str] = ""
+    """How to move a plugin of an earlier version to this one."""
 
     name: str
     target: str
@@ -190,6 +197,8 @@ class GenerationEngineRecord(Record):
     kind = "generation_engine"
     key = "generation.name"
     section = GenerationConfig
+    supported_api = 2
+    moving = "see the page: Move a generation engine to version 2"
 
     probe_bounds: Mapping[str, float] = field(default_factory=lambda: PROBE_BOUNDS)
 
