@@ -67,6 +67,8 @@ class Capability(StrEnum):
     """Sending weights over a process group; for a generation engine: receiving them."""
     IPC_REFIT = "ipc_refit"
     """Sending weights through memory shared on one machine or GPU; for a generation engine: receiving them."""
+    LORA_REFIT = "lora_refit"
+    """For a generation engine: receiving LoRA adapters alone, for a base model it has: `policy.lora.refit=adapters`."""
     PORTABLE_OPTIMIZER_STATE = "portable_optimizer_state"
     """Checkpoints of full tensors, from which every backend with this capability can resume."""
     SHARDED_CHECKPOINTS = "sharded_checkpoints"
