@@ -151,7 +151,7 @@ def _mismatch(report: Report) -> list[str]:
         (dtype, f"{found['tokens']:,.0f}", *(f"{found[name]:.4g}" for name in columns))
         for dtype, found in report["dtypes"].items()
     ]
-    said = f"Engine `{report['settings']['engine']}` in a worker of its own, trainer `dtensor` in float32, weights at most 2."
+    said = f"Engine `{report['settings']['engine']}` in a worker of its own, trainer `dtensor` in float32."
     return [said, table(("engine's dtype", "tokens", *columns.values()), rows)]
 
 
