@@ -56,7 +56,7 @@ class Capability(StrEnum):
     CPU_OFFLOAD = "cpu_offload"
     """`policy.offload`, and moving model and optimizer state between the device and the CPU."""
     LORA = "lora"
-    """Low-rank adapters and their files: `policy.lora`; for a generation engine: updates of adapters alone."""
+    """Low-rank adapters and their files: `policy.lora`."""
     REFERENCE_MODEL = "reference_model"
     """Keeping the initial weights, for `get_reference_policy_logprobs`."""
     SCORING = "scoring"
