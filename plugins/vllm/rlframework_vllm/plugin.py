@@ -1,0 +1,1 @@
+from rlframework.plugins.hookspec import hookimpl
