@@ -8,7 +8,6 @@ rows nor their order change it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.generation.row_forward import RowForward
+from rlframework.interfaces.generation import SamplingParams
 
 _COMPACTION_RATIO = 4
 """Finished rows are removed once they are 1 / `_COMPACTION_RATIO` of the batch: moving the cache costs about a step."""
@@ -32,20 +32,6 @@ _MANTISSA_BITS = 53
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SamplingRule:
-    """How tokens are chosen. `temperature` 0 is greedy, with the log-probabilities of temperature 1."""
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-    @property
-    def greedy(self) -> bool:
-        """Whether to choose the most likely token."""
-        return self.temperature == 0.0
-
-
 def row_uniforms(seeds: Tensor, count: int) -> Tensor:
     """Return `[B, count]` float64 in [0, 1); entry `[b, t]` depends only on `seeds[b]` (any int64) and `t`.
 
@@ -58,7 +44,7 @@ def row_uniforms(seeds: Tensor, count: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingRule) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingParams) -> tuple[Tensor, Tensor]:
     """Return the next tokens `[B]` int64 and their log-probabilities `[B]` fp32, given `logits [B, V]`.
 
     `uniforms [B]` are not needed for greedy decoding. Log-probabilities are of the full distribution at the
@@ -72,7 +58,7 @@ def choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingRule) -> tuple
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingRule) -> tuple[Tensor, Tensor]:
+def _choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingParams) -> tuple[Tensor, Tensor]:
     scaled = logits.float() if rule.greedy or rule.temperature == 1.0 else logits.float() / rule.temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
     if rule.greedy or uniforms is None:
@@ -128,7 +114,7 @@ def complete(
     uniforms: Tensor,
     budgets: Tensor,
     stop_tokens: Tensor,
-    rule: SamplingRule,
+    rule: SamplingParams,
     pad_id: int,
     forwards: type[RowForward],
 ) -> list[Completion]:

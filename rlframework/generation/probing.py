@@ -10,9 +10,10 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
-from rlframework.generation.decode import SamplingRule, complete, row_uniforms
+from rlframework.generation.decode import complete, row_uniforms
 from rlframework.generation.row_forward import EqualRows, PaddedRows, RowForward, WholeRows
 from rlframework.generation.row_limits import RowLimits
+from rlframework.interfaces.generation import SamplingParams
 from rlframework.models.probing import tiny_model
 
 SHOWN_BY_SHORT_ROWS = {
@@ -63,7 +64,7 @@ def _is_right(model: Any, forwards: type[RowForward]) -> bool:
     for length in set(lengths):
         rows = [row for row, own in enumerate(lengths) if own == length]
         chosen = [prompts[row] for row in rows]
-        done = complete(model, chosen, uniforms[rows], budgets[rows], no_ends, SamplingRule(), pad, forwards)
+        done = complete(model, chosen, uniforms[rows], budgets[rows], no_ends, SamplingParams(), pad, forwards)
         for prompt, completion in zip(chosen, done, strict=True):
             expected = _plain_logprobs(model, prompt, completion.tokens)
             if not torch.allclose(completion.logprobs, expected, rtol=TOLERANCE, atol=TOLERANCE):

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.errors import BatchError
+from rlframework.errors import RequestError
 from rlframework.models.rotary import regime_limits
 
 
@@ -33,14 +33,14 @@ class RowLimits:
         """Return which of the ways to compute rows is that of a prompt of `prompt` tokens, counted from 0."""
         return bisect_left(self.bounds, prompt)
 
-    def room(self, row: int, prompt: int) -> float:
-        """Return how many tokens can follow a prompt of `prompt` tokens, at least 1; raise `BatchError` for none."""
+    def room(self, request_id: str, prompt: int) -> float:
+        """Return how many tokens can follow a prompt of `prompt` tokens, at least 1; raise `RequestError` for none."""
         last = self.bounds[-1]
         bound = min((bound for bound in self.bounds if bound >= prompt), default=last)
         if bound > prompt:
             return bound - prompt
         why = "positions" if bound == last else "positions until its rotary embeddings change"
-        raise BatchError(
-            f"the prompt of row {row} has {prompt} tokens, but the model has only {bound} {why}: shorten or remove "
-            "such prompts"
+        raise RequestError(
+            f"the prompt of request {request_id!r} has {prompt} tokens, but the model has only {bound} {why}: shorten "
+            "or remove such prompts"
         )

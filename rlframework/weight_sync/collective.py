@@ -291,7 +291,7 @@ def receive(
     if (layout, count) != (_signed(buffers.layout_checksum(info)), len(groups)):
         group.close()
         raise RefitError(
-            "the trainer sends weights other than those announced by prepare_refit_info: call prepare_refit_info again"
+            "the trainer sends weights other than those announced by begin_weight_update: begin the update again"
         )
     errors: list[Exception] = []
 

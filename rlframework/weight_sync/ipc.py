@@ -237,8 +237,8 @@ class IpcSender:
         self._devices = devices
         if receive_buffer is not None and receive_buffer.layout != buffers.layout_checksum(info):
             raise RefitError(
-                "an engine offered a receive buffer for weights other than the trainer's: call its prepare_refit_info "
-                "again"
+                "an engine offered a receive buffer for weights other than the trainer's: call its begin_weight_update "
+                "with them"
             )
         current = self.receive_buffer
         if receive_buffer is None or current is None or receive_buffer.memory != current.memory:

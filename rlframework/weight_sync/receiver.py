@@ -1,7 +1,7 @@
 """The engine's side of a refit: a mix-in that implements the receiving methods of `GenerationEngine`.
 
-It checks names, shapes, dtypes and checksums. An engine either names the target of each weight (`refit_sink`) or gets
-all weights at once through `load_weights`.
+It checks versions, names, shapes, dtypes and checksums. An engine either names the target of each weight
+(`refit_sink`) or gets all weights at once (`use_weights`).
 """
 
 from __future__ import annotations
@@ -16,34 +16,45 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import RefitError, RefitNotPrepared, UserError
-from rlframework.interfaces.generation import GenerationEngine
+from rlframework.interfaces.generation import GenerationEngine, WeightReport
 from rlframework.weight_sync import collective, ipc
-from rlframework.weight_sync.buffers import Slot, WeightInfo, layout_checksum, read_weight
+from rlframework.weight_sync.buffers import Slot, WeightInfo, as_bytes, checksum, layout_checksum, read_weight
 from rlframework.weight_sync.collective import RefitGroup
+from rlframework.weight_sync.weight_state import WeightState
 
 _MAX_LISTED = 8  # names listed in an error message
 _opened = lru_cache(ipc.BUFFERS)(ipc.open_memory)
 
+Held = Mapping[str, Tensor]
+"""The engine's own tensors, by the names of the weights, of which checksums are reported."""
+
 
 class WeightSink(Protocol):
-    """The destination of the weights of one refit."""
+    """The destination of the weights of one update."""
 
     def target(self, name: str) -> Tensor:
         """Return the contiguous tensor to fill before `finish`, of the weight's shape and dtype; always the same."""
 
     def memory(self) -> ipc.SharedMemory | None:
-        """Return the shared memory that stores all targets, even after the refit; None if they are not shared."""
+        """Return the shared memory that stores all targets, even after the update; None if they are not shared."""
         return None
 
-    def finish(self) -> None:
-        """Start using the weights; called once all targets are filled."""
+    def finish(self) -> Held | None:
+        """Start using the weights; called once all targets are filled.
+
+        Returns the tensors that the engine now uses, for their checksums: those of weights that it holds under the name
+        and in the shape and dtype in which they were sent.
+        """
 
 
 class CollectingSink(WeightSink):
-    """Collects the weights for one call of `load_weights`; needs a second copy of them until then."""
+    """Collects the weights for one call of `load`; needs a second copy of them until then."""
 
     def __init__(
-        self, info: WeightInfo, device: torch.device, load: Callable[[Iterable[tuple[str, Tensor]]], object]
+        self,
+        info: WeightInfo,
+        device: torch.device,
+        load: Callable[[Iterable[tuple[str, Tensor]]], Held | None],
     ) -> None:
         self._info, self._device, self._load = info, device, load
         self._weights: dict[str, Tensor] = {}
@@ -55,10 +66,10 @@ class CollectingSink(WeightSink):
             self._weights[name] = torch.empty(shape, dtype=dtype, device=self._device)
         return self._weights[name]
 
-    def finish(self) -> None:
+    def finish(self) -> Held | None:
         """See `WeightSink.finish`."""
         weights, self._weights = self._weights, {}
-        self._load(weights.items())
+        return self._load(weights.items())
 
 
 class EngineState(TypedDict):
@@ -68,98 +79,181 @@ class EngineState(TypedDict):
     joined: bool  # whether it has a process group
 
 
-class IncomingRefit:
-    """The refit in progress at the receiver: checks what arrives. `missing`: the names still to come."""
+class WeightUpdate:
+    """The update in progress at the receiver: checks what arrives. `missing`: the names still to come."""
 
-    refit = ""
-    """The id of a refit through handles; "" before its first group."""
+    transfer = ""
+    """The id of a transfer through handles; "" before its first group."""
 
-    def __init__(self, info: WeightInfo, sink: WeightSink) -> None:
-        self.info, self.sink, self.missing = info, sink, dict.fromkeys(info)
+    def __init__(self, version: int, info: WeightInfo, sink: WeightSink) -> None:
+        self.version, self.info, self.sink, self.missing = version, info, sink, dict.fromkeys(info)
+        self._sums: dict[str, int] = {}  # of the targets, computed while they were in a cache
 
     def receive(self, slot: Slot, raw: Tensor, sent: int) -> None:
         """Copy a weight from the buffer `raw` to its target; `sent`: the trainer's checksum."""
-        if slot.name not in self.info:
-            raise UserError(
-                f"received weight {slot.name!r}, which was not announced by prepare_refit_info "
+        target = self._expect(slot.name, slot.shape, slot.dtype)
+        self.verify(slot.name, read_weight(slot.of(raw), target), sent)
+
+    @torch.no_grad()
+    def copy(self, name: str, weight: Tensor) -> None:
+        """Copy a weight of this process to its target."""
+        self._expect(name, tuple(weight.shape), weight.dtype).copy_(weight)
+        del self.missing[name]
+
+    def _expect(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the target of a weight; raise `RefitError` unless it was announced like this, and is missing."""
+        if name not in self.info:
+            raise RefitError(
+                f"received weight {name!r}, which was not announced by begin_weight_update "
                 f"(announced: {listed(self.info)})"
             )
-        if slot.name not in self.missing:
-            raise RefitError(f"received weight {slot.name!r} twice in one refit")
-        shape, dtype = self.info[slot.name]
-        if (slot.shape, slot.dtype) != (tuple(shape), dtype):
+        if name not in self.missing:
+            raise RefitError(f"received weight {name!r} twice in one refit")
+        announced = tuple(self.info[name][0]), self.info[name][1]
+        if (tuple(shape), dtype) != announced:
             raise RefitError(
-                f"received weight {slot.name!r} with shape {slot.shape} in {slot.dtype}; prepare_refit_info announced "
-                f"{tuple(shape)} in {dtype}"
+                f"received weight {name!r} with shape {tuple(shape)} in {dtype}; begin_weight_update announced "
+                f"{announced[0]} in {announced[1]}"
             )
-        self.verify(slot.name, read_weight(slot.of(raw), self.sink.target(slot.name)), sent)
+        return self.sink.target(name)
 
     def verify(self, name: str, received: int, sent: int) -> None:
-        """Compare the checksums of a weight. Verifying the last weight finishes the refit."""
+        """Compare the checksums of a weight that arrived."""
         if received != sent:
             raise RefitError(
                 f"received weight {name!r} differs from what the trainer sent: its checksum is {received:016x}, "
                 f"the trainer's is {sent:016x}"
             )
+        self._sums[name] = received
         del self.missing[name]
-        if not self.missing:
-            self.sink.finish()
+
+    def finish(self) -> dict[str, int]:
+        """Use the weights, and return the checksums of those that are held as sent; none of weights of this process."""
+        if self.missing:
+            raise RefitError(
+                f"{len(self.missing)} of the {len(self.info)} weights of version {self.version} have not arrived "
+                f"({listed(self.missing)})"
+            )
+        filled = {self.sink.target(name).data_ptr(): name for name in self._sums}
+        held = self.sink.finish() or {}
+        return {name: self._checksum(name, tensor, filled) for name, tensor in held.items() if name in self._sums}
+
+    def _checksum(self, name: str, tensor: Tensor, filled: Mapping[int, str]) -> int:
+        """Return the checksum of a tensor in use, which is not read again if it is the target of this weight."""
+        if filled.get(tensor.data_ptr()) == name and tensor.is_contiguous():
+            return self._sums[name]
+        return checksum(as_bytes(tensor.contiguous()))
 
 
 class ReceivesWeights(GenerationEngine, ABC):
-    """The receiving side of refits, for any engine. The engine must call `require_weights` before it generates."""
+    """The receiving side of refits, for any engine.
+
+    The engine must call `weight_state.require` before it serves requests, which returns their version, and
+    `weight_state.commit` when a module is attached. A subclass sets `refit_device` and `refit_deadline`, and implements
+    `refit_sink` or `use_weights`.
+    """
 
     refit_device: torch.device
     """The device of the engine's weights; set by the engine."""
     refit_deadline: float
     """`generation.refit.deadline` in seconds; set by the engine."""
 
-    _refit_info: WeightInfo | None = None
-    _refit_now: IncomingRefit | None = None
-    _refit_failed = ""
+    _update: WeightUpdate | None = None
     _refit_group: RefitGroup | None = None
     _refit_offered: ipc.SharedMemory | None = None  # as a receive buffer
+    _weight_state: WeightState | None = None
+
+    @property
+    def weight_state(self) -> WeightState:
+        """Whether there are weights to serve with, and their version."""
+        self._weight_state = self._weight_state or WeightState()
+        return self._weight_state
+
+    # -- implemented by the engine -------------------------------------------------------------------------------------
 
     def refit_sink(self, info: WeightInfo) -> WeightSink:
         """Return the destination of the weights `info`. The engine may drop its current weights from here on."""
-        return CollectingSink(info, self.refit_device, self.load_weights)
+        return CollectingSink(info, self.refit_device, self.use_weights)
 
-    def require_weights(self) -> None:
-        """Raise `UserError` from the first weight of a refit to the last, and after a refit that failed."""
-        if self._refit_now is not None:
-            missing = self._refit_now.missing
-            raise UserError(
-                f"cannot generate during a refit: {len(missing)} of the new weights are missing ({listed(missing)}); "
-                "complete the refit first"
+    def use_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Held | None:
+        """Use `weights`, all those of an update, from now on; the result is that of `WeightSink.finish`."""
+        raise NotImplementedError(f"{type(self).__name__} must implement use_weights or refit_sink")
+
+    def drop_caches(self) -> int:
+        """Drop what was computed with earlier weights; return the number of cached tokens that were dropped."""
+        return 0
+
+    # -- phases of an update -------------------------------------------------------------------------------------------
+
+    def begin_weight_update(self, version: int, specs: WeightInfo) -> None:
+        """See `GenerationEngine.begin_weight_update`."""
+        if not specs:
+            raise RefitError("begin_weight_update was given no weights; give the name, shape and dtype of each")
+        self.weight_state.begin(version)
+        info = {name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()}
+        self._update = None
+        with self._failing():
+            self._update = WeightUpdate(version, info, self.refit_sink(info))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `GenerationEngine.load_weights`. Exhausts `weights` in any case: reading it may be a collective."""
+        stream = iter(weights)
+        try:
+            with self._receiving() as update:
+                for name, weight in stream:
+                    update.copy(name, weight)
+        finally:
+            for _ in stream:
+                pass
+
+    def finish_weight_update(self) -> WeightReport:
+        """See `GenerationEngine.finish_weight_update`."""
+        with self._receiving() as update:
+            checksums = update.finish()
+            dropped = self.drop_caches()
+        self._update = None
+        self.weight_state.commit(update.version)
+        return WeightReport(update.version, checksums, dropped)
+
+    @contextmanager
+    def _receiving(self) -> Iterator[WeightUpdate]:
+        """Yield the update in progress; an error in the block ends it."""
+        if self._update is None:
+            raise RefitNotPrepared(
+                "begin_weight_update must be called before weights are sent, and again after an update that failed"
             )
-        if self._refit_failed:
-            raise UserError(
-                f"the last refit of this engine failed ({self._refit_failed}); refit it again before generating"
-            )
+        with self._failing():
+            yield self._update
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """End the update at an error in the block, and raise mistakes in weights as `RefitError`."""
+        try:
+            yield
+        except Exception as error:
+            self._update = None
+            self.weight_state.fail(str(error))
+            if isinstance(error, UserError):
+                raise RefitError(str(error)) from error
+            raise
+
+    # -- transports ----------------------------------------------------------------------------------------------------
 
     def get_refit_state(self) -> EngineState:
         """Return what the driver needs before a refit."""
         return {"device": ipc.device_id(self.refit_device), "joined": self._refit_group is not None}
 
-    def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
-        """See `GenerationEngine.prepare_refit_info`."""
-        if not state_dict_info:
-            raise UserError("prepare_refit_info was given no weights; give the name, shape and dtype of each")
-        self._refit_info = {name: (tuple(shape), dtype) for name, (shape, dtype) in state_dict_info.items()}
-        self._refit_now = None
-
     def offer_refit_memory(self) -> dict[str, ipc.ReceiveBuffer]:
         """See `GenerationEngine.offer_refit_memory`; offers the sink's memory on a CPU, nothing on a GPU."""
         if self.refit_device.type != "cpu":
             return {}
-        incoming = self._begin()
-        self._refit_offered = memory = incoming.sink.memory()
-        if memory is None:
-            return {}
-        offsets = {name: memory.offset(incoming.sink.target(name)) for name in incoming.info}
-        return {
-            ipc.device_id(self.refit_device): ipc.ReceiveBuffer(memory.handle, layout_checksum(incoming.info), offsets)
-        }
+        with self._receiving() as update:
+            self._refit_offered = memory = update.sink.memory()
+            if memory is None:
+                return {}
+            offsets = {name: memory.offset(update.sink.target(name)) for name in update.info}
+        device = ipc.device_id(self.refit_device)
+        return {device: ipc.ReceiveBuffer(memory.handle, layout_checksum(update.info), offsets)}
 
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, ipc.GroupHandles]) -> bool:
         """See `GenerationEngine.update_weights_from_ipc_handles`."""
@@ -169,14 +263,14 @@ class ReceivesWeights(GenerationEngine, ABC):
                 f"the trainer shares weights on {sorted(ipc_handles)}, but this engine is on {device!r}; "
                 "set generation.refit.transport to collective"
             )
-        handles, incoming = ipc_handles[device], self._refit_now
-        if incoming is None or incoming.refit not in ("", handles.refit):
-            incoming = self._begin()
-        incoming.refit = handles.refit
-        with self._receiving(incoming):
+        handles = ipc_handles[device]
+        with self._receiving() as update:
+            if update.transfer not in ("", handles.refit):
+                raise RefitError("received weights of two transfers in one update: begin each with begin_weight_update")
+            update.transfer = handles.refit
             raw = self._open_memory(handles.memory)
-            for slot, checksum in zip(handles.slots, handles.checksums, strict=True):
-                incoming.receive(slot, raw, checksum)
+            for slot, sent in zip(handles.slots, handles.checksums, strict=True):
+                update.receive(slot, raw, sent)
         return True
 
     def _open_memory(self, handle: ipc.MemoryHandle | ipc.CudaHandle) -> Tensor:
@@ -196,34 +290,13 @@ class ReceivesWeights(GenerationEngine, ABC):
         """See `GenerationEngine.update_weights_from_collective`."""
         if self._refit_group is None:
             raise RefitNotPrepared("init_collective must be called before update_weights_from_collective")
-        incoming = self._begin()
         try:
-            with self._receiving(incoming):
-                collective.receive(self._refit_group, incoming.info, incoming.sink.target, incoming.verify)
+            with self._receiving() as update:
+                collective.receive(self._refit_group, update.info, update.sink.target, update.verify)
         finally:
             if self._refit_group.closed:
                 self._refit_group = None
         return True
-
-    def _begin(self) -> IncomingRefit:
-        if self._refit_info is None:
-            raise RefitNotPrepared(
-                "prepare_refit_info must be called before weights are sent, with their names, shapes and dtypes"
-            )
-        self._refit_failed = ""
-        self._refit_now = IncomingRefit(self._refit_info, self.refit_sink(self._refit_info))
-        return self._refit_now
-
-    @contextmanager
-    def _receiving(self, incoming: IncomingRefit) -> Iterator[None]:
-        """End the refit once all weights have arrived, or with an error."""
-        try:
-            yield
-        except Exception as error:
-            self._refit_now, self._refit_failed = None, str(error)
-            raise
-        if not incoming.missing:
-            self._refit_now = None
 
 
 def listed(names: Iterable[str]) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from batched_engine import Batches
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.sections import GenerationConfig
-from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 
@@ -27,17 +26,11 @@ class Tiny:
     model: Any
     tokenizer: Any
 
-    def engine(self, tokenizer: Any = None, **config: Any) -> TransformersEngine:
-        """An engine on the model itself."""
-        engine = TransformersEngine(
-            GenerationConfig(**config),
-            tokenizer or self.tokenizer,
-            model_name=self.path,
-            device="cpu",
-            precision="float32",
-        )
-        engine.attach(self.model)
-        return engine
+    def engine(self, tokenizer: Any = None, model: Any = None, **config: Any) -> Batches:
+        """An engine on the model itself, or on `model`."""
+        batches = Batches.of(self.path, tokenizer or self.tokenizer, **config)
+        batches.engine.attach(model or self.model, 0)
+        return batches
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlframework.config.sections import GenerationConfig
-from rlframework.errors import BatchError, ConfigError, RLFrameworkError
-from rlframework.generation.transformers_engine import TransformersEngine
+from rlframework.errors import BatchError, ConfigError, RequestError, RLFrameworkError
+from rlframework.generation.stop_tokens import stop_tokens
 from rlframework.huggingface.tokenizer import character_tokenizer
 
 ALPHABET = "0123456789+= "
@@ -98,10 +98,8 @@ def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any, 
     assert len(widths) == max(lengths), "no forward after the last sampled token"
 
 
-def test_all_sources_of_end_tokens(
-    tiny: Any, batch: Any, completions: Any, plain_greedy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stop ids, stop strings, and the model's own end-of-sequence tokens: in memory, or in a file beside it."""
+def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plain_greedy: Any, tmp_path: Path) -> None:
+    """Stop ids, stop strings, and the model's own end-of-sequence tokens, in a file beside it."""
     prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
     path = plain_greedy(tiny.model, prompt, {EOS}, 24)
     stop = path[2]
@@ -112,13 +110,9 @@ def test_all_sources_of_end_tokens(
         assert completions(output) == [cut]
         assert output["truncated"].tolist() == [False]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, stop]}), encoding="utf-8")
-    config = GenerationConfig(max_new_tokens=24, temperature=0.0)
-    engine = TransformersEngine(config, tiny.tokenizer, model_name=str(tmp_path), device="cpu", precision="float32")
-    engine.attach(tiny.model)
+    engine = replace(tiny.engine(max_new_tokens=24, temperature=0.0))
+    engine.stops = stop_tokens(engine.config, tiny.tokenizer, str(tmp_path))
     assert completions(engine.generate(batch([prompt]))) == [cut]
-    monkeypatch.setattr(tiny.model.generation_config, "eos_token_id", [EOS, stop])
-    output = tiny.engine(max_new_tokens=24, temperature=0.0).generate(batch([prompt]))
-    assert completions(output) == [cut]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +133,7 @@ def test_a_prompt_beyond_the_models_positions(tiny: Any, batch: Any, monkeypatch
     output = tiny.engine(max_new_tokens=24, stop_token_ids=()).generate(batch([[3] * 6, [4]]))
     assert output["unpadded_sequence_lengths"].max() <= 8
     assert output["generation_lengths"][0] <= 2
-    with pytest.raises(BatchError, match="prompt of row 1 has 8 tokens, but the model has only 8 positions"):
+    with pytest.raises(RequestError, match="prompt of request .* has 8 tokens, but the model has only 8 positions"):
         tiny.engine(max_new_tokens=2).generate(batch([[3], [4] * 8]))
 
 
@@ -156,8 +150,7 @@ def test_rows_that_run_out_of_positions_leave_the_others_alone(
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.pad_token = tokenizer.eos_token
     prompts = [[token] * length for length in (1, 3) for token in range(2, 14)] + [[4] * 8, [5] * 10, [6] * 11]
-    engine = tiny.engine(tokenizer, max_new_tokens=9, temperature=0.0)
-    engine.attach(model)
+    engine = tiny.engine(tokenizer, model, max_new_tokens=9, temperature=0.0)
     output = engine.generate(batch(prompts, pad=EOS))
     expected = [plain_greedy(model, prompt, {EOS}, min(9, 12 - len(prompt))) for prompt in prompts]
     assert completions(output) == expected

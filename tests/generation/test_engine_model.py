@@ -8,21 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from batched_engine import Batches
 from torch import Tensor
 
-from rlframework.config.sections import GenerationConfig
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError, EngineNotReady, RefitError, UserError
 from rlframework.generation.engine_model import EngineModel
-from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.model_directories import make_llama, quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
 
-def make_engine(path: str, tokenizer: Any, precision: str = "float32") -> TransformersEngine:
-    config = GenerationConfig(max_new_tokens=12, temperature=0.0)
-    return TransformersEngine(config, tokenizer, model_name=path, device="cpu", precision=precision)
+def make_engine(path: str, tokenizer: Any, precision: str = "float32") -> Batches:
+    return Batches.of(path, tokenizer, precision, max_new_tokens=12, temperature=0.0)
 
 
 def saved(path: str | Path) -> dict[str, Tensor]:
@@ -47,7 +45,7 @@ def test_loaded_weights_generate_as_the_attached_model(
     for path in paths:
         names = saved(path)
         assert ("lm_head.weight" in names) == (not tied)
-        engine.load_weights(names.items())
+        engine.load(names)
         for tensor in names.values():
             tensor.mul_(-3)
         model = AutoModelForCausalLM.from_pretrained(path)
@@ -82,7 +80,7 @@ def test_other_names_in_files_than_in_memory(tmp_path: Path, batch: Any, complet
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in weights
     engine = make_engine(str(tmp_path), character_tokenizer("0123456789"))
     for _ in range(2):
-        engine.load_weights(weights.items())
+        engine.load(weights)
         assert completions(engine.generate(batch([[3, 9], [4]]))) == [
             plain_greedy(model, prompt, {1}, 12) for prompt in ([3, 9], [4])
         ]
@@ -90,9 +88,9 @@ def test_other_names_in_files_than_in_memory(tmp_path: Path, batch: Any, complet
 
 def test_precision_of_the_own_module(tiny: Any, batch: Any) -> None:
     engine = make_engine(tiny.path, tiny.tokenizer, "bfloat16")
-    engine.load_weights(saved(tiny.path).items())
-    assert engine._model is not None
-    assert {parameter.dtype for parameter in engine._model.parameters()} == {torch.bfloat16}
+    engine.load(saved(tiny.path))
+    assert engine.engine._model is not None
+    assert {parameter.dtype for parameter in engine.engine._model.parameters()} == {torch.bfloat16}
     assert engine.generate(batch([[3]]))["logprobs"].dtype == torch.float32
 
 
@@ -109,7 +107,7 @@ def test_weights_that_do_not_fit(tiny: Any, batch: Any, already_loaded: bool) ->
     for message, weights in cases.items():
         engine = make_engine(tiny.path, tiny.tokenizer)
         if already_loaded:
-            engine.load_weights(good.items())
+            engine.load(good)
         read: list[str] = []
 
         def stream(weights: dict[str, Tensor] = weights, read: list[str] = read) -> Iterator[tuple[str, Tensor]]:
@@ -117,12 +115,12 @@ def test_weights_that_do_not_fit(tiny: Any, batch: Any, already_loaded: bool) ->
                 read.append(name)
                 yield name, tensor
 
-        with pytest.raises(UserError, match=message):
-            engine.load_weights(stream())
+        with pytest.raises(RefitError, match=message):
+            engine.load(weights, stream())
         assert read == list(weights)
-        with pytest.raises(UserError, match="no weights yet"):
+        with pytest.raises(EngineNotReady, match="refit it again"):
             engine.generate(batch([[3]]))
-        engine.load_weights(good.items())
+        engine.load(good)
         assert engine.generate(batch([[3]])).size == 1
 
 
@@ -157,6 +155,6 @@ def test_a_layer_that_the_base_lacks_is_rejected(tiny_llama: Path) -> None:
 
 def test_an_unreadable_model_is_reported_with_the_key_to_change(tiny: Any, tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no model configuration can be read from policy\.model_name=.*nowhere"):
-        make_engine(str(tmp_path / "nowhere"), tiny.tokenizer).load_weights(iter([]))
+        EngineModel(str(tmp_path / "nowhere"), "cpu", "float32").load(iter([]))
     with pytest.raises(DataError, match=r"policy\.lora\.refit=adapters.*set policy\.lora\.refit to merged"):
         EngineModel(str(tmp_path / "nowhere"), "cpu", "float32").load_adapters(adapters(tiny_llama, 0).items())

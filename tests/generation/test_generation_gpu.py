@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from batched_engine import Batches
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlframework.config.sections import GenerationConfig
 from rlframework.generation.batch_memory import _SAMPLING_BYTES, row_bytes
 from rlframework.generation.decode import SAMPLED_ELEMENTS
-from rlframework.generation.transformers_engine import TransformersEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -22,10 +21,10 @@ PROMPTS = [[random.Random(row).randrange(2, 15) for _ in range(1 + row % 40)] fo
 
 def test_greedy_rows_are_those_of_a_cpu(tiny: Any, batch: Any) -> None:
     """In fp32; prompts of different lengths, so with padding, and rows that end between two checks."""
-    data, settings = batch(PROMPTS), GenerationConfig(max_new_tokens=40)
+    data = batch(PROMPTS)
     expected = tiny.engine(max_new_tokens=40).generate(data, greedy=True)
-    engine = TransformersEngine(settings, tiny.tokenizer, model_name=tiny.path, device="cuda", precision="float32")
-    engine.load_weights((name, weight) for name, weight in tiny.model.state_dict().items() if name != "lm_head.weight")
+    engine = Batches.of(tiny.path, tiny.tokenizer, device="cuda", max_new_tokens=40)
+    engine.load({name: weight for name, weight in tiny.model.state_dict().items() if name != "lm_head.weight"})
     found = engine.generate(data, greedy=True)
     assert torch.equal(found["output_ids"], expected["output_ids"])
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=1e-3, atol=1e-3)
@@ -44,9 +43,8 @@ def test_memory_stays_within_the_plan(tiny: Any, batch: Any, tmp_path: Path, top
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
     config.save_pretrained(tmp_path)
-    settings = GenerationConfig(max_new_tokens=400, top_p=top_p)
-    engine = TransformersEngine(settings, tiny.tokenizer, model_name=str(tmp_path), device="cuda", precision="bfloat16")
-    engine.attach(model)
+    engine = Batches.of(str(tmp_path), tiny.tokenizer, "bfloat16", "cuda", max_new_tokens=400, top_p=top_p)
+    engine.engine.attach(model, 0)
     prompts = [prompt * 8 for prompt in PROMPTS]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from batched_engine import Batches
 from causal_kinds import KINDS, tiny_model
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import BatchError, NotSupported
-from rlframework.generation.decode import SamplingRule, choose, row_uniforms
+from rlframework.errors import NotSupported, RequestError
+from rlframework.generation.decode import choose, row_uniforms
 from rlframework.generation.probing import row_forward
 from rlframework.generation.row_forward import EqualRows, PaddedRows, WholeRows
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.generation import SamplingParams
 
 LENGTHS, NEW = (11, 4, 7, 2, 7), 8
 STOPS, END = (5, 9, 17, 23), 1
@@ -36,19 +38,18 @@ def _prompts() -> list[list[int]]:
     return [*rows[:4], rows[2]]  # one prompt twice
 
 
-def _engine(model: Any, **settings: Any) -> TransformersEngine:
+def _engine(model: Any, **settings: Any) -> Batches:
     tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
     config = GenerationConfig(**{"max_new_tokens": NEW, "stop_token_ids": STOPS, **settings})
     engine = TransformersEngine(config, tokenizer, model_name="none", device="cpu", precision="float32")
-    model.generation_config.eos_token_id = None
-    engine.attach(model)
-    return engine
+    engine.attach(model, 0)
+    return Batches(engine, config, frozenset((*config.stop_token_ids, END)), tokenizer.pad_token_id)
 
 
 @torch.no_grad()
 def _row_by_row(model: Any, prompt: list[int], seed: int, greedy: bool) -> tuple[list[int], Tensor]:
     """The completion, each token by a forward of the whole row, and its log-probabilities in the finished row."""
-    ids, rule = torch.tensor(prompt), SamplingRule(0.0 if greedy else 1.0)
+    ids, rule = torch.tensor(prompt), SamplingParams(0.0 if greedy else 1.0)
     for draw in row_uniforms(torch.tensor([seed]), NEW)[0]:
         logits = model(input_ids=ids[None], use_cache=False).logits[:, -1]
         ids = torch.cat((ids, choose(logits, draw[None], rule)[0]))
@@ -99,5 +100,5 @@ def test_no_row_crosses_the_limit_of_a_rotary_embedding_with_two_regimes(batch: 
         expected = full[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
         found = output["logprobs"][row, first : ids.shape[1]]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(BatchError, match=r"row 0 has 12 tokens, but .* only 12 positions until its rotary"):
+    with pytest.raises(RequestError, match=r"request .* has 12 tokens, but .* only 12 positions until its rotary"):
         engine.generate(batch([list(range(3, 15))]))

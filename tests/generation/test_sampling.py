@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.generation import decode
-from rlframework.generation.decode import SamplingRule, choose, draw, row_uniforms
+from rlframework.generation.decode import choose, draw, row_uniforms
+from rlframework.interfaces.generation import SamplingParams
 
 finite_logits = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=20)
 uniform = st.floats(0, 1, exclude_max=True)
@@ -69,17 +70,17 @@ def test_truncated_inversion_by_hand() -> None:
 def test_logprobs_at_the_temperature() -> None:
     """Logits log 1, log 2, log 4: at temperature 2 weights 1, sqrt 2, 2; greedy reports temperature 1: 4/7."""
     logits = torch.tensor([[1.0, 2.0, 4.0]]).log()
-    token, logprob = choose(logits, torch.tensor([0.999], dtype=torch.float64), SamplingRule(2.0, top_k=1))
+    token, logprob = choose(logits, torch.tensor([0.999], dtype=torch.float64), SamplingParams(2.0, top_k=1))
     assert token.tolist() == [2]
     assert math.isclose(float(logprob), math.log(2 / (3 + math.sqrt(2))), rel_tol=1e-6)
-    token, logprob = choose(logits, None, SamplingRule(0.0))
+    token, logprob = choose(logits, None, SamplingParams(0.0))
     assert token.tolist() == [2]
     assert math.isclose(float(logprob), math.log(4 / 7), rel_tol=1e-6)
 
 
 def test_half_precision_logits_are_summed_in_fp32() -> None:
     logits = torch.zeros(1, 5000, dtype=torch.bfloat16)
-    _, logprob = choose(logits, torch.tensor([0.5], dtype=torch.float64), SamplingRule())
+    _, logprob = choose(logits, torch.tensor([0.5], dtype=torch.float64), SamplingParams())
     assert logprob.dtype == torch.float32
     assert math.isclose(float(logprob), -math.log(5000), rel_tol=1e-6)
 
@@ -95,8 +96,10 @@ def test_uniforms_are_numpys_philox_and_belong_to_seed_and_position() -> None:
     assert bool(((long >= 0) & (long < 1)).all())
 
 
-@pytest.mark.parametrize("rule", [SamplingRule(), SamplingRule(0.0), SamplingRule(0.7, 5, 0.9)])
-def test_rows_sampled_in_parts_are_those_sampled_together(rule: SamplingRule, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", [SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, 5, 0.9)])
+def test_rows_sampled_in_parts_are_those_sampled_together(
+    rule: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = 3 * torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
     uniforms = None if rule.greedy else row_uniforms(torch.arange(7), 1)[:, 0]
     together = choose(logits, uniforms, rule)

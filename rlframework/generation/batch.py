@@ -1,0 +1,109 @@
+"""A batch in NeMo-RL's shape as generation requests, and their results as a batch."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.errors import BatchError, RLFrameworkError
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import GenerationConfig
+
+
+def generate(
+    engine: GenerationEngine,
+    data: BatchedDataDict[Any],
+    config: GenerationConfig,
+    stop_tokens: frozenset[int],
+    pad_id: int,
+    *,
+    greedy: bool = False,
+) -> BatchedDataDict[Any]:
+    """Complete each row of `data` on an `engine` without other requests. Input: `requests_of`, output: `batch_of`."""
+    requests = requests_of(data, config, stop_tokens, greedy=greedy)
+    names = [request.request_id for request in requests]
+    results: dict[str, GenerationResult] = {}
+    engine.submit(requests)
+    try:
+        while not results.keys() >= set(names):
+            results |= {result.request_id: result for result in engine.poll(None)}
+    except BaseException:
+        engine.abort(names)
+        raise
+    return batch_of([results[name] for name in names], [request.prompt_ids for request in requests], pad_id)
+
+
+def requests_of(
+    data: BatchedDataDict[Any], config: GenerationConfig, stop_tokens: frozenset[int], *, greedy: bool = False
+) -> list[GenerationRequest]:
+    """Return a request for each row, with ids that are unique in all processes.
+
+    `data`: `input_ids [B, S]` int64, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64, all 64 bits
+    significant. `stop_tokens`: all tokens that end a completion. Raises `BatchError` for missing seeds and an empty
+    prompt.
+    """
+    prompts, seeds = _unpadded_prompts(data)
+    sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, stop_tokens)
+    batch = uuid.uuid4().hex
+    return [
+        GenerationRequest(f"{batch}:{row}", prompt, seed, config.max_new_tokens, sampling)
+        for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+
+
+def batch_of(results: Sequence[GenerationResult], prompts: Sequence[Tensor], pad_id: int) -> BatchedDataDict[Any]:
+    """Return the rows in the order of `results`, whose `prompts` are 1-D int64, on the CPU.
+
+    - `output_ids [B, T]`: prompt and completion, right-padded with `pad_id`;
+    - `generation_lengths [B]`: tokens in the completion, including the stop token;
+    - `unpadded_sequence_lengths [B]`: tokens in prompt and completion;
+    - `logprobs [B, T]` fp32: of each sampled token as in `GenerationResult`; 0 elsewhere;
+    - `truncated [B]` bool: ended without a stop token.
+
+    Find the end of a row from the lengths, never from the pad id, which may equal an end-of-sequence token. Raises
+    `RLFrameworkError` for log-probabilities that are not finite.
+    """
+    ids = [torch.cat((prompt, row.token_ids)) for prompt, row in zip(prompts, results, strict=True)]
+    logprobs = [
+        torch.cat((torch.zeros(len(prompt)), row.logprobs)) for prompt, row in zip(prompts, results, strict=True)
+    ]
+    padded_logprobs = pad_sequence(logprobs, batch_first=True)
+    if not bool(torch.isfinite(padded_logprobs).all()):
+        raise RLFrameworkError("the model's probabilities are not finite: its weights contain NaN or infinity")
+    return BatchedDataDict(
+        {
+            "output_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
+            "generation_lengths": torch.tensor([len(row.token_ids) for row in results]),
+            "unpadded_sequence_lengths": torch.tensor([len(row) for row in ids]),
+            "logprobs": padded_logprobs,
+            "truncated": torch.tensor([row.finish_reason != "stop" for row in results]),
+        }
+    )
+
+
+def _unpadded_prompts(data: BatchedDataDict[Any]) -> tuple[list[Tensor], list[int]]:
+    """Return the prompts of `data` without padding, and the seeds."""
+    names = "input_ids", "input_lengths", "seeds"
+    missing = [name for name in names if name not in data]
+    if missing:
+        raise BatchError(f"generate needs input_ids, input_lengths and seeds; {missing} are not in {sorted(data)}")
+    ids, lengths, seeds = (data[name].cpu() for name in names)
+    if ids.ndim != 2 or not len(ids) == len(lengths) == len(seeds) > 0:
+        shapes = {name: tuple(data[name].shape) for name in names}
+        raise BatchError(
+            f"generate needs input_ids [B, S], input_lengths [B] and seeds [B] with B at least 1, got {shapes}"
+        )
+    wrong = ((lengths < 1) | (lengths > ids.shape[1])).nonzero().flatten().tolist()
+    if wrong:
+        raise BatchError(
+            f"input_lengths of row {wrong[0]} is {int(lengths[wrong[0]])}; it must be between 1 and {ids.shape[1]}"
+        )
+    return [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)], seeds.tolist()

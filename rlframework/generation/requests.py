@@ -1,0 +1,67 @@
+"""The requests that a model can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlframework.errors import RequestError
+from rlframework.generation.row_limits import RowLimits
+from rlframework.huggingface.model_directories import first_size
+from rlframework.interfaces.generation import GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """The `rows` and the `vocabulary` of a model; None: its configuration does not say."""
+
+    rows: RowLimits
+    vocabulary: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> ServingLimits:
+        """Return the limits of a model of `config`."""
+        return cls(RowLimits.of(config), first_size(config.get_text_config(), "vocab_size"))
+
+    def budget(self, request: GenerationRequest) -> int:
+        """Return the most tokens of the completion."""
+        return int(min(request.max_new_tokens, self.rows.room(request.request_id, len(request.prompt_ids))))
+
+
+def check_requests(requests: Sequence[GenerationRequest], limits: ServingLimits, in_use: Collection[str]) -> None:
+    """Raise `RequestError` as in `GenerationEngine.submit`; `in_use`: the ids of unfinished requests."""
+    seen = set(in_use)
+    for request in requests:
+        name = request.request_id
+        if name in seen:
+            raise RequestError(f"request {name!r} was submitted before and is not finished; give each its own id")
+        seen.add(name)
+        if request.media:
+            raise RequestError(f"request {name!r} has media; this engine serves text only")
+        _check_sampling(name, request.sampling)
+        limits.budget(request)
+    _check_tokens(requests, limits.vocabulary)
+
+
+def _check_sampling(name: str, sampling: SamplingParams) -> None:
+    for key, given, right, allowed in (
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "0 or more"),
+        ("top_k", sampling.top_k, sampling.top_k is None or sampling.top_k >= 1, "1 or more, or None"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+    ):
+        if not right:
+            raise RequestError(f"request {name!r} has {key}={given}; it must be {allowed}")
+
+
+def _check_tokens(requests: Sequence[GenerationRequest], vocabulary: int | None) -> None:
+    most = float("inf") if vocabulary is None else vocabulary - 1
+    for request in requests:
+        low, high = (int(end) for end in torch.aminmax(request.prompt_ids))
+        if low < 0 or high > most:
+            raise RequestError(
+                f"the prompt of request {request.request_id!r} has token {low if low < 0 else high}; the model's "
+                f"tokens are 0 to {most}"
+            )
