@@ -94,7 +94,9 @@ def _model(config: RunConfig, found: Mapping[str, Any], device: str) -> Iterator
         yield Problem("policy.model_name", message, "Set generation.name=transformers, or install a vLLM that has it.")
     heads, size = model.get("num_attention_heads") or 1, _head_size(model)
     if device == "cpu" and size and size not in HEAD_SIZES:
-        message = f"its attention heads have size {size}; on a CPU vLLM has kernels for {', '.join(map(str, HEAD_SIZES))}."
+        message = (
+            f"its attention heads have size {size}; on a CPU vLLM has kernels for {', '.join(map(str, HEAD_SIZES))}."
+        )
         yield Problem("policy.model_name", message, "Set generation.name=transformers, or use a GPU.")
     if heads % keys.tensor_parallel_size:
         message = f"{keys.tensor_parallel_size} does not divide the model's {heads} attention heads."
@@ -102,7 +104,9 @@ def _model(config: RunConfig, found: Mapping[str, Any], device: str) -> Iterator
     needed = _sequence_bytes(model, _precision(config), keys.max_model_len) // keys.tensor_parallel_size
     if keys.kv_cache_memory_bytes is not None and keys.kv_cache_memory_bytes < needed:
         message = f"{keys.kv_cache_memory_bytes} bytes have no room for one sequence, which takes {needed}."
-        yield Problem("generation.vllm.kv_cache_memory_bytes", message, "Raise it, or lower generation.vllm.max_model_len.")
+        yield Problem(
+            "generation.vllm.kv_cache_memory_bytes", message, "Raise it, or lower generation.vllm.max_model_len."
+        )
 
 
 def default_cache_bytes(model: Mapping[str, Any], precision: str, max_model_len: int | None) -> int:

@@ -49,7 +49,9 @@ class VllmKeys(Section):
     kv_cache_memory_bytes: Bytes | None = Field(
         None, description="bytes of the cache; null: on a CPU 1 GiB or one sequence, on a GPU gpu_memory_utilization"
     )
-    gpu_memory_utilization: Fraction | None = Field(None, description="fraction of a GPU's memory for weights and cache")
+    gpu_memory_utilization: Fraction | None = Field(
+        None, description="fraction of a GPU's memory for weights and cache"
+    )
     max_model_len: Tokens | None = Field(None, description="maximum tokens of a sequence; null: the model's positions")
     max_num_batched_tokens: Tokens | None = Field(None, description="maximum tokens of a forward")
     block_size: Count | None = Field(None, description="tokens per block of the cache; null: 32 on a CPU")
@@ -57,7 +59,9 @@ class VllmKeys(Section):
     enable_chunked_prefill: bool | None = Field(None, description="split long prompts over several forwards")
     enforce_eager: bool | None = Field(None, description="compile nothing and use no CUDA graphs; null: on a CPU")
     kv_cache_dtype: str | None = Field(None, description="dtype of the cache; another one changes log-probabilities")
-    cpu_offload_gb: Annotated[float, Field(ge=0.0, le=1e6)] | None = Field(None, description="GiB of weights on the CPU")
+    cpu_offload_gb: Annotated[float, Field(ge=0.0, le=1e6)] | None = Field(
+        None, description="GiB of weights on the CPU"
+    )
     attention_backend: str | None = Field(None, description="one of vLLM's attention backends")
     enable_expert_parallel: bool | None = Field(None, description="distribute experts over the GPUs of an engine")
     disable_custom_all_reduce: bool | None = Field(None, description="reduce between GPUs with NCCL only")

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import RequestError, UserError
+from rlframework.errors import EngineNotReady, RequestError, UserError
 from rlframework.generation.requests import ServingLimits, check_requests
 from rlframework.generation.row_limits import RowLimits
 from rlframework.huggingface.model_directories import read_config
@@ -38,7 +38,9 @@ class _Row:
 
     def result(self, reason: FinishReason) -> GenerationResult:
         ends = [*list(self.starts.values())[1:], len(self.tokens)]
-        spans = (WeightSpan(start, end, version) for (version, start), end in zip(self.starts.items(), ends, strict=False))
+        spans = (
+            WeightSpan(start, end, version) for (version, start), end in zip(self.starts.items(), ends, strict=False)
+        )
         tokens, logprobs = torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs)
         return GenerationResult(self.request.request_id, tokens, logprobs, reason, tuple(spans))
 
@@ -64,6 +66,7 @@ class VllmEngine(ReceivesWeights):
         self._paused = False
         self._sink: weights.StagedWeights | None = None
         self._started: Runtime | None = None
+        self._asleep: set[Tag] = set()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -122,6 +125,8 @@ class VllmEngine(ReceivesWeights):
 
     def _step(self, version: int) -> bool:
         """Compute one forward with the weights of `version`; return whether there are new tokens."""
+        if self._asleep:
+            raise EngineNotReady(f"the memory of {', '.join(sorted(self._asleep))} was released: call restore first")
         for name in self._new:
             request, vocabulary = self._rows[name].request, self._limits.vocabulary or 2**31 - 1
             top_k = min(request.sampling.top_k or 0, vocabulary)
@@ -194,23 +199,28 @@ class VllmEngine(ReceivesWeights):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def release(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
-        """See `GenerationEngine.release`. Frees nothing on a CPU, where vLLM keeps its memory."""
+        """See `GenerationEngine.release`. On a CPU nothing is freed; on a GPU the cache goes with the weights."""
         if self.refit_device.type == "cpu" or self._started is None or not tags:
             return 0
         if self._rows:
             raise UserError(f"{len(self._rows)} requests are unfinished: abort them before release")
-        before = torch.cuda.mem_get_info(self.refit_device)[0]
-        self._started.sleep(weights="weights" in tags)
-        if "weights" in tags:
+        before, weights_too = torch.cuda.mem_get_info(self.refit_device)[0], "weights" in tags
+        if self._asleep >= set(tags):
+            return 0
+        self._started.sleep(weights=weights_too)
+        self._asleep = {"weights", "kv_cache"} if weights_too else {"kv_cache"}
+        if weights_too:
             self.weight_state.fail("its weights were released")
         return int(torch.cuda.mem_get_info(self.refit_device)[0] - before)
 
     def restore(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
         """See `GenerationEngine.restore`."""
-        if self.refit_device.type == "cpu" or self._started is None or not tags:
+        asleep = self._asleep & set(tags)
+        if self._started is None or not asleep:
             return 0
         before = torch.cuda.mem_get_info(self.refit_device)[0]
-        self._started.wake(tags)
+        self._started.wake(asleep)
+        self._asleep -= asleep
         return int(before - torch.cuda.mem_get_info(self.refit_device)[0])
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import xxhash
 
 from rlframework.errors import ConfigError
 from rlframework.interfaces.generation import FinishReason, GenerationRequest
-from rlframework_vllm.sampler import install
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine works only when it is called
@@ -37,19 +37,29 @@ class Runtime:
 
     def __init__(self, **arguments: Any) -> None:
         """Start vLLM with `arguments` of its `EngineArgs`. Raises `ConfigError` if it does not start."""
+        if torch.distributed.is_initialized():  # also of another vLLM
+            raise ConfigError(
+                "vLLM needs a process of its own, and this one has a process group already: close the other engine, or "
+                "set generation.workers.group to processes or ray"
+            )
         os.environ |= _VARIABLES
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         try:
             with _without_side_effects():
+                from vllm import EngineArgs
+                from vllm.v1.engine.llm_engine import LLMEngine
+
+                from rlframework_vllm.sampler import install
+
                 self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+                self._engine.collective_rpc(install)
         except (ValueError, RuntimeError, MemoryError) as error:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
             raise ConfigError(
                 f"vLLM does not start with the settings of generation.vllm: {str(error).strip().splitlines()[0]}"
             ) from error
-        self._engine.collective_rpc(install)
 
     def add(self, request: GenerationRequest, max_tokens: int, top_k: int) -> None:
         """Accept a request."""
@@ -122,7 +132,8 @@ def folded(seed: int) -> int:
 def _without_side_effects() -> Iterator[None]:
     """Restore what a starting vLLM changes in torch: the random state, the number of threads, and how to set it."""
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own names
         try:
             yield
         finally:

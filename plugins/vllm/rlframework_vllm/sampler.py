@@ -11,7 +11,7 @@ from vllm.v1.sample.sampler import Sampler
 GREEDY = 1e-5  # temperatures below are greedy in vLLM
 
 
-class TemperatureSampler(Sampler):
+class TemperatureSampler(Sampler):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Returns log-probabilities at each request's temperature (greedy: at 1), before top-k and top-p.
 
     vLLM's modes have either the model's own, at temperature 1, or those after the truncation.

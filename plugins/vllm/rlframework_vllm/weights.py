@@ -47,7 +47,9 @@ class StagedWeights(WeightSink):
 
     def finish(self) -> Held:
         """See `WeightSink.finish`."""
-        return self._load(Source(tuple(self._slots.values()), self._raw if self._shared is None else self._shared.handle))
+        return self._load(
+            Source(tuple(self._slots.values()), self._raw if self._shared is None else self._shared.handle)
+        )
 
 
 def view(slot: Slot, raw: Tensor) -> Tensor:
