@@ -19,7 +19,6 @@ from rlframework.config.sections import (
 from rlframework.errors import ConfigError
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import (
-    API_VERSION,
     AlgorithmRecord,
     Capability,
     DataProcessorRecord,
@@ -93,7 +92,7 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
 def _core(
     kind: type[_Kind], name: str, target: str, summary: str, model: type[Section] | None = None, **fields: Any
 ) -> _Kind:
-    return kind(name, f"rlframework.{target}", API_VERSION, summary, config_model=model, **fields)
+    return kind(name, f"rlframework.{target}", kind.supported_api, summary, config_model=model, **fields)
 
 
 def check_inline(config: RunConfig, device: str) -> list[Problem]:

@@ -10,7 +10,7 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor

@@ -11,7 +11,7 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import BatchError
-from rlframework.generation.client import Generation
+from rlframework.generation.driver import Generation
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.named_sharding import NamedSharding
 

@@ -133,7 +133,7 @@ def test_a_prompt_beyond_the_models_positions(tiny: Any, batch: Any, monkeypatch
     output = tiny.engine(max_new_tokens=24, stop_token_ids=()).generate(batch([[3] * 6, [4]]))
     assert output["unpadded_sequence_lengths"].max() <= 8
     assert output["generation_lengths"][0] <= 2
-    with pytest.raises(RequestError, match="prompt of request .* has 8 tokens, but the model has only 8 positions"):
+    with pytest.raises(RequestError, match=r"prompt of request .* has 8 tokens, but the model has only 8 positions"):
         tiny.engine(max_new_tokens=2).generate(batch([[3], [4] * 8]))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from rlframework import run
 from rlframework.errors import ConfigError, DeadlineExceeded, WorkerLost
-from rlframework.generation.client import RemoteGeneration
+from rlframework.generation.driver import RemoteGeneration
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.launch import RESTARTS_FILE
 

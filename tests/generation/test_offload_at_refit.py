@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlframework.config.sections import RefitConfig
-from rlframework.generation.client import refit_policy_generation
+from rlframework.generation.driver import refit_policy_generation
 from rlframework.plugins.types import Capability
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
 

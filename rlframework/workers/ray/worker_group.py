@@ -292,8 +292,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         """The environment variables of a worker."""
         node = self._placements[rank].node_id
         cores = int(self._machines[node].total.get("CPU", 0))
+        workers = self._nodes[node] * math.ceil(self._builder.spec.replicas / max(1, len(self._machines)))
         given = machine.worker_environment(
-            self._nodes[node], self._config.environment, cores=cores, one_machine=len(self._nodes) == 1
+            workers, self._config.environment, cores=cores, one_machine=len(self._nodes) == 1
         )
         return self._temporary.environment(given) if runtime.is_private() else given
 
