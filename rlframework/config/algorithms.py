@@ -113,6 +113,11 @@ class ClippedPGLossConfig(Section):
         "none", description="truncated: weight tokens by trainer/generator probability, at most `importance_cap`"
     )
     importance_cap: Limit = Field(2.0, description="upper bound of a token's importance weight")
+    mismatch_bound: Limit = Field(
+        0.1,
+        description="difference between the log-probabilities of trainer and engine beyond which a token counts in the "
+        "metric `train/generation_logprob_beyond_fraction`",
+    )
 
     @model_validator(mode="after")
     def _constant(self) -> Self:

@@ -121,9 +121,14 @@ class GenerationConfig(Section):
     name: str = Field("transformers", description="name of the generation engine; `rlframework plugins` lists them")
     max_new_tokens: Tokens = Field(64, description="maximum number of tokens to generate per completion")
     temperature: Temperature = Field(1.0, description="sampling temperature; 0: greedy decoding")
-    top_k: Tokens | None = Field(None, description="sample from the k most likely tokens; null: from all tokens")
+    top_k: Tokens | None = Field(
+        None, description="sample from the k most likely tokens; null: from all, as GRPO requires"
+    )
     top_p: float = Field(
-        1.0, gt=0.0, le=1.0, description="sample from the fewest tokens with this total probability; 1: from all tokens"
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="sample from the fewest tokens with this total probability; 1: from all, as GRPO requires",
     )
     stop_token_ids: tuple[TokensOrZero, ...] = Field(
         (), description="token ids that end a completion, besides the model's own"

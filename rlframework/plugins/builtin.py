@@ -153,7 +153,23 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
     if config.generation.temperature == 0:
         message = "greedy completions of a prompt are all identical, so GRPO has nothing to compare."
         problems.append(Problem("generation.temperature", message, "Set it to a positive value, such as 1.0."))
-    return problems
+    return problems + _truncated_sampling(config.generation)
+
+
+def _truncated_sampling(generation: GenerationConfig) -> list[Problem]:
+    """Reject top-k and top-p: the log-probabilities of engine and trainer are those before truncation."""
+    truncations = (("top_k", generation.top_k, None), ("top_p", generation.top_p, 1.0))
+    return [
+        Problem(
+            f"generation.{key}",
+            f"{value} samples from a truncated distribution, while GRPO trains the log-probabilities of the whole one: "
+            "its ratios and gradients would be biased by the probability that the truncation removes.",
+            f"Set it to {'null' if off is None else off}, and generation.temperature below 1 for likelier tokens. "
+            "`rlframework evaluate` and `generate` do accept it.",
+        )
+        for key, value, off in truncations
+        if value != off
+    ]
 
 
 def _problem_of(key: str, load: Callable[..., object], *arguments: object) -> list[Problem]:

@@ -1,7 +1,7 @@
-"""The temporary folder of a worker group: libraries leave files in TMPDIR when the processes of workers are killed.
+"""`TemporaryFolder`: a folder that is removed when its owner ends, or by the next owner if the process was killed.
 
-It is removed when the group ends, or by the next group on this machine if the driver was killed: the driver holds a
-lock on the folder for as long as it lives.
+An owner holds a lock on its folder for as long as it lives. A worker group has one, because libraries leave files in
+TMPDIR when the processes of workers are killed.
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ import getpass
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from rlframework.files import writing
 
-PREFIX = "rlframework-"
-_NEW = 60.0
-"""Seconds within which a folder counts as new: its owner may not have locked it yet."""
+PREFIX = "rlf-workers-"
+_RANDOM = "[a-z0-9_]" * 8
+"""Matches the end of a name that `tempfile.mkdtemp` has made."""
 
 
 class TemporaryFolder:
-    """A new folder in `parent` (default: the system's for temporary files) that only this user can read."""
+    """A new folder in `parent` (default: the system's for temporary files) that only this user can read.
 
-    def __init__(self, parent: str | None = None) -> None:
+    Calls `clear` with each abandoned folder there whose name starts with `prefix`: nobody has locked it. A process that
+    inherits the descriptor `lock` owns the folder, too.
+    """
+
+    def __init__(
+        self, parent: str | None = None, prefix: str = PREFIX, clear: Callable[[Path], object] = shutil.rmtree
+    ) -> None:
         place = Path(parent or tempfile.gettempdir())
-        with writing(place / PREFIX):
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in place.glob(f"{PREFIX}*"):
+        with writing(place / prefix):
+            self.path, self.lock = _locked_folder(place, prefix)
+        for path in place.glob(f"{prefix}{_RANDOM}"):
             with suppress(OSError):  # it is in use, or another user's
-                _remove_abandoned(path)
+                _clear_abandoned(path, clear)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """`given`, with temporary files in this folder, and compiled kernels where torch keeps them for later runs."""
@@ -48,16 +51,34 @@ class TemporaryFolder:
     def remove(self) -> None:
         """Remove the folder. The processes that write to it have ended."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove the folder if it is this user's and nobody holds its lock; an `OSError` otherwise."""
+def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder with mode 0700, and a descriptor that locks it."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with suppress(FileNotFoundError, BlockingIOError):  # another process has taken it for an abandoned one
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.exists():
+                    return path, folder
+            except OSError:
+                os.close(folder)
+                raise
+            os.close(folder)
+
+
+def _clear_abandoned(path: Path, clear: Callable[[Path], object]) -> None:
+    """Call `clear` if a process of this user has made the folder; an `OSError` if somebody holds its lock."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found = os.fstat(folder)
-        if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW:
+        if found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path)
+            clear(path)
     finally:
         os.close(folder)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss, mismatch_metrics
 from rlframework.algorithms.losses.clipped_pg import kl_divergence
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
@@ -107,12 +107,32 @@ def test_importance_correction_is_truncated():
     data = batch([[1, 1]], [1], advantages=[[1.0, 1.0]], generation_logprobs=[[-1.0 - math.log(3), -1.0 + math.log(2)]])
     logprobs = torch.tensor([[-1.0, -1.0]])
     plain, metrics = pg()(logprobs, data, *counts(data))
-    corrected, more = pg(importance_correction="truncated", importance_cap=2.0)(logprobs, data, *counts(data))
+    options = {"importance_correction": "truncated", "importance_cap": 2.0, "mismatch_bound": 1.0}
+    corrected, more = pg(**options)(logprobs, data, *counts(data))
     assert plain.item() == pytest.approx(-1.0)
     assert corrected.item() == pytest.approx(-(2.0 + 0.5) / 2)  # weights 3 -> 2, and 1/2
     assert metrics["generation_logprob_difference"].item() == pytest.approx((math.log(3) + math.log(2)) / 2)
     assert metrics["generation_kl"].item() == pytest.approx((3 - math.log(3) - 1 + 0.5 + math.log(2) - 1) / 2)
+    assert metrics["generation_logprob_difference_max"].item() == pytest.approx(math.log(3))
+    assert metrics["generation_logprob_beyond_fraction"].item() == 1.0  # the default bound is 0.1
+    assert more["generation_logprob_beyond_fraction"].item() == 0.5  # log 3 is beyond 1, log 2 is not
     assert more["importance_truncated_fraction"].item() == pytest.approx(0.5)
+
+
+def test_mismatch_counts_completions_of_valid_rows_only():
+    mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
+    difference = torch.tensor([[9.0, 0.5, -0.25], [9.0, 9.0, 0.0]]) * mask
+    metrics = mismatch_metrics(difference, mask, torch.tensor(4.0), bound=0.25)  # another rank has the fourth token
+    found = {name.removeprefix("generation_"): value.item() for name, value in metrics.items()}
+    kl = math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75
+    assert found == pytest.approx(
+        {
+            "kl": kl / 4,
+            "logprob_difference": 0.75 / 4,
+            "logprob_difference_max": 0.5,
+            "logprob_beyond_fraction": 1 / 4,
+        }
+    )
 
 
 LOSSES: list[LossFunction] = [NLLLoss(), pg(), pg(level="sequence", kl_coef=0.2, importance_correction="truncated")]

@@ -67,6 +67,8 @@ def test_a_run_on_a_backend_that_is_not_installed(config_file: Path) -> None:
             "(algorithm.prompts_per_step=32 x samples_per_prompt=8), not a multiple of the global batch size 100",
         ),
         ("generation.temperature=0", "greedy completions of a prompt are all identical"),
+        ("generation.top_k=20", "`generation.top_k`: 20 samples from a truncated distribution, while GRPO trains"),
+        ("generation.top_p=0.9", "`generation.top_p`: 0.9 samples from a truncated distribution, while GRPO trains"),
         (
             "algorithm.overlong.buffer=65",
             "`algorithm.overlong.buffer`: 65 exceeds generation.max_new_tokens, which is 64 (in override",
@@ -89,7 +91,12 @@ def test_mistakes_are_told(config_file: Path, override: str, message: str) -> No
 
 
 @pytest.mark.parametrize(
-    "override", ["algorithm.overlong.buffer=64", "algorithm.loss={ratio_clip_max: 0.3, ratio_clip_c: 1.31}"]
+    "override",
+    [
+        "algorithm.overlong.buffer=64",
+        "algorithm.loss={ratio_clip_max: 0.3, ratio_clip_c: 1.31}",
+        "generation={top_k: null, top_p: 1.0}",
+    ],
 )
 def test_the_last_values_that_are_right(config_file: Path, override: str) -> None:
     load_config(config_file, [override])

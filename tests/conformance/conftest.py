@@ -1,16 +1,36 @@
-"""Tests that run pytest on a tiny suite: see `probe_tiny_suite`."""
+"""Parts of tests of parity, and of tests that run pytest on a tiny suite (see `probe_tiny_suite`)."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from probe_tiny_suite import PARTS, SUITE
+
+from rlframework.conformance import cases
+from rlframework.plugins.manager import create_manager
+
+
+@pytest.fixture
+def wide_terminal(monkeypatch):
+    """Whole lines of output."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.model("untied", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def manager():
+    return create_manager(["probe_parity_backends"])
 
 
 @pytest.fixture(scope="session")
 def parts_are_imported():
     """Import once instead of in each run of pytest, which forgets the modules that it imported."""
     from rlframework.conformance import report  # noqa: F401
-    from rlframework.plugins.manager import create_manager
 
     create_manager()
 

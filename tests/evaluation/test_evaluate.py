@@ -169,7 +169,7 @@ def test_a_configuration_file_goes_with_a_model_and_builds_nothing_for_training(
     monkeypatch.setattr(client, "worker_spec", spy)
     (folder / "c.yaml").write_text(
         "seed: 5\nalgorithm: {name: grpo, samples_per_prompt: 4, loss: {kl_coef: 0.1}}\n"
-        "environment: {name: addition, digits: 1}\ngeneration: {max_new_tokens: 2}\n"
+        "environment: {name: addition, digits: 1}\ngeneration: {max_new_tokens: 2, top_k: 5}\n"
         "policy: {model_name: other, chat_template: other, train_global_batch_size: '${algorithm.samples_per_prompt}', "
         "scheduler: {warmup_steps: 500}}\n"
     )

@@ -192,12 +192,19 @@ def test_a_second_run_in_the_folder_changes_nothing(soak, chain):
 
 @full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_program_that_ends_while_the_fork_server_imports(soak, chain, number, monkeypatch):
+def test_a_program_that_ends_while_the_fork_server_imports(soak, chain, number):
     """A new interpreter, as a user starts it: the imports of its workers take seconds."""
     soak.figures["inputs"] = 1
     own = chain("dtensor", "processes")
     program = own.start(interpreter=True)
-    wait_for(lambda: any("multiprocessing.forkserver" in command_of(pid) for pid in program.processes()), "the server")
+
+    def imports() -> bool:
+        assert program.code() is None, f"the program ended before its fork server began:\n{program.output}"
+        # not the program itself: until its interpreter begins, it has the command line of what it was forked from
+        started = [command_of(pid) for pid in program.processes() if pid != program.pid]
+        return any("multiprocessing.forkserver" in command for command in started)
+
+    wait_for(imports, "the fork server")
     program.signal(number)
     code, told = {
         signal.SIGKILL: (-9, ""),

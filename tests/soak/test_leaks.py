@@ -18,8 +18,17 @@ from rlframework.configure import config_yaml, load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-BYTES, OBJECTS, OTHERS = 12_000, 0.3, 0.02
-"""Bounds of what a step may leave: its line in the history of the run, and next to nothing else."""
+OBJECTS, OTHERS = 0.3, 0.02
+"""Bounds of what a step may leave: next to nothing."""
+DRIVER = 8_000
+"""Bytes that a step may leave in the driver: a dict of its metrics in the run's history, measured as 4,100 to 4,800."""
+WORKER = 4_000
+"""Bytes that a step may leave in any other process, less than a page.
+
+In 800 steps the heap in use of a policy's worker grows by 30 bytes a step, and the number of its Python objects not at
+all; but glibc's arenas spread for the first 250 steps. So 200 steps show 7,000 to 8,400 bytes, and 500 show 360 to
+1,740, of which most is pages that `free` has not given back yet.
+"""
 
 COMMON = (
     "plugins=[probe_tasks, probe_usage]",
@@ -32,7 +41,7 @@ COMMON = (
 GROUPS = {
     "inline": (1000, ["algorithm.loss.kl_coef=0.05"]),
     "processes": (
-        200,
+        500,
         [
             "worker_group={name: processes, num_workers: 2}",
             "generation.workers={num_workers: 1}",
@@ -80,10 +89,11 @@ def test_nothing_grows_with_the_steps(run_config: Any, tmp_path: Path, soak: Any
     grown = {name: growth(rows, name) for row in rows for name in row if name != "step"}
     soak.figures |= {
         "steps": steps,
-        "bytes_per_step": round(grown.pop("memory")),
+        "bytes_per_step": [round(each) for name, each in sorted(grown.items()) if name.startswith("memory")],
         **{n: rows[-1][n] for n in ("files", "threads")},
     }
-    allowed = {name: OBJECTS if name.startswith("objects") else OTHERS for name in grown}
-    assert {name: each for name, each in grown.items() if each > allowed[name]} == {}
-    assert soak.figures["bytes_per_step"] < BYTES
+    allowed = {"memory": WORKER, "objects": OBJECTS}
+    bounds = {name: allowed.get(name.partition(" ")[0], OTHERS) for name in grown}
+    bounds["memory 0"] = DRIVER + (WORKER if group == "inline" else 0)  # then its worker is in the driver
+    assert {name: each for name, each in grown.items() if each > bounds[name]} == {}
     assert list(temporary.iterdir()) == []

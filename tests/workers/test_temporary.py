@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,6 @@ from rlframework.workers.temporary import TemporaryFolder
 print(TemporaryFolder(sys.argv[1]).path, flush=True)
 time.sleep(60)
 """
-
-
-def age(*paths: Path) -> None:
-    for path in paths:
-        os.utime(path, (0, 0))
 
 
 def test_the_folder_is_this_users_and_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
@@ -43,23 +39,42 @@ def test_the_folder_of_a_killed_process_goes_at_the_next_start(tmp_path: Path) -
         assert owner.stdout is not None
         theirs = Path(owner.stdout.readline().strip())
         (theirs / "file").write_text("x")
-        (tmp_path / "rlframework-mine").write_text("a file")
-        age(theirs, tmp_path / "rlframework-mine")
+        mine = tmp_path / f"{PREFIX}somefile"
+        mine.write_text("a file")
         TemporaryFolder(str(tmp_path)).remove()
         assert (theirs / "file").exists()  # its owner lives
         owner.kill()
     TemporaryFolder(str(tmp_path)).remove()
-    assert [path.name for path in tmp_path.iterdir()] == ["rlframework-mine"]
+    assert [path.name for path in tmp_path.iterdir()] == [mine.name]
 
 
-def test_a_folder_that_was_just_made_is_not_removed(tmp_path: Path) -> None:
-    new = tmp_path / f"{PREFIX}new"
-    new.mkdir()
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("rlframework-main", 0o700),
+        ("rlframework-checkout", 0o700),
+        (f"{PREFIX}old", 0o700),
+        (f"{PREFIX}notebook", 0o755),
+    ],
+)
+def test_a_folder_of_the_user_with_a_similar_name_stays(tmp_path: Path, name: str, mode: int) -> None:
+    (work := tmp_path / name).mkdir(mode)
+    (work / "file").write_text("x")
+    os.utime(work, (0, 0))
     TemporaryFolder(str(tmp_path)).remove()
-    assert new.exists()
-    age(new)
-    TemporaryFolder(str(tmp_path)).remove()
-    assert not new.exists()
+    assert (work / "file").exists()
+
+
+def test_folders_made_at_the_same_time_do_not_take_each_other(tmp_path: Path) -> None:
+    def make(_: int) -> TemporaryFolder:
+        return TemporaryFolder(str(tmp_path))
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(make, range(200)))
+    assert all(folder.path.exists() for folder in folders)
+    for folder in folders:
+        folder.remove()
+    assert not list(tmp_path.iterdir())
 
 
 def listed(*folders: Path) -> set[Path]:

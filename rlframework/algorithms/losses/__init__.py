@@ -1,6 +1,7 @@
 """Losses on log-probabilities: see `rlframework.interfaces.loss.LossFunction`."""
 
 from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
+from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import NLLLoss
 
-__all__ = ["ClippedPGLoss", "NLLLoss"]
+__all__ = ["ClippedPGLoss", "NLLLoss", "mismatch_metrics"]

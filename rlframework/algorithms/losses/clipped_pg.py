@@ -7,12 +7,12 @@ trainer and generator (https://fengyao.notion.site/off-policy-rl).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import loss_mask, token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
@@ -81,8 +81,12 @@ class ClippedPGLoss:
         }
         if "generation_logprobs" in data:
             difference = (previous - data["generation_logprobs"][:, 1:]) * mask
-            weights, mismatch = self._mismatch(difference, tokens)
-            surrogate, metrics = surrogate * weights, metrics | mismatch
+            metrics |= mismatch_metrics(difference, mask, global_valid_toks, config.mismatch_bound)
+            if config.importance_correction == "truncated":
+                weights = difference.exp()
+                metrics["importance_weight"] = tokens(weights)
+                metrics["importance_truncated_fraction"] = tokens((weights > config.importance_cap).float())
+                surrogate = surrogate * weights.clamp(max=config.importance_cap)
         loss = policy_loss = mean(surrogate)
         metrics["policy_loss"] = policy_loss.detach()
         if config.kl_coef:
@@ -109,25 +113,6 @@ class ClippedPGLoss:
             beyond = (advantages < 0) & (loss > ceiling)
             loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
         return loss, clipped
-
-    def _mismatch(
-        self, difference: Tensor, tokens: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """Return importance weights for the mismatch between trainer and generator, and its metrics.
-
-        `difference` is the trainer's log-probability minus the generator's; `tokens` takes the mean over valid tokens.
-        """
-        metrics = {
-            "generation_kl": tokens(kl_divergence(-difference, torch.zeros_like(difference), "k3")),
-            "generation_logprob_difference": tokens(difference.abs()),
-            "generation_logprob_difference_max": difference.abs().max(),
-        }
-        if self.config.importance_correction == "none":
-            return 1.0, metrics
-        weights, cap = difference.exp(), self.config.importance_cap
-        metrics["importance_weight"] = tokens(weights)
-        metrics["importance_truncated_fraction"] = tokens((weights > cap).float())
-        return weights.clamp(max=cap), metrics
 
 
 def sequence_mean(values: Tensor, mask: Tensor, global_valid_seqs: Tensor, length: int | None = None) -> Tensor:

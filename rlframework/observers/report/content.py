@@ -47,6 +47,9 @@ TITLES = {
     "generation_kl": "KL, generation to trainer", "global_valid_toks": "Tokens in the loss",
     "generation_logprob_difference": "Log-prob difference, generation to trainer", "tokens": "Tokens per step",
     "generation_logprob_difference_max": "Largest log-prob difference", "num_valid_samples": "Rows in the loss",
+    "generation_logprob_beyond_fraction": "Tokens whose log-prob difference is beyond the bound",
+    "importance_weight": "Importance weight, trainer over generation",
+    "importance_truncated_fraction": "Importance weights at the cap",
     "samples": "Held-out samples", "reward_std": "Reward spread in a group",
 }  # fmt: skip
 

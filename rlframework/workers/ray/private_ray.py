@@ -4,14 +4,12 @@ A watcher, a process of its own, waits until the driver ends or is killed; then 
 folder. Ray's own processes are in the watcher's process group, which signals to the driver's group do not reach. The
 workers, which Ray puts into groups of their own, inherit the environment variable `MARK` with the folder's path.
 
-The folder is locked by driver and watcher. A folder that nobody has locked belonged to a run whose watcher was killed
-too, or to an earlier boot of the machine: the next start removes it.
+Driver and watcher own the folder: if both were killed, or the machine was restarted, the next start removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -40,28 +38,28 @@ class PrivateRay:
     """A new folder with mode 0700 for a Ray that is about to be started, and the watcher that ends this Ray.
 
     `temp_dir` is what to start Ray with; its processes have to be started in the process group `group` and inherit the
-    variable in `environment`. Folders are created in RAY_TMPDIR, or in the system's temporary directory; `OSError` is
-    raised where that fails. With `log_dir`, Ray's session is in a folder there, which stays.
+    variable in `environment`. Folders are created in RAY_TMPDIR, or in the system's temporary directory; `OSError` or
+    `WriteError` is raised where that fails. With `log_dir`, Ray's session is in a folder there, which stays.
     """
 
     def __init__(self, log_dir: Path | None = None) -> None:
-        parent = folders_parent()
-        remove_abandoned(parent)
-        self.folder, lock = _locked_folder(parent)
+        from rlframework.workers.temporary import TemporaryFolder  # the watcher runs this file without the package
+
+        self._owned = TemporaryFolder(str(folders_parent()), _PREFIX, end_processes)
+        self.folder = self._owned.path
         self.temp_dir = self.folder / "r"  # Ray opens it to all users, but not the folder around it
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-            self.temp_dir.symlink_to(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=log_dir.resolve())) / "r")
+            self.temp_dir.symlink_to(Path(tempfile.mkdtemp(prefix=f"{_PREFIX}logs-", dir=log_dir.resolve())) / "r")
             self.temp_dir.resolve().mkdir()
         self.environment = {MARK: str(self.folder)}
-        self._lock = lock
         # a pipe of the driver that the watcher kept open would delay whoever reads the driver's output to its end
         self._watcher = subprocess.Popen(
             [sys.executable, "-P", __file__, str(os.getpid()), str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(lock,),
+            pass_fds=(self._owned.lock,),
             cwd="/",
             env={name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ},
             process_group=0,
@@ -74,9 +72,9 @@ class PrivateRay:
             self._watcher.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that even SIGKILL does not end is in the way
             self._watcher.wait(2 * _KILL_WAIT)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self.folder.exists():  # the watcher was killed
+            end_processes(self.folder)
+        self._owned.remove()
 
 
 def folders_parent() -> Path:
@@ -92,15 +90,6 @@ def folders_parent() -> Path:
             f"{_LONGEST_PARENT}: set it to a shorter one, for example a folder in /tmp"
         )
     return Path("/tmp")
-
-
-def remove_abandoned(parent: Path) -> None:
-    """End what is left of each Ray of this user whose driver and watcher are both gone, and remove its folder."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it has just been removed, or belongs to somebody else
-            if not folder.is_symlink() and folder.lstat().st_uid == os.getuid():
-                with _lock(folder):
-                    end_processes(folder)
 
 
 def end_processes(folder: Path, group: int = -1) -> None:
@@ -125,33 +114,6 @@ def processes_of(folder: Path, group: int) -> Iterator[psutil.Process]:
             alive = other and process.status() != psutil.STATUS_ZOMBIE
             if alive and (os.getpgid(process.pid) == group or process.environ().get(MARK) == str(folder)):
                 yield process
-
-
-def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """A new folder with mode 0700, and a descriptor that locks it."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        with contextlib.suppress(OSError):  # another start has taken it for an abandoned one
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if folder.exists():
-                    return folder, descriptor
-            except OSError:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Lock `folder`; raise `OSError` if another process has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def watch(driver: int, folder: Path) -> None:

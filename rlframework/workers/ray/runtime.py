@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlframework.errors import ConfigError, RunTerminated
+from rlframework.errors import ConfigError, RunTerminated, WriteError
 from rlframework.workers.machine import cpu_count, inherited_environment
 from rlframework.workers.ray.private_ray import PrivateRay
 
@@ -71,7 +71,7 @@ def _start_private(listen: str, log_dir: Path | None) -> None:
     settings = _NO_LOG_MONITOR | ({_ENABLE_CLUSTER: "0"} if listen == _LOOPBACK else {})
     try:
         private = PrivateRay(log_dir)
-    except OSError as error:
+    except (OSError, WriteError) as error:
         raise ConfigError(f"no folder can be created for the Ray that the run starts: {error}") from error
     _PRIVATE.append(private)
     try:

@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _LOG = logging.getLogger(__name__)
 MAX_RETRIES_VARIABLE = "NRL_VIRTUAL_CLUSTER_MAX_RETRIES"
 """Environment variable with the number of attempts to find enough resources; 6 if unset."""
 _REMOVAL_WAIT = 10.0
+_SETTLING = 5.0
+"""Seconds to wait until Ray counts released resources as free, which usually takes 0.2 s."""
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -50,8 +53,8 @@ class RayVirtualCluster:
     `max_colocated_worker_groups` groups that share it: it has `cpus_per_worker` CPUs for each of them, and one GPU with
     `use_gpus`. The first `get_placement_groups()` or worker group starts Ray if needed and reserves resources, which
     `shutdown` releases. By default each node is a placement group on a single machine, on different machines if enough
-    are free; with `_init_placement_groups(use_unified_pg=True)` one placement group holds all bundles, placed by
-    `placement_group_strategy`.
+    are free within five seconds; with `_init_placement_groups(use_unified_pg=True)` one placement group holds all
+    bundles, placed by `placement_group_strategy`.
 
     If the cluster is too small, it is checked again after 1, 2, 4... seconds, `max_retries` times in all (default:
     `NRL_VIRTUAL_CLUSTER_MAX_RETRIES`, or 6); then `ResourceInsufficientError` is raised. If the resources do not become
@@ -160,8 +163,9 @@ class RayVirtualCluster:
         runtime.acquire(id(self))
         try:
             self._wait_for_capacity(use_unified_pg)
+            until = time.monotonic() + self._ready_timeout
             self._placement_groups = self._reserve(strategy or self.placement_group_strategy, use_unified_pg)
-            self._wait_until_ready()
+            self._wait_until_ready(until)
         except BaseException:
             self.shutdown()
             raise
@@ -185,7 +189,7 @@ class RayVirtualCluster:
         if unified:
             return [placement_group([self.bundle] * self.world_size(), strategy=strategy)]
         counts = [count for count in self._counts if count]
-        nodes = placement.assign(counts, self.bundle, machines())
+        nodes = self._assign(counts)
         groups = []
         for index, count in enumerate(counts):
             selector = None if nodes is None else [{"ray.io/node-id": nodes[index]}] * count
@@ -193,8 +197,21 @@ class RayVirtualCluster:
             groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=selector))
         return groups
 
-    def _wait_until_ready(self) -> None:
-        until = time.monotonic() + self._ready_timeout
+    def _assign(self, counts: list[int]) -> list[str] | None:
+        """The machine of each group. Waits a little while fewer machines are free than if the cluster were idle.
+
+        Ray still counts resources as used for a moment after it has confirmed their release.
+        """
+        until = time.monotonic() + min(_SETTLING, self._ready_timeout / 2)
+        while True:
+            found = machines()
+            nodes = placement.assign(counts, self.bundle, found)
+            idle = placement.assign(counts, self.bundle, [replace(machine, free=machine.total) for machine in found])
+            if len(counts) == 1 or len(set(nodes or ())) >= len(set(idle or ())) or time.monotonic() > until:
+                return nodes
+            time.sleep(0.05)
+
+    def _wait_until_ready(self, until: float) -> None:
         missing = self._placement_groups
         while missing and time.monotonic() < until:  # short waits, because an interrupt is only handled between them
             missing = [group for group in missing if not group.wait(1)]

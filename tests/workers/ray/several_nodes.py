@@ -100,6 +100,29 @@ def too_few_resources(nodes):
     return {"nodes": too_many_nodes, "all": too_much, "busy": others_have_it, "all_free": free_cpus()}
 
 
+def a_node_becomes_free(nodes):
+    """One node is in use by another group, for good at first, and then until shortly after the request."""
+    free_cpus()
+    busy = reserve([2])
+    busy.get_placement_groups()
+    while ray.available_resources()["CPU"] != 2 * len(nodes):
+        time.sleep(0.05)
+    begun = time.monotonic()
+    late = reserve([1] * (len(nodes) + 1), ready_timeout=0.5)
+    found = [len({place.node_id for place in late.placements()})]
+    seconds = time.monotonic() - begun
+    late.shutdown()
+    cluster = reserve([1] * (len(nodes) + 1))
+    asking = threading.Thread(target=cluster.get_placement_groups)
+    asking.start()
+    time.sleep(0.5)
+    busy.shutdown()
+    asking.join()
+    found.append(len({place.node_id for place in cluster.placements()}))
+    cluster.shutdown()
+    return {"found": found, "seconds": seconds}
+
+
 def the_cluster_grows(nodes):
     """The cluster is too small at first and is checked again until it is large enough."""
     cluster = reserve([2] * (len(nodes) + 2), max_retries=4)
@@ -229,6 +252,7 @@ SCENARIOS = (
     one_group_a_node,
     one_group_for_all,
     too_few_resources,
+    a_node_becomes_free,
     two_groups_share,
     a_node_leaves,
     the_cluster_grows,

@@ -16,6 +16,7 @@ import pytest
 
 from rlframework.workers.ray import private_ray
 from rlframework.workers.ray.private_ray import PrivateRay
+from rlframework.workers.temporary import TemporaryFolder
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_what_a_killed_watcher_left_is_removed_by_the_next_start(parent, driver)
         os.kill(each, signal.SIGKILL)
     assert soon(lambda: ended(watcher) and ended(pid))
     (elsewhere := parent / "elsewhere").mkdir()
-    (parent / f"{private_ray._PREFIX}link").symlink_to(elsewhere)
+    (parent / f"{private_ray._PREFIX}somelink").symlink_to(elsewhere)
     private = PrivateRay()
     assert ended(child)
     assert not abandoned.exists()
@@ -109,10 +110,20 @@ def test_what_a_killed_watcher_left_is_removed_by_the_next_start(parent, driver)
     private.end()
 
 
+def test_the_end_does_what_a_killed_watcher_could_not(parent):
+    private = PrivateRay()
+    child = ray_process(private)
+    private._watcher.kill()
+    private.end()
+    assert child.wait(1) == -signal.SIGKILL
+    assert list(parent.iterdir()) == []
+
+
 def test_a_log_folder_stays_however_long_its_path_is(parent, tmp_path):
     private = PrivateRay(tmp_path / "logs")
     (private.temp_dir / "session").mkdir()
     private.end()
+    TemporaryFolder(str(tmp_path / "logs"), private_ray._PREFIX).remove()
     (kept,) = (tmp_path / "logs").iterdir()
     assert kept.stat().st_mode & 0o777 == 0o700
     assert (kept / "r" / "session").is_dir()

@@ -89,6 +89,12 @@ def test_a_cluster_may_grow_while_waiting(of):
     assert of("the_cluster_grows") == 3  # two are left of the three, and one came
 
 
+def test_groups_wait_a_moment_for_a_node_of_their_own(of):
+    told = of("a_node_becomes_free")
+    assert told["found"] == [2, 3]  # two groups share a node that has room rather than wait for one in use
+    assert told["seconds"] < 4
+
+
 def test_two_groups_share_the_bundles_and_a_third_is_rejected(of):
     told = of("two_groups_share")
     one, two = told["nodes"]
