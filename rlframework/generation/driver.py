@@ -187,8 +187,10 @@ class RemoteGeneration(Generation):
 
     def shutdown(self) -> bool:
         """Shut the workers down; return False if one of them did not exit cleanly."""
-        with ThreadPoolExecutor(len(self.client.engines)) as threads:
-            return all(threads.map(EngineHandle.shutdown, self.client.engines))
+        first, *others = self.client.engines
+        with ThreadPoolExecutor(max(1, len(others))) as threads:
+            pending = [threads.submit(engine.shutdown) for engine in others]
+            return all([first.shutdown(), *(each.result() for each in pending)])
 
     def _usable(self) -> list[EngineHandle]:
         return [engine for engine in self.client.engines if not engine.lost]
@@ -205,8 +207,9 @@ class RemoteGeneration(Generation):
     def _replaced_engines(self) -> Sequence[EngineHandle]:
         """Return the engines, with a new one in place of each that was lost."""
         lost = [index for index, engine in enumerate(self.client.engines) if engine.lost]
-        for index, engine in zip(lost, self._starter.start(lost), strict=True):
+        for index in lost:
             self.client.engines[index].shutdown()
+        for index, engine in zip(lost, self._starter.start(lost), strict=True):
             self.client.replaced(index, engine)
         if lost:
             _LOG.warning("%d generation engine(s) were lost, and replaced", len(lost))

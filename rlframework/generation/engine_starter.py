@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from rlframework.config.policy import ParallelismConfig
@@ -63,8 +64,7 @@ class EngineStarter:
         engines: list[RemoteEngine] = []
         try:
             engines += map(self._start_one, indices[:1])
-            with ThreadPoolExecutor(max(1, len(indices) - 1)) as threads:
-                pending = [threads.submit(self._start_one, index) for index in indices[1:]]
+            pending = [self._starting(index) for index in indices[1:]]
             engines += [each.result() for each in pending if each.exception() is None]
             for each in pending:
                 each.result()
@@ -73,6 +73,19 @@ class EngineStarter:
                 engine.shutdown()
             raise
         return engines
+
+    def _starting(self, index: int) -> Future[RemoteEngine]:
+        """Start an engine in a thread that the program's end does not wait for, which kills what it has started."""
+        started: Future[RemoteEngine] = Future()
+
+        def start() -> None:
+            try:
+                started.set_result(self._start_one(index))
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                started.set_exception(error)
+
+        threading.Thread(target=start, name=f"start-engine-{index}", daemon=True).start()
+        return started
 
     def _start_one(self, index: int) -> RemoteEngine:
         config, workers = self._config, self._workers
