@@ -109,7 +109,7 @@ class GenerationClient:
 
     def _failed(self, index: int, error: Exception) -> list[Outcome]:
         engine, lanes = self.engines[index], self._lanes[index]
-        outcomes = []
+        outcomes = list[Outcome]()
         if not (engine.lost and isinstance(error, (WorkerLost, DeadlineExceeded))):
             outcomes = self._scheduler.failed(lanes, error)
         return outcomes + (self._scheduler.lost(lanes, error) if engine.lost else [])

@@ -148,7 +148,7 @@ class RemoteGeneration(Generation):
             self.refit()
         elif self._released:
             for engine in self._usable():
-                engine.restore(("kv_cache",))
+                engine.call("prepare_for_generation", tags=("kv_cache",))
         self._released = False
         return True
 
