@@ -46,7 +46,8 @@ class GenerationClient:
         """
         self._scheduler.add(request, lane)
         loop, request_id = asyncio.get_running_loop(), request.request_id
-        answer = self._answers[request_id] = loop.create_future()
+        answer: asyncio.Future[GenerationResult] = loop.create_future()
+        self._answers[request_id] = answer
         timer = None if timeout is None else loop.call_later(timeout, self._expire, request_id)
         self._drive()
         try:

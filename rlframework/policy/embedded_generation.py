@@ -7,12 +7,14 @@ from collections.abc import Collection, Sequence
 
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import NotSupported
-from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, Tag
 from rlframework.interfaces.generation_exchange import Incoming, submit_each
 from rlframework.plugins.loading import load_target
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.profiling import GENERATE, trace_span
 from rlframework.policy.shared_state import Residency, TrainingProgress
+
+_CACHE: tuple[Tag, ...] = ("kv_cache",)
 
 
 class EmbeddedGeneration:
@@ -74,7 +76,7 @@ class EmbeddedGeneration:
         if self._generator is None:
             raise NotSupported("this worker was built without a generation engine; set generation_target")
         if self._released:
-            self._generator.restore(("kv_cache",))
+            self._generator.restore(_CACHE)
             self._released = False
         version = self._progress.weights_version
         if self._weights_version != version:
@@ -93,7 +95,7 @@ class EmbeddedGeneration:
     def finish(self) -> bool:
         """See `PolicyWorker.finish_generation`."""
         if self._generator is not None:
-            self._generator.release(("kv_cache",))
+            self._generator.release(_CACHE)
             self._released = True
         return True
 
