@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlframework.config.sections import RefitConfig
@@ -153,7 +153,7 @@ class Refitter:
             self._failure = str(error)
             raise
         self._version, self._failure = report.version, ""
-        return RefitReport(**{**vars(report), "seconds": time.perf_counter() - begun})
+        return replace(report, seconds=time.perf_counter() - begun)
 
     def _refit(self, transport: str | None, buffer_bytes: float | None, in_flight: bool) -> RefitReport:
         calls = self._calls(tuple(self._engines()))
