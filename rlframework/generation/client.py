@@ -46,7 +46,8 @@ class GenerationClient:
         """
         self._scheduler.add(request, lane)
         loop, request_id = asyncio.get_running_loop(), request.request_id
-        answer = self._answers[request_id] = loop.create_future()
+        answer: asyncio.Future[GenerationResult] = loop.create_future()
+        self._answers[request_id] = answer
         timer = None if timeout is None else loop.call_later(timeout, self._expire, request_id)
         self._drive()
         try:
@@ -109,7 +110,7 @@ class GenerationClient:
 
     def _failed(self, index: int, error: Exception) -> list[Outcome]:
         engine, lanes = self.engines[index], self._lanes[index]
-        outcomes = []
+        outcomes = list[Outcome]()
         if not (engine.lost and isinstance(error, (WorkerLost, DeadlineExceeded))):
             outcomes = self._scheduler.failed(lanes, error)
         return outcomes + (self._scheduler.lost(lanes, error) if engine.lost else [])

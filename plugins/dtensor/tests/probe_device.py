@@ -15,10 +15,8 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.conformance import cases
-from rlframework.generation.batch import batch_of, generate, requests_of
-from rlframework.generation.stop_tokens import stop_tokens
+from rlframework.generation.batch import generate
 from rlframework.generation.transformers_engine import TransformersEngine
-from rlframework.interfaces.generation import GenerationResult
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
@@ -73,14 +71,11 @@ def results(
             "seeds": torch.tensor([1, 2, 3]),
         }
     )
-    stops, pad_id = stop_tokens(GENERATION, cases.tokenizer(), str(model)), int(cases.tokenizer().pad_token_id)
-    requests, answers = requests_of(prompts, GENERATION, stops), dict[str, GenerationResult]()
-    for outgoing in (requests, *[[] for _ in requests]):
-        answers |= {each.request_id: each for each in worker.exchange(outgoing, (), None).results}
-    completed = [answers[request.request_id] for request in requests]
-    out["generated"] = batch_of(completed, [request.prompt_ids for request in requests], pad_id)["output_ids"]
-    engine = refitted(worker, model, device)
-    out["generated after a refit"] = generate(engine, prompts, GENERATION, stops, pad_id)["output_ids"]
+    for name, engine in (
+        ("generated", worker.generation.updated()),
+        ("generated after a refit", refitted(worker, model, device)),
+    ):
+        out[name] = generate(engine, prompts, GENERATION, frozenset(), pad_id=0)["output_ids"]
     for form in ("portable", "sharded") if "lora" not in settings else ("portable",):
         paths = str(folder / form / "weights"), str(folder / form / "optimizer")
         worker.save_checkpoint(*paths, form=form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlframework.config.sections import GenerationConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework_vllm.checks import check
@@ -20,5 +21,10 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
             config_model=VllmGenerationConfig,
             check=check,
+            gpus_per_engine=_gpus,
         )
     ]
+
+
+def _gpus(config: GenerationConfig) -> int:
+    return config.vllm.tensor_parallel_size if isinstance(config, VllmGenerationConfig) else 1
