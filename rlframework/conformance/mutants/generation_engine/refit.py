@@ -72,6 +72,16 @@ def _report_of_other_bytes(part: Any) -> type:
     return Broken
 
 
+@mutant("report_of_another_version", "The report has the version of the update before.", _HANDLES, _GROUP, _OFFER)
+def _report_of_another_version(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def finish_weight_update(self) -> WeightReport:
+            report: WeightReport = super().finish_weight_update()
+            return replace(report, version=report.version - 1)
+
+    return Broken
+
+
 @mutant(
     "undeclared_calls_ignored",
     "A refit that the engine does not support does nothing and reports success.",

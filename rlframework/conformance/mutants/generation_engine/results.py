@@ -94,9 +94,9 @@ def _by_length(engine: Any, request: GenerationRequest, result: GenerationResult
     return {"finish_reason": "length"} if len(result.token_ids) == request.max_new_tokens else {}
 
 
-_one_token_too_many = mutant(
-    "one_token_too_many", "Completions get one token more than `max_new_tokens`.", _LENGTH, _REASON
-)(broken_requests(lambda engine, request: {"max_new_tokens": request.max_new_tokens + 1}))
+_one_token_too_many = mutant("one_token_too_many", "Completions get one token more than `max_new_tokens`.", _LENGTH)(
+    broken_requests(lambda engine, request: {"max_new_tokens": request.max_new_tokens + 1})
+)
 
 
 @mutant("longest_of_the_batch", "Requests that are submitted together all get the most tokens of one.", _LENGTH)

@@ -49,16 +49,21 @@ def _same_draw(part: Any) -> type:
 
         def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
             finished: list[GenerationResult] = []
-            for result in super().poll(timeout):
-                name, first = result.request_id, self.first.get(result.request_id)
-                if first is None and result.finish_reason == "length":
-                    self.first[name] = result
-                    prompt = torch.cat((self.asked[name].prompt_ids, result.token_ids))
-                    super().submit([replace(self.asked[name], prompt_ids=prompt)])
-                else:
-                    parts = [first, result] if first is not None else [result]
-                    finished.append(replace(result, token_ids=torch.cat([one.token_ids for one in parts])))
-            return finished or (self.poll(timeout) if self.first else [])
+            while not finished and (results := super().poll(timeout)):
+                finished = [whole for result in results if (whole := self.joined(result)) is not None]
+            return finished
+
+        def joined(self, result: GenerationResult) -> GenerationResult | None:
+            """Return a completion of one or two tokens; None after the first of two, whose second is requested."""
+            name = result.request_id
+            if (first := self.first.get(name)) is not None:
+                return replace(result, token_ids=torch.cat((first.token_ids, result.token_ids)))
+            if result.finish_reason == "stop":
+                return result
+            self.first[name] = result
+            prompt = torch.cat((self.asked[name].prompt_ids, result.token_ids))
+            super().submit([replace(self.asked[name], prompt_ids=prompt)])
+            return None
 
     return Broken
 
@@ -130,7 +135,7 @@ _padding_attended_to = mutant(
 
 
 def _positions_with_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
-    mask, ids = kwargs["attention_mask"], kwargs["input_ids"]
+    mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
     if mask is None:
         return {}
     positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=ids.device)

@@ -143,7 +143,7 @@ def _weights_released(part: Any) -> type:
     return Broken
 
 
-@mutant("first_module_kept", "Attaching another module has no effect.", _LAST_GIVEN, _OLDER, needs=_EMBEDDED)
+@mutant("first_module_kept", "Attaching another module has no effect.", _OLDER, needs=_EMBEDDED)
 def _first_module_kept(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         kept: Any = None
@@ -151,6 +151,24 @@ def _first_module_kept(part: Any) -> type:
         def attach(self, model: Any, version: int) -> None:
             self.kept = self.kept or model
             super().attach(self.kept, version)
+
+    return Broken
+
+
+@mutant(
+    "loaded_weights_kept", "Attaching a module has no effect after weights were loaded.", _LAST_GIVEN, needs=_EMBEDDED
+)
+def _loaded_weights_kept(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        loaded = False
+
+        def load_weights(self, weights: Any) -> None:
+            super().load_weights(weights)
+            self.loaded = True
+
+        def attach(self, model: Any, version: int) -> None:
+            if not self.loaded:
+                super().attach(model, version)
 
     return Broken
 

@@ -36,11 +36,11 @@ class Requests(Suite):
     def test_each_request_comes_back_once(self, harness: GenerationHarness) -> None:
         """Each request must come back once, in whatever way calls of submit and poll alternate; then its id is free."""
         engine, requests = harness.engine(), requests_of(PROMPTS, max_new_tokens=6)
-        for _ in range(2):
+        names = [request.request_id for request in requests]
+        for count in (1, len(requests)):
             results: dict[str, GenerationResult] = {}
-            names = [request.request_id for request in requests]
-            for request in requests:
-                engine.submit([request])
+            for first in range(0, len(requests), count):
+                engine.submit(requests[first : first + count])
                 harness.keep(results, engine.poll(0.0), names)
             rest = [request for request in requests if request.request_id not in results]
             for result in harness.collect(engine, rest):

@@ -135,7 +135,7 @@ class Updates(Suite):
         results = harness.collect(engine, requests)
         harness.require_greedy("after the update", [[5], [6]], results, harness.plain(harness.path(1)))
 
-    @holds(10, Capability.LORA)
+    @holds(10, Capability.LORA_REFIT)
     def test_adapters_are_added_to_the_weights_of_the_model(self, harness: GenerationHarness) -> None:
         """An update of adapters alone must add each product B A to the weights in the model's directory, not to those
         of the previous update.
