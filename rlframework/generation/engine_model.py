@@ -105,10 +105,10 @@ class EngineModel(WeightSink):
         self._targets = {}
         if self._module is not None and self._names == set(info):
             views = self._views(self._module)
-            if all(name in views and views[name].shape == shape for name, (shape, _) in info.items()):
+            if all(name in views and views[name].shape == info[name][0] for name in info):  # or `load` names them
                 self._targets = views
-        if self._targets and all(_accepts(self._targets[name], *info[name]) for name in info):
-            return self
+                if all(_accepts(views[name], *info[name]) for name in info):
+                    return self
         return _CastingSink(info, self._device, self._use, self._dtype, self._targets)
 
     def _use_adapters(self, adapters: Iterable[tuple[str, Tensor]]) -> None:
