@@ -95,7 +95,8 @@ format: $(VENV)/.installed-dev  ## put the code into the form that lint asks for
 types: $(VENV)/.installed-dev  ## mypy, strict
 	$(BIN)/mypy
 	rm -rf $(VENV)/blank && $(BIN)/rlframework new-backend blank --directory $(VENV)/blank >/dev/null
-	MYPYPATH=$(VENV)/blank $(BIN)/mypy -p rlframework_blank
+	$(BIN)/rlframework new-backend blank_engine --kind generation_engine --directory $(VENV)/blank/engine >/dev/null
+	MYPYPATH=$(VENV)/blank:$(VENV)/blank/engine $(BIN)/mypy -p rlframework_blank -p rlframework_blank_engine
 
 imports: $(VENV)/.installed-dev  ## import-linter: which room may import which
 	$(BIN)/lint-imports

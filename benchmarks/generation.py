@@ -26,7 +26,7 @@ from interleave import Timings, interleave, machine, table, write_json
 from work import VOCABULARY, make_loop, make_model, make_policy
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.generation.client import Generation
+from rlframework.generation.driver import Generation
 
 PROMPTS, SAMPLES, TOKENS, END_TOKENS = 8, 8, 48, 48
 OURS, PLAIN = "rlframework", "model.generate"
@@ -43,7 +43,7 @@ def measure_generation(
     ids = torch.tensor([row + [0] * (int(lengths.max()) - len(row)) for row in rows])
     settings = {"max_new_tokens": tokens, "temperature": 1.0, "stop_token_ids": list(ends)}
     with make_loop(model, "padded") as loop, make_policy(model, tokenizer, "auto", generation=settings) as policy:
-        generation = Generation(policy.worker_group, policy.config.generation, tokenizer)
+        generation = Generation(policy, tokenizer)
         seeds = iter(range(10**9))
 
         def ours() -> float:

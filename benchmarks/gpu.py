@@ -47,7 +47,7 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.policies import run_config
-from rlframework.generation.client import Generation, RemoteGeneration
+from rlframework.generation.driver import Generation, RemoteGeneration
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.policy.client import Policy
@@ -263,7 +263,7 @@ def decoding(bench: Bench) -> list[Row]:
     data = BatchedDataDict({"input_ids": ids, "input_lengths": lengths, "seeds": torch.arange(len(ids))})
     settings = {"max_new_tokens": bench.size.answer, "temperature": 1.0, "stop_token_ids": []}
     with policy_of(bench, "packed", generation=settings) as policy:
-        generation = Generation(policy.worker_group, policy.config.generation, bench.tokenizer)
+        generation = Generation(policy, bench.tokenizer)
         generated = int(generation.generate(data)["generation_lengths"].sum())
         seconds = bench.seconds(lambda: generation.generate(data))
     rows = [["rows", "tokens each", "s", "tokens/s"]]

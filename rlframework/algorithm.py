@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.sections import RunConfig
-    from rlframework.generation.client import Generation
+    from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Environment
     from rlframework.observers.dispatch import Observers
     from rlframework.policy.client import Policy

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.algorithm import Parts
-    from rlframework.generation.client import Generation
+    from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Sample, StepOutcome
 
 

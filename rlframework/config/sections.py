@@ -107,6 +107,12 @@ class RefitConfig(Section):
         None, description="MiB per transfer buffer, of three; a larger weight is sent alone; null: for the device"
     )
     deadline: Seconds = Field(120.0, description="seconds to wait for the rendezvous, and for each buffer")
+    probes: CountOrZero = Field(
+        4, description="prompts of which engines and trainer compare log-probabilities after each refit; 0: none"
+    )
+    probe_bound: Limit | None = Field(
+        None, description="largest mean difference of the probes' log-probabilities; null: declared by the engine"
+    )
 
 
 class GenerationConfig(Section):
@@ -130,6 +136,9 @@ class GenerationConfig(Section):
     stop_strings: tuple[str, ...] = Field((), description="strings that end a completion; each must be a single token")
     batch_size: Count = Field(
         256, description="maximum rows decoded together on each worker; a GPU takes as many as fit"
+    )
+    max_in_flight: Count | None = Field(
+        None, description="maximum requests that an engine has at a time, others wait; null: twice batch_size"
     )
     workers: GenerationWorkersConfig | None = Field(None, description="engine processes; null: use the policy workers")
     refit: RefitConfig = RefitConfig()

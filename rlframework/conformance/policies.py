@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.configure import load_config
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.worker_pool import WarmWorkerGroup
-from rlframework.generation.client import RemoteGeneration
+from rlframework.generation.driver import RemoteGeneration
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.policy.client import Policy
 from rlframework.workers.processes import ProcessWorkerGroup
@@ -129,13 +129,13 @@ class InspectedEngines(RemoteGeneration):
 
     worker = "rlframework.conformance.inspected_worker:InspectedReceiver"
 
-    def everywhere(self, method: str, **kwargs: Any) -> list[Any]:
-        """Return the result of the worker's `method` on each rank."""
-        group = self.worker_group
-        return group.get_all_worker_results(group.run_all_workers_single_data(method, **kwargs))
+    def everywhere(self, method: str, /, **kwargs: Any) -> list[Any]:
+        """Return the result of the worker's `method` of each engine."""
+        started = [(engine, engine.start(method, **kwargs)) for engine in self.client.engines]
+        return [result for engine, future in started for result in engine.results(future)]
 
     def inspect(self, function: str, **kwargs: Any) -> list[Any]:
-        """Return the result of `module:function`, called with the worker, on each rank."""
+        """Return the result of `module:function`, called with the worker, of each engine."""
         return self.everywhere("inspect", function=function, arguments=kwargs)
 
 

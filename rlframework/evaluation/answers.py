@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.sections import RunConfig
-    from rlframework.generation.client import Generation
+    from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Message
 
 ROW_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")

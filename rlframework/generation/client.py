@@ -1,211 +1,142 @@
-"""The driver's handles on generation: in the trainer's workers, or in workers of their own (`generation.workers`).
-
-Workers of their own run on a worker group like the trainer's, on this machine or on a cluster. With `ray`, they may use
-another Python environment. A refit updates their weights before a rollout that would otherwise use stale ones.
-"""
+"""`GenerationClient`: asynchronous requests to several generation engines."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from itertools import accumulate
 
-import numpy as np
-
-from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.policy import ParallelismConfig
-from rlframework.config.sections import GenerationConfig, RunConfig, WorkerGroupConfig
-from rlframework.interfaces.named_sharding import policy_sharding
-from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
-from rlframework.plugins.types import Capability
-from rlframework.policy.batch_checks import BatchLimits
-from rlframework.weight_sync.coordinator import RefitReport, Refitter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlframework.plugins.manager import PluginManager
-    from rlframework.policy.client import Policy
-
-_SHARDED = "data_parallel"
-_TRANSPORTS = {"ipc": Capability.IPC_REFIT, "collective": Capability.COLLECTIVE_REFIT}
+from rlframework.errors import DeadlineExceeded, WorkerLost
+from rlframework.generation.engine_handle import EngineHandle
+from rlframework.generation.scheduler import Outcome, Scheduler
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation_exchange import Incoming
 
 
-class Generation:
-    """Generates on all workers of a policy: `prepare_for_generation`, any number of `generate`, `finish_generation`."""
+class GenerationClient:
+    """Distributes requests over engines, each of which is driven by a task while it has requests.
 
-    def __init__(
-        self,
-        worker_group: WorkerGroup,
-        config: GenerationConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        limits: BatchLimits | None = None,
-    ) -> None:
-        """`config`, `tokenizer` and `limits` (None: unknown) must be those of the workers. Starts nothing."""
-        self.worker_group, self.config, self._limits = worker_group, config, limits or BatchLimits()
-        self._pad_id = int(tokenizer.pad_token_id)
-
-    def prepare_for_generation(self) -> bool:
-        """Return True when ready; engines inside the trainer's processes always are."""
-        return True
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics of generation since the last call, by name; embedded engines have none."""
-        return {}
-
-    def shutdown(self) -> bool:
-        """Shut down workers started only for generation; embedded engines have none."""
-        return True
-
-    def finish_generation(self) -> bool:
-        """Have the engines free their caches between rollouts."""
-        future = self.worker_group.run_all_workers_single_data("finish_generation")
-        return all(self.worker_group.get_all_worker_results(future))
-
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Complete each row; input and output as in `GenerationEngine.generate`.
-
-        The data-parallel ranks get contiguous shards of nearly equal size, so that adjacent equal prompts are mostly
-        prefilled once. With fewer rows than ranks, a rank without rows completes one whose result is discarded. Raises
-        a `BatchError`, before a worker gets anything, for prompts that are not as described there.
-        """
-        self._limits.check_prompts(data)
-        sharding = self.worker_group.sharding
-        replicated = [axis for axis in sharding.names if axis != _SHARDED]
-        parts = np.array_split(np.arange(data.size), sharding.get_axis_size(_SHARDED))
-        future = self.worker_group.run_all_workers_sharded_data(
-            "generate",
-            data=[data.select_indices(rows.tolist() or [0]) for rows in parts],
-            in_sharded_axes=[_SHARDED],
-            replicate_on_axes=replicated,
-            output_is_replicated=replicated,
-            common_kwargs={"greedy": greedy},
-        )
-        results = self.worker_group.get_all_worker_results(future)
-        kept = [result for result, rows in zip(results, parts, strict=True) if len(rows)]
-        return BatchedDataDict.from_batches(kept, pad_value_dict={"output_ids": self._pad_id})
-
-
-class RemoteGeneration(Generation):
-    """`Generation` on separate workers; `prepare_for_generation` refits them if their weights are stale."""
-
-    worker: ClassVar[str] = "rlframework.generation.worker:GenerationWorker"
-    """Import path (`module:Class`) of the worker class."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
-        manager: PluginManager,
-        *,
-        device: str = "cpu",
-    ) -> None:
-        """Start the workers of `config.generation.workers`, which have no weights before the first refit."""
-        refit = config.generation.refit
-        engine = manager.select("generation_engine", config.generation.name).record
-        workers, limits = _start(self.worker, config, tokenizer, manager, device), BatchLimits.of(config.policy)
-        super().__init__(workers, config.generation, tokenizer, limits)
-        self._policy = policy
-        self._metrics: dict[str, float] = {}
-        capabilities = policy.capabilities & engine.capabilities
-        common = [name for name, capability in _TRANSPORTS.items() if capability in capabilities]
-        only = common[0] if refit.transport == "auto" and len(common) == 1 else None
-        self.refitter = Refitter(policy.worker_group, self.worker_group, refit, only)
-
-    def prepare_for_generation(self) -> bool:
-        """Refit the engines if their weights are stale; return True when they are ready."""
-        if self.refitter.is_stale():
-            self.refit()
-        return self.prepare_engines()
-
-    def refit(self) -> RefitReport:
-        """Send the policy's weights to the engines now."""
-        report = refit_policy_generation(self._policy, self)
-        spent = self._metrics.get("time/refit", 0.0)
-        self._metrics = {"time/refit": spent + report.seconds, "refit/mb": report.size / 2**20}
-        return report
-
-    def prepare_engines(self, **arguments: Any) -> bool:
-        """Call `GenerationEngine.prepare_for_generation` on all workers, within the deadline of a refit."""
-        future = self.worker_group.run_all_workers_single_data("prepare_for_generation", **arguments)
-        future.deadline = self.config.refit.deadline
-        return all(self.worker_group.get_all_worker_results(future))
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Return `time/refit` in seconds and `refit/mb` of the refits since the last call."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
-    def shutdown(self) -> bool:
-        """Shut the workers down; return False if one of them did not exit cleanly."""
-        return self.worker_group.shutdown(cleanup_method="shutdown")
-
-
-def refit_policy_generation(
-    policy: Policy,
-    policy_generation: RemoteGeneration,
-    colocated_inference: bool | None = None,
-    _refit_buffer_size_gb: float | None = None,
-) -> RefitReport:
-    """Send the weights of `policy` to the engines of `policy_generation`, even if they are up to date.
-
-    Where an engine shares a GPU with the trainer and the backend declares `cpu_offload`, the optimizer is offloaded
-    before the transfer and the model after it.
-
-    `colocated_inference`: True for IPC, False for a process group, None for `generation.refit.transport`.
-    `_refit_buffer_size_gb`: GiB per group by IPC, overriding `generation.refit.buffer_mb`.
+    Requests of a session go to the same engine, others to the one with the fewest tokens in flight. What a lost engine
+    had is given to the others. Belongs to one event loop at a time: to another one after all requests have an outcome.
     """
-    offload = Capability.CPU_OFFLOAD in policy.capabilities and policy_generation.refitter.shares_gpu
-    if offload:
-        policy.offload_before_refit()
-    policy_generation.prepare_engines(tags=["weights"])
-    transport = None if colocated_inference is None else "ipc" if colocated_inference else "collective"
-    buffer_bytes = None if _refit_buffer_size_gb is None else _refit_buffer_size_gb * 2**30
-    report = policy_generation.refitter.refit(transport, buffer_bytes)
-    if offload:
-        policy.offload_after_refit()
-    policy_generation.prepare_engines(tags=["kv_cache"])
-    return report
+
+    def __init__(self, engines: Sequence[EngineHandle], *, limit: int) -> None:
+        """`limit`: requests that an engine has at a time; more wait in the client."""
+        self.engines = list(engines)
+        ends = list(accumulate(engine.lanes for engine in self.engines))
+        self._lanes = [range(end - engine.lanes, end) for engine, end in zip(self.engines, ends, strict=True)]
+        self.lanes = ends[-1]
+        """The number of engines that get their own requests; an engine handle may have several."""
+        self._scheduler = Scheduler(self.lanes, limit)
+        self._answers: dict[str, asyncio.Future[GenerationResult]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._exchanges: dict[int, Future[list[Incoming]]] = {}
+        self._pauses = 0
+
+    async def generate(
+        self, request: GenerationRequest, *, timeout: float | None = None, lane: int | None = None
+    ) -> GenerationResult:
+        """Return the completion of `request`; if its time is up after `timeout` seconds, what there is, aborted.
+
+        `lane`: the engine to use, unless it is lost. Cancelling the awaiting task aborts the request. Raises
+        `RequestError` for a request that the engine rejects, and what the engine has failed with; a request is given to
+        another engine only if its engine was lost (`WorkerLost`) or does not answer (`DeadlineExceeded`).
+        """
+        self._scheduler.add(request, lane)
+        loop, request_id = asyncio.get_running_loop(), request.request_id
+        answer = self._answers[request_id] = loop.create_future()
+        timer = None if timeout is None else loop.call_later(timeout, self._expire, request_id)
+        self._drive()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._scheduler.cancel(request_id)
+            self._drive()
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # counts as seen, also where this task was cancelled meanwhile
+            del self._answers[request_id]
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Context without exchanges, in which the engines may be called; requests wait meanwhile."""
+        self._pauses += 1
+        try:
+            await asyncio.gather(*self._tasks.values())
+            yield
+        finally:
+            self._pauses -= 1
+            self._drive()
+
+    def replaced(self, index: int, engine: EngineHandle) -> None:
+        """Use `engine` instead of the lost one of this index."""
+        self.engines[index] = engine
+        self._exchanges.pop(index, None)
+        self._scheduler.replaced(self._lanes[index])
+
+    # -- engines -------------------------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        """Start a task for each engine with requests."""
+        for index, lanes in enumerate(self._lanes):
+            task = self._tasks.get(index)
+            if (task is None or task.done()) and not self._pauses and any(map(self._scheduler.busy, lanes)):
+                self._tasks[index] = asyncio.get_running_loop().create_task(self._exchange_while_busy(index))
+
+    async def _exchange_while_busy(self, index: int) -> None:
+        while not self._pauses and any(map(self._scheduler.busy, self._lanes[index])):
+            self._settle(await self._exchange(index))
+
+    async def _exchange(self, index: int) -> Iterable[Outcome]:
+        """Exchange once with an engine. An exchange that a cancelled task has left is completed first."""
+        engine, lanes = self.engines[index], self._lanes[index]
+        try:
+            if index not in self._exchanges:
+                outgoing = [self._scheduler.outgoing(lane) for lane in lanes]
+                self._exchanges[index] = engine.exchange(outgoing, engine.interval)
+            answers = await _result(self._exchanges[index])
+            del self._exchanges[index]
+            received = [self._scheduler.received(lane, of) for lane, of in zip(lanes, answers, strict=True)]
+            return [outcome for outcomes in received for outcome in outcomes]
+        except Exception as error:  # noqa: BLE001 - raised by `generate` of the requests that it concerns
+            self._exchanges.pop(index, None)
+            return self._failed(index, error)
+
+    def _failed(self, index: int, error: Exception) -> list[Outcome]:
+        engine, lanes = self.engines[index], self._lanes[index]
+        outcomes = []
+        if not (engine.lost and isinstance(error, (WorkerLost, DeadlineExceeded))):
+            outcomes = self._scheduler.failed(lanes, error)
+        return outcomes + (self._scheduler.lost(lanes, error) if engine.lost else [])
+
+    def _settle(self, outcomes: Iterable[Outcome]) -> None:
+        for request_id, outcome in outcomes:
+            answer = self._answers.get(request_id)
+            if answer is None or answer.done():
+                continue
+            if isinstance(outcome, Exception):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
+        self._drive()
+
+    def _expire(self, request_id: str) -> None:
+        self._settle(self._scheduler.expire(request_id))
 
 
-def start_generation(
-    config: RunConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, manager: PluginManager, *, device: str
-) -> Generation:
-    """Return the handle on generation that `config` describes: in the workers of `policy`, or on separate workers."""
-    if config.generation.workers is None:
-        return Generation(policy.worker_group, config.generation, tokenizer, BatchLimits.of(config.policy))
-    return RemoteGeneration(config, policy, tokenizer, manager, device=device)
+async def _result(future: Future[list[Incoming]]) -> list[Incoming]:
+    """Wait for `future`, which goes on if the waiting task is cancelled, even after the end of its event loop."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
 
+    def wake(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(done.set)
 
-def _start(
-    worker: str, config: RunConfig, tokenizer: PreTrainedTokenizerBase, manager: PluginManager, device: str
-) -> WorkerGroup:
-    workers, dtype = config.generation.workers, config.generation.refit.dtype
-    assert workers is not None
-    engine = manager.select("generation_engine", config.generation.name).record
-    other_python = workers.python or engine.py_executable
-    spec = WorkerSpec(
-        target=worker,
-        kwargs={
-            "engine_target": engine.target,
-            "generation": config.generation,
-            "tokenizer": tokenizer,
-            "model_name": config.policy.model_name,
-            "precision": config.policy.precision if dtype == "auto" else dtype,
-            "tf32": config.policy.tf32,
-            "cudnn_attention": config.policy.cudnn_attention,
-        },
-        plugins=tuple(config.plugins),
-        # another environment need not have the backends installed
-        fingerprint=None if other_python else manager.fingerprint(),
-        py_executable=other_python,
-    )
-    record = manager.select("worker_group", workers.group).record
-    group_class: Any = manager.load(record)
-    section: dict[str, Any] = {}
-    if config.worker_group.name == workers.group:  # the trainer's section, without what describes its own workers
-        section = config.worker_group.model_dump(exclude_unset=True, exclude={"workers_per_node", "python"})
-    section |= {"name": workers.group, "num_workers": workers.num_workers, "deadlines": workers.deadlines}
-    sharding = policy_sharding(workers.num_workers, ParallelismConfig())
-    model = record.config_model or WorkerGroupConfig
-    group: WorkerGroup = group_class(spec, model(**section), sharding=sharding, device=device)
-    return group
+    future.add_done_callback(wake)
+    await done.wait()
+    return future.result()

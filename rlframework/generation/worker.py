@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlframework.interfaces.generation import GenerationEngine
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, Tag
+from rlframework.interfaces.generation_exchange import Incoming, submit_each
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
-from rlframework.weight_sync.coordinator import attempt
+from rlframework.weight_sync.calls import attempt
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.device import prepare_device
 
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 class GenerationWorker:
     """One process with one engine, which it constructs from `engine_target` (`module:Class`).
 
-    Calls of `GenerationEngine` that are not below go to the engine.
+    `index` numbers the engines of a run. Calls of `GenerationEngine` that are not below go to the engine.
     """
 
     def __init__(
         self,
         *,
         engine_target: str,
+        index: int,
         generation: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase,
         model_name: str,
@@ -42,9 +44,9 @@ class GenerationWorker:
             import torch
 
             torch.set_num_threads(context.threads)
-        device = "cuda:0" if context.device == "cuda" else context.device  # the worker sees only its own GPU
+        device = "cuda:0" if context.device == "cuda" else context.device  # the worker sees only its own GPUs
         prepare_device(device, tf32=tf32, cudnn_attention=cudnn_attention)
-        self.context = context
+        self.context, self.index = context, index
         self.engine: GenerationEngine = load_target(engine_target)(
             generation, tokenizer, model_name=model_name, device=device, precision=precision
         )
@@ -54,14 +56,22 @@ class GenerationWorker:
             raise AttributeError(name)
         return getattr(self.engine, name)
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """See `GenerationEngine.init_collective`. The engines' ranks follow the trainer's in worker order."""
-        self.engine.init_collective(ip, port, world_size, 1 + self.context.rank)
+    def exchange(
+        self, requests: Sequence[GenerationRequest], abort_ids: Collection[str], timeout: float | None
+    ) -> Incoming:
+        """Abort and submit requests, then serve until some have finished or `timeout` seconds have passed."""
+        rejected = submit_each(self.engine, requests, abort_ids)
+        return Incoming(self.engine.poll(0.0 if rejected else timeout), rejected)
 
-    def require_weights(self) -> None:
-        """Raise `UserError` if the last refit is incomplete or failed."""
-        if isinstance(self.engine, ReceivesWeights):
-            self.engine.require_weights()
+    def prepare_for_generation(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> bool:
+        """Allocate what `finish_generation` freed; return True. The name is NeMo-RL's."""
+        self.engine.restore(tags)
+        return True
+
+    def finish_generation(self, tags: Collection[Tag] = ("kv_cache",)) -> bool:
+        """Free device memory between rollouts; return True. The name is NeMo-RL's."""
+        self.engine.release(tags)
+        return True
 
     def get_refit_state(self) -> EngineState:
         """Return the engine's state; no device if it does not derive from `ReceivesWeights`."""
@@ -70,13 +80,14 @@ class GenerationWorker:
         return {"device": "", "joined": False}
 
     def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """See `coordinator.attempt`."""
-        return attempt(self, f"generation worker {self.context.rank}", method, arguments)
+        """See `calls.attempt`."""
+        return attempt(self, method, arguments)
 
     def get_info(self) -> dict[str, Any]:
-        """Return the `rank`, `pid` and `python` executable of this process."""
-        return {"rank": self.context.rank, "pid": os.getpid(), "python": sys.executable}
+        """Return the engine's `index`, and the `pid` and `python` executable of this process."""
+        return {"index": self.index, "pid": os.getpid(), "python": sys.executable}
 
     def shutdown(self) -> None:
-        """Release the engine."""
-        self.__dict__.pop("engine", None)
+        """Close the engine."""
+        if (engine := self.__dict__.pop("engine", None)) is not None:
+            engine.close()

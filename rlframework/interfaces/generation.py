@@ -51,8 +51,24 @@ class SamplingParams:
         return not self.greedy and (self.top_k is not None or self.top_p < 1.0)
 
 
+class _SentBetweenProcesses:
+    """Pickles the elements of tensors, where torch pickles the whole storage of a view."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _compact(value) for name, value in vars(self).items()}
+
+
+def _compact(value: Any) -> Any:
+    """Return what is pickled instead of `value`, a tensor, a mapping of them, or anything else."""
+    from rlframework.batch.tensor_pickling import picklable
+
+    if isinstance(value, Mapping):
+        return {key: _compact(each) for key, each in value.items()}
+    return picklable(value) if hasattr(value, "untyped_storage") else value
+
+
 @dataclass(frozen=True, eq=False)
-class GenerationRequest:
+class GenerationRequest(_SentBetweenProcesses):
     """A prompt to complete. The sample depends on `prompt_ids`, `seed`, `sampling` and the weights, and nothing else.
 
     `prompt_ids`: 1-D int64 on the CPU, at least one token. `seed`: a signed 64-bit integer, all bits significant.
@@ -90,7 +106,7 @@ class WeightSpan(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class GenerationResult:
+class GenerationResult(_SentBetweenProcesses):
     """The completion of a request.
 
     `token_ids`: 1-D int64 on the CPU, including the stop token. `logprobs`: 1-D fp32, of each token at the sampling
@@ -124,8 +140,8 @@ class GenerationEngine(ABC):
     An embedded engine runs in the trainer's process: `attach` gives it the live module without a copy or, if the
     trainer's module is sharded, its separate module is updated with `load_weights`. The engine must not change the
     weights or the train/eval mode of an attached module. An engine in a separate process receives its weights through
-    a transport. It serves nothing before it has weights, from `begin_weight_update` to `finish_weight_update`, and after
-    an update that failed: `poll` with unfinished requests then raises `EngineNotReady`.
+    a transport. It serves nothing before it has weights, from `begin_weight_update` to `finish_weight_update`, and
+    after an update that failed: `poll` with unfinished requests then raises `EngineNotReady`.
 
     An engine does nothing on its own that could change results: it serves requests only inside `poll`, or as if it did.
     """

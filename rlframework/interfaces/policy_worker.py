@@ -7,7 +7,7 @@ on the engine, around the primitives of a backend's `rlframework.policy.engine.E
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
+    from rlframework.interfaces.generation import GenerationRequest
+    from rlframework.interfaces.generation_exchange import Incoming
     from rlframework.interfaces.loss import LossFunction
 
 Rows: TypeAlias = "BatchedDataDict[Any]"
@@ -161,8 +163,14 @@ class PolicyWorker(ABC):
         """Context manager: swap in the reference weights; restore the policy's on exit, also after an exception."""
 
     @abstractmethod
-    def generate(self, data: Rows, greedy: bool = False) -> Rows:
-        """Complete this rank's prompts with the embedded engine: see `GenerationEngine.generate`."""
+    def exchange(
+        self, requests: Sequence[GenerationRequest], abort_ids: Collection[str], timeout: float | None
+    ) -> Incoming:
+        """Abort and submit requests of the embedded engine, then serve for at most `timeout` seconds (None: no limit).
+
+        Called on all ranks, because gathering the weights of a sharded model is collective; only the first rank of each
+        replica gets requests. Results that are not returned now are returned by a later call.
+        """
 
     @abstractmethod
     def finish_generation(self) -> bool:
@@ -342,6 +350,13 @@ class PolicyWorker(ABC):
         engine was gone or too slow, `init_collective` must be called again.
         """
         raise _undeclared(self, "send weights over a process group", "collective_refit")
+
+    def get_sent_checksums(self) -> Mapping[str, int]:
+        """Return the checksum of each weight that this worker sent in the last refit, by name; empty if it sent none.
+
+        Of the bytes as sent: see `rlframework.weight_sync.buffers.checksum`.
+        """
+        raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
 
     def prepare_weights_for_ipc(
         self, receive_buffers: Mapping[str, Any] | None = None, devices: Collection[str] | None = None

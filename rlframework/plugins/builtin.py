@@ -19,7 +19,6 @@ from rlframework.config.sections import (
 from rlframework.errors import ConfigError
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import (
-    API_VERSION,
     AlgorithmRecord,
     Capability,
     DataProcessorRecord,
@@ -62,9 +61,16 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     """The built-in engine."""
     target = "generation.transformers_engine:TransformersEngine"
     summary = "generation with transformers, in the trainer's process or in separate ones"
-    refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.LORA_REFIT})
-    declared = refits | {Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE}
-    return [_core(GenerationEngineRecord, "transformers", target, summary, GenerationConfig, capabilities=declared)]
+    capabilities = frozenset(
+        {
+            Capability.EMBEDDED_GENERATION,
+            Capability.IN_FLIGHT_UPDATE,
+            Capability.LORA_REFIT,
+            Capability.COLLECTIVE_REFIT,
+            Capability.IPC_REFIT,
+        }
+    )
+    return [_core(GenerationEngineRecord, "transformers", target, summary, GenerationConfig, capabilities=capabilities)]
 
 
 @hookimpl
@@ -94,7 +100,7 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
 def _core(
     kind: type[_Kind], name: str, target: str, summary: str, model: type[Section] | None = None, **fields: Any
 ) -> _Kind:
-    return kind(name, f"rlframework.{target}", API_VERSION, summary, config_model=model, **fields)
+    return kind(name, f"rlframework.{target}", kind.supported_api, summary, config_model=model, **fields)
 
 
 def check_inline(config: RunConfig, device: str) -> list[Problem]:

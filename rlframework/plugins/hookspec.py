@@ -103,7 +103,7 @@ def rlframework_generation_engines() -> Iterable[GenerationEngineRecord]:
     >>> from rlframework.plugins.types import GenerationEngineRecord
     >>> @hookimpl
     ... def rlframework_generation_engines():
-    ...     return [GenerationEngineRecord("mine", "my_package.engine:MyEngine", api_version=1)]
+    ...     return [GenerationEngineRecord("mine", "my_package.engine:MyEngine", api_version=2)]
     """
     return ()
 

@@ -24,7 +24,7 @@ import rlframework
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import PluginError
 from rlframework.plugins import hookspec as specs
-from rlframework.plugins.types import API_VERSION, RECORD_TYPES, Capability, Record
+from rlframework.plugins.types import RECORD_TYPES, Capability, Record
 
 CORE = "rlframework-core"
 UNVERSIONED = "unversioned"
@@ -204,10 +204,12 @@ def _check_hooks(scratch: pluggy.PluginManager, plugin: object) -> None:
 
 def _check_record(record: Record) -> None:
     who = f"the {record.kind} name {record.name!r}"
-    if record.api_version != API_VERSION:
+    if record.api_version != record.supported_api:
+        older = record.api_version < record.supported_api
         raise PluginError(
             f"its {record.kind} {record.name!r} is written for version {record.api_version} of the plugin API, but "
-            f"this rlframework-core has version {API_VERSION}; install compatible versions of the two"
+            f"this rlframework-core has version {record.supported_api} for that kind; install compatible versions of "
+            "the two" + (f" ({record.moving})" if older and record.moving else "")
         )
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", record.name):
         raise PluginError(f"{who} is invalid: use letters, digits, '-' and '_', starting with a letter or digit")

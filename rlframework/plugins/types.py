@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
@@ -22,7 +22,10 @@ from rlframework.config.sections import (
 from rlframework.plugins.state_layout import StateLayoutOf
 
 API_VERSION = 1
-"""Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to."""
+"""Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to.
+
+Kinds of records whose interface has changed since have a later one: `Record.supported_api`.
+"""
 
 
 class Capability(StrEnum):
@@ -134,6 +137,10 @@ class Record:
     """The configuration key that selects a record by name."""
     section: ClassVar[type[Section]] = Section
     """The base class of `config_model`."""
+    supported_api: ClassVar[int] = API_VERSION
+    """The version of the plugin API for this kind."""
+    moving: ClassVar[str] = ""
+    """How to move a plugin of an earlier version to this one."""
 
     name: str
     target: str
@@ -175,12 +182,31 @@ class WorkerGroupRecord(Record):
     section = WorkerGroupConfig
 
 
+PROBE_BOUNDS: Mapping[str, float] = {"float32": 0.02, "float16": 0.05, "bfloat16": 0.3}
+"""Default of `GenerationEngineRecord.probe_bounds`.
+
+The kernels of two engines differ by about 1e-5 in fp32, by 0.003 with TF32 and by 0.05 in bfloat16; weights of an
+earlier training stage or in the wrong place by 0.5 and more.
+"""
+
+
+@dataclass(frozen=True)
 class GenerationEngineRecord(Record):
-    """A generation engine: `target` implements `rlframework.interfaces.generation.GenerationEngine`."""
+    """A generation engine: `target` implements `rlframework.interfaces.generation.GenerationEngine`.
+
+    `probe_bounds`: by dtype of the engine's weights, the largest mean difference between its log-probabilities and the
+    trainer's for the same weights, over the probes of a refit (`generation.refit.probes`). `gpus_per_engine(config)`
+    returns how many GPUs an engine in a process of its own uses; None: one.
+    """
 
     kind = "generation_engine"
     key = "generation.name"
     section = GenerationConfig
+    supported_api = 2
+    moving = "see the page: Move a generation engine to version 2"
+
+    probe_bounds: Mapping[str, float] = field(default_factory=lambda: PROBE_BOUNDS)
+    gpus_per_engine: Callable[[GenerationConfig], int] | None = None
 
 
 class EnvironmentRecord(Record):

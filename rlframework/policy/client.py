@@ -285,7 +285,7 @@ def worker_spec(
     neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
     neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
     section = getattr(config.policy, config.policy.backend, None)
-    generates = Capability.EMBEDDED_GENERATION in record.capabilities
+    generates = Capability.EMBEDDED_GENERATION in record.capabilities and config.generation.workers is None
     engine = manager.select("generation_engine", config.generation.name).record.target if generates else None
     return WorkerSpec(
         target=record.target,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection, Sequence
+
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import NotSupported
-from rlframework.interfaces.generation import GenerationEngine
-from rlframework.interfaces.policy_worker import Rows
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
+from rlframework.interfaces.generation_exchange import Incoming, submit_each
 from rlframework.plugins.loading import load_target
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.profiling import GENERATE, trace_span
@@ -26,6 +29,8 @@ class EmbeddedGeneration:
         """Create the engine `target` (`module:Class`), which is cheap, so that bad settings are reported early."""
         self._engine, self._residency, self._progress = engine, residency, progress
         self._weights_version = -1
+        self._unfinished: set[str] = set()
+        self._released = False
         self._generator: GenerationEngine | None = None
         if target is not None:
             self._generator = load_target(target)(
@@ -36,30 +41,62 @@ class EmbeddedGeneration:
                 precision=engine.config.precision,
             )
 
-    def generate(self, data: Rows, greedy: bool = False) -> Rows:
-        """See `PolicyWorker.generate`."""
+    def exchange(
+        self, requests: Sequence[GenerationRequest], abort_ids: Collection[str], timeout: float | None
+    ) -> Incoming:
+        """See `PolicyWorker.exchange`."""
         require_head(self._engine.config, "language", "generate")
         self._residency.onload("model")
         generator = self._updated()
         with self._engine.generating(), trace_span(GENERATE):
-            return generator.generate(data, greedy=greedy)
+            rejected = submit_each(generator, requests, abort_ids)
+            self._unfinished |= {request.request_id for request in requests} - rejected.keys()
+            return Incoming(self._served(generator, timeout), rejected)
+
+    def _served(self, generator: GenerationEngine, timeout: float | None) -> list[GenerationResult]:
+        """Serve until `timeout`; a single rank returns with the first results, others have to wait for each other."""
+        until = None if timeout is None else time.monotonic() + timeout
+        results: list[GenerationResult] = []
+        unfinished, self._unfinished = self._unfinished, set()  # empty after an exception
+        while unfinished and not (results and self._engine.context.world_size == 1):
+            left = None if until is None else max(0.0, until - time.monotonic())
+            finished = generator.poll(left)
+            results += finished
+            unfinished -= {result.request_id for result in finished}
+            if left == 0.0:
+                break
+        self._unfinished = unfinished
+        return results
 
     def _updated(self) -> GenerationEngine:
         if self._generator is None:
             raise NotSupported("this worker was built without a generation engine; set generation_target")
-        if self._weights_version != self._progress.weights_version:
+        if self._released:
+            self._generator.restore(("kv_cache",))
+            self._released = False
+        version = self._progress.weights_version
+        if self._weights_version != version:
             module = self._engine.whole_model()
             if module is not None:
-                self._generator.attach(module)
+                self._generator.attach(module, version)
             else:
-                self._generator.load_weights(self._engine.gather_weights(self._engine.weight_specs()))
-            self._weights_version = self._progress.weights_version
+                specs = self._engine.weight_specs()
+                announced = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
+                self._generator.begin_weight_update(version, announced)
+                self._generator.load_weights(self._engine.gather_weights(specs))
+                self._generator.finish_weight_update()
+            self._weights_version = version
         return self._generator
 
     def finish(self) -> bool:
         """See `PolicyWorker.finish_generation`."""
-        return self._generator is None or bool(self._generator.finish_generation())
+        if self._generator is not None:
+            self._generator.release(("kv_cache",))
+            self._released = True
+        return True
 
     def close(self) -> None:
-        """Drop the generation engine."""
-        self._generator = None
+        """Close the generation engine."""
+        generator, self._generator = self._generator, None
+        if generator is not None:
+            generator.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -41,11 +41,16 @@ class WeightSender:
     _group: RefitGroup | None = None
     _port: socket.socket | None = None
     _joined: bool = False
+    _sent: dict[str, int] = field(default_factory=dict)  # checksums, by name
 
     def state(self) -> RefitState:
         """See `PolicyWorker.get_refit_state`."""
         joined = self._joined and (self.engine.context.rank > 0 or self._group is not None)
         return {"version": self.progress.weights_version, "device": device_id(self.engine.device), "joined": joined}
+
+    def sent_checksums(self) -> dict[str, int]:
+        """See `PolicyWorker.get_sent_checksums`."""
+        return dict(self._sent)
 
     @contextmanager
     def _gathering_weights(self, names: Iterable[str]) -> Iterator[Iterator[tuple[str, Tensor]]]:
@@ -60,7 +65,7 @@ class WeightSender:
     ) -> tuple[list[tuple[str, int]], float]:
         """See `PolicyWorker.prepare_weights_for_ipc`."""
         self._require_transport("ipc")
-        device = self.engine.device
+        device, self._sent = self.engine.device, {}
         self.ipc = self.ipc or IpcSender(device)
         self.ipc.begin(self.weights.transfer_info(), (receive_buffers or {}).get(device_id(device)), devices)
         sizes = [(name, bytes_of(shape, dtype)) for name, (shape, dtype) in self.ipc.info.items()]
@@ -81,7 +86,9 @@ class WeightSender:
                 return {}
             if not self.ipc.wanted:
                 return {}
-            return {device_id(device): self.ipc.pack(names, weights)}
+            handles = self.ipc.pack(names, weights)
+            self._sent |= zip(names, handles.checksums, strict=True)
+            return {device_id(device): handles}
 
     def reserve_address(self) -> tuple[str, int]:
         """See `PolicyWorker.reserve_refit_address`."""
@@ -114,13 +121,14 @@ class WeightSender:
             raise RefitNotPrepared(
                 "init_collective must be called before broadcast_weights_for_collective, and again after a failure"
             )
-        info = self.weights.transfer_info()
+        info, self._sent = self.weights.transfer_info(), {}
         with self._gathering_weights(info) as weights:
             if self._group is None:
                 return
             try:
                 budget = group_bytes(self.config.buffer_mb, self.engine.device)
-                collective.send(self._group, info, weights, budget)
+                sums = collective.send(self._group, info, weights, budget)
+                self._sent = dict(zip(info, sums, strict=True))
             except Exception:
                 if self._group.closed:
                     self._group = None

@@ -33,7 +33,7 @@ from rlframework.policy.shared_state import Residency, TrainingProgress
 from rlframework.policy.trained_weights import Adapters, TrainedWeights, require_adapters
 from rlframework.policy.training_step import Training
 from rlframework.policy.weight_sender import WeightSender
-from rlframework.weight_sync.coordinator import attempt
+from rlframework.weight_sync.calls import attempt
 from rlframework.workers.device import prepare_device
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class PolicyWorkerBase(PolicyWorker):
     get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
     score = _answered_by("scoring", Scoring.score, "scoring")
-    generate = _answered_by("generation", EmbeddedGeneration.generate, "generation")
+    exchange = _answered_by("generation", EmbeddedGeneration.exchange, "generation")
     finish_generation = _answered_by("generation", EmbeddedGeneration.finish)
     prepare_for_lp_inference = _answered_by("residency", Residency.prepare_for_lp_inference)
     save_checkpoint = _answered_by("checkpoints", CheckpointIO.save)
@@ -148,6 +148,7 @@ class PolicyWorkerBase(PolicyWorker):
     finish_checkpoint = _answered_by("checkpoints", CheckpointIO.finish)
     load_checkpoint = _answered_by("checkpoints", CheckpointIO.load)
     get_refit_state = _answered_by("sender", WeightSender.state)
+    get_sent_checksums = _answered_by("sender", WeightSender.sent_checksums)
     prepare_weights_for_ipc = _answered_by("sender", WeightSender.prepare_ipc)
     get_weights_ipc_handles = _answered_by("sender", WeightSender.ipc_handles, "refit")
     reserve_refit_address = _answered_by("sender", WeightSender.reserve_address)
@@ -204,7 +205,7 @@ class PolicyWorkerBase(PolicyWorker):
 
     def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
         """See `PolicyWorker.attempt`."""
-        return attempt(self, f"rank {self.engine.context.rank} of the trainer", method, arguments)
+        return attempt(self, method, arguments)
 
     def is_alive(self) -> bool:
         """See `PolicyWorker.is_alive`."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rlframework.config.policy import PolicyConfig
     from rlframework.config.sections import RunConfig
-    from rlframework.generation.client import Generation
+    from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Environment
     from rlframework.plugins.manager import PluginManager
     from rlframework.policy.client import Policy
@@ -174,10 +174,12 @@ def _workers(
     config: RunConfig, manager: PluginManager, tokenizer: PreTrainedTokenizerBase, **options: bool
 ) -> Iterator[tuple[Policy, Generation]]:
     """Start the policy, with `options` of its constructor, and generation; shut them down on exit."""
-    from rlframework.generation.client import start_generation
+    from rlframework.generation.driver import start_generation
+    from rlframework.generation.stop_tokens import stop_tokens
     from rlframework.policy.client import Policy
 
     device = _checked_device(config, manager)
+    stop_tokens(config.generation, tokenizer, config.policy.model_name, config.policy.trust_remote_code)  # checks them
     calls = algorithm_class(config, manager).training_calls(config.algorithm)  # the schedule is checked against them
     with ExitStack() as stack:
         policy = Policy(config, tokenizer, manager, device=device, training_calls=calls, **options)

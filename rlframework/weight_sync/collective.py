@@ -228,8 +228,10 @@ def _signed(value: int) -> int:
 # -- the two sides -----------------------------------------------------------------------------------------------------
 
 
-def send(group: RefitGroup, info: WeightInfo, weights: Iterator[tuple[str, Tensor]], budget: float) -> None:
-    """Send `weights`, given in the order of `info`, in groups of at most `budget` bytes; called on rank 0.
+def send(group: RefitGroup, info: WeightInfo, weights: Iterator[tuple[str, Tensor]], budget: float) -> list[int]:
+    """Send `weights`, given in the order of `info`, in groups of at most `budget` bytes; return their checksums.
+
+    Called on rank 0.
 
     Raises `RefitError` if a receiver is gone or late, or found an error.
     """
@@ -237,8 +239,9 @@ def send(group: RefitGroup, info: WeightInfo, weights: Iterator[tuple[str, Tenso
         groups = _message_slots(info, budget)
         header = [_signed(buffers.layout_checksum(info)), int(budget), len(groups), 0]
         group.broadcast(torch.tensor(header, device=group.device), "sending the layout of the weights")
-        sums = torch.tensor(list(map(_signed, _send_groups(group, groups, weights))), dtype=torch.int64)
-        group.broadcast(sums.to(group.device), "sending the checksums of the weights")
+        sums = _send_groups(group, groups, weights)
+        signed = torch.tensor(list(map(_signed, sums)), dtype=torch.int64)
+        group.broadcast(signed.to(group.device), "sending the checksums of the weights")
     except BaseException:  # the receivers are waiting for messages that will never arrive
         group.close()
         raise
@@ -248,6 +251,7 @@ def send(group: RefitGroup, info: WeightInfo, weights: Iterator[tuple[str, Tenso
         raise RefitError(
             f"{int(failures)} of {group.size - 1} receivers rejected the weights of this refit; each reports the reason"
         )
+    return sums
 
 
 def _send_groups(

@@ -1,234 +1,318 @@
-"""The driver's side of a refit, by either transport. No weights pass through the driver."""
+"""The driver's side of a refit: phases, transports and proof. No weights pass through the driver.
+
+All engines begin a weight update, receive the weights by one transport, and finish. Then what they report is compared
+with what the trainer sent, and probes with the trainer's log-probabilities (`proof`). Only then is the version
+committed.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Protocol
 
 from rlframework.config.sections import RefitConfig
-from rlframework.errors import ConfigError, DeadlineExceeded, RefitError, RLFrameworkError
-from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.errors import ConfigError, EngineNotReady, RefitError
+from rlframework.interfaces.generation import GenerationEngine, GenerationResult, Tag
+from rlframework.interfaces.policy_worker import PolicyWorker, RefitState, Rows
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
+from rlframework.plugins.types import Capability
 from rlframework.weight_sync import ipc
-from rlframework.weight_sync.buffers import WeightInfo, group_names, sizes_of
-from rlframework.weight_sync.receiver import ReceivesWeights
+from rlframework.weight_sync.buffers import group_names, sizes_of
+from rlframework.weight_sync.calls import RefitCalls, RefitEngine, StartedCall
+from rlframework.weight_sync.proof import Probes, compare_reports, sent_by_all
+from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.inline import InlineWorkerGroup
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _GRACE = 10.0  # seconds for workers to answer after the deadline that they enforce themselves
+_WEIGHTS: tuple[Tag, ...] = ("weights",)
+_CACHE: tuple[Tag, ...] = ("kv_cache",)
 
 
-def attempt(worker: object, name: str, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-    """Call `method` of `worker`; return its result and `""`, or None and the `RefitError` it raised, after `name`.
+class Trainer(Protocol):
+    """The driver's handle on the model in training, which `rlframework.policy.client.Policy` is."""
 
-    An exception would end the whole worker group, but a failed refit can be repeated.
-    """
-    try:
-        return getattr(worker, method)(**arguments), ""
-    except RefitError as error:
-        return None, f"{name}: {error}"
+    worker_group: WorkerGroup
+    capabilities: frozenset[Capability]
+
+    @property
+    def get_logprobs(self) -> Callable[..., Rows]:
+        """See `PolicyWorker.get_logprobs`."""
+
+    @property
+    def offload_before_refit(self) -> Callable[[], Any]:
+        """See `PolicyWorker.offload_before_refit`."""
+
+    @property
+    def offload_after_refit(self) -> Callable[[], Any]:
+        """See `PolicyWorker.offload_after_refit`."""
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """The result of a refit: the transferred weights' total size in bytes, counted once, and the time in seconds."""
+    """The result of a refit.
+
+    `size`: bytes of the transferred weights, counted once. `seconds`: time from the call to the commit.
+    `probe_error`: the largest error of an engine's probes, None without probes. `dropped_tokens`: cached tokens of
+    earlier versions that the engines dropped. `finished`: results of other requests that came with those of the probes.
+    """
 
     transport: str
+    version: int
     size: int
     seconds: float
+    probe_error: float | None = None
+    dropped_tokens: int = 0
+    finished: tuple[GenerationResult, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step before which the refit took place."""
+        found = {"time/refit": self.seconds, "refit/mb": self.size / 2**20, "refit/version": float(self.version)}
+        found["refit/dropped_tokens"] = float(self.dropped_tokens)
+        return found if self.probe_error is None else {**found, "refit/probe_error": self.probe_error}
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The participants of one refit, and their states before it."""
+
+    calls: RefitCalls
+    trainer: list[RefitState]
+    engines: list[EngineState]
+
+    @property
+    def version(self) -> int:
+        return self.trainer[0]["version"]
+
+    @property
+    def trainer_devices(self) -> set[str]:
+        return {state["device"] for state in self.trainer}
+
+    @property
+    def engine_devices(self) -> set[str]:
+        return {state["device"] for state in self.engines}
 
 
 class Refitter:
-    """Refits the workers of `generation` from those of `trainer`."""
+    """Refits the generation engines from `trainer`, and keeps which version of the weights all of them have."""
 
     def __init__(
-        self, trainer: WorkerGroup, generation: WorkerGroup, config: RefitConfig, transport: str | None = None
+        self,
+        trainer: Trainer,
+        engines: Callable[[], Sequence[RefitEngine]],
+        config: RefitConfig,
+        probes: Probes | None = None,
+        transport: str | None = None,
     ) -> None:
-        """Send nothing yet. `transport` overrides `config.transport`."""
-        self._trainer, self._generation, self._config = trainer, generation, config
+        """Send nothing yet.
+
+        `engines()` returns those of the next refit, one of them in place of each that was lost. `probes`: None proves
+        by checksums alone. `transport` overrides `config.transport`.
+        """
+        self._trainer, self._engines, self._config, self._probes = trainer, engines, config, probes
         self._transport = transport or config.transport
-        self._info: WeightInfo | None = None
         self._version: int | None = None
+        self._failure = ""
+        self._joined: tuple[RefitEngine, ...] = ()  # in the trainer's process group
 
     @property
-    def transport(self) -> str:
-        """`ipc` or `collective`; `auto` is resolved at first use."""
-        if self._transport == "auto":
-            trainer, engines = self._devices
-            self._transport = "ipc" if engines <= trainer else "collective"
-        return self._transport
+    def version(self) -> int | None:
+        """The committed version of the weights; None before the first refit, during a refit and after a failed one."""
+        return self._version
 
-    @cached_property
-    def shares_gpu(self) -> bool:
-        """Whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
-        trainer, engines = self._devices
-        shared = trainer if "" in engines else trainer & engines
-        return any(device.startswith(ipc.GPU_PREFIX) for device in shared)
-
-    @cached_property
-    def _devices(self) -> tuple[set[str], set[str]]:
-        """The devices of the trainer's workers and of the engines, as `ipc.device_id` names them."""
-        trainer = self._call_all(self._trainer, PolicyWorker.get_refit_state)
-        engines = self._call_all(self._generation, ReceivesWeights.get_refit_state)
-        return {state["device"] for state in trainer}, {state["device"] for state in engines}
+    def require_committed(self) -> int:
+        """Return the committed version; raise `EngineNotReady` if there is none."""
+        if self._version is None:
+            reason = f"their last refit failed ({self._failure})" if self._failure else "they have no weights yet"
+            raise EngineNotReady(f"the generation engines cannot serve requests: {reason}; refit them first")
+        return self._version
 
     def is_stale(self) -> bool:
-        """Return True if the trainer's weights are newer than those last sent to the engines."""
-        return self._version is None or self._call_trainer(PolicyWorker.get_refit_state)["version"] != self._version
+        """Return True if the trainer's weights are newer than those committed."""
+        return self._version is None or self._calls(()).on_rank_0(PolicyWorker.get_refit_state)["version"] != (
+            self._version
+        )
 
-    def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
-        """Transfer the trainer's weights to all engines.
+    def refit(
+        self, transport: str | None = None, buffer_bytes: float | None = None, *, in_flight: bool = False
+    ) -> RefitReport:
+        """Transfer the trainer's weights to all engines, and commit their version once it is proven.
 
-        Raises `RefitError` if weights are corrupted or missing, `WorkerLost` if an engine is gone and
-        `DeadlineExceeded` if one takes too long. None of these affects the trainer; the remaining engines refuse to
-        generate until the next refit.
+        `in_flight`: the engines have requests, which pause and go on with the new weights. Tokens that they sample
+        before the commit must not be used if the refit fails. Raises `RefitError`, naming the engine, if an engine is
+        gone, takes too long, or does not hold or use the trainer's weights. That does not affect the trainer; nothing
+        may be generated until the next refit.
         """
-        start = time.perf_counter()
-        self._version, version = None, self._call_trainer(PolicyWorker.get_refit_state)["version"]
-        info: WeightInfo = self._call_trainer(PolicyWorker.prepare_info_for_collective)
-        if info != self._info:
-            self._call_all(self._generation, ReceivesWeights.prepare_refit_info, state_dict_info=info)
-            self._info = info
-        chosen = transport or self.transport
+        begun = time.perf_counter()
+        self._version, self._failure = None, "it did not finish"
+        try:
+            report = self._refit(transport, buffer_bytes, in_flight)
+        except Exception as error:
+            self._failure = str(error)
+            raise
+        self._version, self._failure = report.version, ""
+        return RefitReport(**{**vars(report), "seconds": time.perf_counter() - begun})
+
+    def _refit(self, transport: str | None, buffer_bytes: float | None, in_flight: bool) -> RefitReport:
+        calls = self._calls(tuple(self._engines()))
+        now = _Round(
+            calls, calls.on_trainer(PolicyWorker.get_refit_state), calls.on_engines(ReceivesWeights.get_refit_state)
+        )
+        offload = Capability.CPU_OFFLOAD in self._trainer.capabilities and _share_gpu(now)
+        info = calls.on_rank_0(PolicyWorker.prepare_info_for_collective)
+        if offload:
+            self._trainer.offload_before_refit()
+        calls.on_engines(GenerationEngine.restore, tags=_WEIGHTS)
+        if in_flight:
+            calls.on_engines(GenerationEngine.pause, mode="keep")
+        calls.on_engines(GenerationEngine.begin_weight_update, version=now.version, specs=info)
+        chosen = transport or self._resolved_transport(now)
         if chosen == "ipc":
-            self._by_ipc(buffer_bytes)
+            self._by_ipc(now, buffer_bytes)
         else:
-            self._by_collective()
-        self._call_all(self._generation, ReceivesWeights.require_weights)
-        self._version = version
-        return RefitReport(chosen, sum(size for _, size in sizes_of(info)), time.perf_counter() - start)
+            self._by_collective(now)
+        reports = calls.on_engines(GenerationEngine.finish_weight_update)
+        sent = sent_by_all(calls.on_trainer(PolicyWorker.get_sent_checksums))
+        for engine, report in zip(calls.engines, reports, strict=True):
+            compare_reports(engine.name, report, now.version, info, sent)
+        probed, finished = self._finish(now, offload, in_flight)
+        dropped, size = sum(report.dropped_tokens for report in reports), sum(size for _, size in sizes_of(info))
+        return RefitReport(chosen, now.version, size, 0.0, probed, dropped, finished)
+
+    def _finish(self, now: _Round, offload: bool, in_flight: bool) -> tuple[float | None, tuple[GenerationResult, ...]]:
+        """Let the engines serve, and probe them; on a shared GPU, trainer and caches take turns in memory."""
+        calls = now.calls
+        if offload:
+            self._trainer.offload_after_refit()
+        calls.on_engines(GenerationEngine.restore, tags=_CACHE)
+        if in_flight:
+            calls.on_engines(GenerationEngine.resume)
+        if self._probes is None:
+            return None, ()
+        asked = self._probes.ask(calls, now.version, self._config.deadline)
+        if offload and not in_flight:
+            calls.on_engines(GenerationEngine.release, tags=_CACHE)
+        error = asked.compare(self._trainer.get_logprobs(asked.rows, positions="token_mask")["logprobs"])
+        if offload:
+            self._trainer.offload_after_refit()
+            if not in_flight:
+                calls.on_engines(GenerationEngine.restore, tags=_CACHE)
+        return error, asked.others
+
+    def _calls(self, engines: tuple[RefitEngine, ...]) -> RefitCalls:
+        return RefitCalls(self._trainer.worker_group, engines, self._config.deadline)
+
+    def _resolved_transport(self, now: _Round) -> str:
+        """Return `ipc` or `collective`; `auto` is resolved at first use."""
+        if self._transport == "auto":
+            self._transport = "ipc" if now.engine_devices <= now.trainer_devices else "collective"
+        return self._transport
 
     # -- IPC ----------------------------------------------------------------------------------------------------------
 
-    def _by_ipc(self, buffer_bytes: float | None) -> None:
+    def _by_ipc(self, now: _Round, buffer_bytes: float | None) -> None:
         """Write into the memory that one engine per machine offers, if any; the other engines copy from it.
 
         Up to `ipc.BUFFERS` groups are in flight: the trainer writes one, with the next already requested, while the
         engines read another.
         """
-        buffers: dict[str, ipc.ReceiveBuffer] = {}
-        for offered in reversed(self._call_all(self._generation, ReceivesWeights.offer_refit_memory)):
+        calls, buffers = now.calls, dict[str, ipc.ReceiveBuffer]()
+        for offered in reversed(calls.on_engines(GenerationEngine.offer_refit_memory)):
             buffers |= offered
         destination: dict[str, Any] = {"receive_buffers": buffers} if buffers else {}
-        _, engines = self._devices
-        if all(device.startswith(ipc.GPU_PREFIX) for device in engines):
-            destination["devices"] = sorted(engines)
-        prepared = self._call_all(self._trainer, PolicyWorker.prepare_weights_for_ipc, **destination)
+        if all(device.startswith(ipc.GPU_PREFIX) for device in now.engine_devices):
+            destination["devices"] = sorted(now.engine_devices)
+        prepared = calls.on_trainer(PolicyWorker.prepare_weights_for_ipc, **destination)
         if buffer_bytes is None and self._config.buffer_mb is not None:
             buffer_bytes = self._config.buffer_mb * 2**20
         if buffer_bytes is None:
-            on_gpu = self._call_trainer(PolicyWorker.get_refit_state)["device"].startswith(ipc.GPU_PREFIX)
+            on_gpu = now.trainer[0]["device"].startswith(ipc.GPU_PREFIX)
             buffer_bytes = ipc.GPU_GROUP if on_gpu else ipc.OFFERED_GROUP if buffers else ipc.CPU_GROUP
         groups = group_names(prepared[0][0], min([buffer_bytes, *(free for _, free in prepared)]))
-        reading: deque[MultiWorkerFuture] = deque()
+        reading: deque[list[StartedCall]] = deque()
         writing: MultiWorkerFuture | None = None
         for names in [*groups, []]:
             while names and len(reading) + (writing is not None) >= ipc.BUFFERS:  # overwrites the oldest group
-                self._wait_until_read(reading.popleft())
-            write = PolicyWorker.get_weights_ipc_handles
-            requested = self._start(self._trainer, write, keys=names) if names else None
+                calls.of_engines(reading.popleft())
+            requested = calls.start_trainer(PolicyWorker.get_weights_ipc_handles, keys=names) if names else None
             if writing is not None:
                 handles: dict[str, ipc.GroupHandles] = {}
-                for of_rank in self._results(self._trainer, writing):
+                for of_rank in calls.of_trainer(writing):
                     handles |= of_rank
-                load = ReceivesWeights.update_weights_from_ipc_handles
-                reading.append(self._start(self._generation, load, ipc_handles=handles))
+                load = GenerationEngine.update_weights_from_ipc_handles
+                reading.append(calls.start_engines(load, ipc_handles=handles))
             writing = requested
         while reading:
-            self._wait_until_read(reading.popleft())
-
-    def _wait_until_read(self, future: MultiWorkerFuture) -> None:
-        if not all(self._results(self._generation, future)):
-            raise RefitError("a generation engine did not load the weights that it was sent")
+            calls.of_engines(reading.popleft())
 
     # -- collective ---------------------------------------------------------------------------------------------------
 
-    def _by_collective(self) -> None:
-        trainer = self._call_trainer(PolicyWorker.get_refit_state)
-        engines = self._call_all(self._generation, ReceivesWeights.get_refit_state)
-        if not (trainer["joined"] and all(engine["joined"] for engine in engines)):
-            self._join_process_group()
-        self._run_both(PolicyWorker.broadcast_weights_for_collective, ReceivesWeights.update_weights_from_collective)
+    def _by_collective(self, now: _Round) -> None:
+        engines = tuple(now.calls.engines)
+        joined = now.trainer[0]["joined"] and all(state["joined"] for state in now.engines)
+        if not joined or engines != self._joined:
+            self._join_process_group(now)
+            self._joined = engines
+        receive = GenerationEngine.update_weights_from_collective
+        self._run_both(now.calls, PolicyWorker.broadcast_weights_for_collective, {}, receive, [{} for _ in engines])
 
-    def _join_process_group(self) -> None:
-        if isinstance(self._trainer, InlineWorkerGroup) and isinstance(self._generation, InlineWorkerGroup):
+    def _join_process_group(self, now: _Round) -> None:
+        """Form one process group of the trainer, as rank 0, and all engines."""
+        engines = now.calls.engines
+        if isinstance(self._trainer.worker_group, InlineWorkerGroup) and any(each.in_driver for each in engines):
             raise ConfigError(
                 "generation.refit.transport=collective needs the trainer and the engines in different processes: set "
                 "worker_group.name or generation.workers.group to processes or ray"
             )
-        self._require_own_gpus(self._call_trainer(PolicyWorker.get_refit_state)["device"])
-        address, port = self._call_trainer(PolicyWorker.reserve_refit_address)
-        size = 1 + self._generation.sharding.size
-        self._run_both(
-            PolicyWorker.init_collective, ReceivesWeights.init_collective, ip=address, port=port, world_size=size
-        )
-
-    def _require_own_gpus(self, sender: str) -> None:
-        """Raise a `ConfigError` if two processes of the group share a GPU, which NCCL rejects."""
-        engines = self._call_all(self._generation, ReceivesWeights.get_refit_state)
-        devices = Counter([sender, *(state["device"] for state in engines)])
-        if shared := [name for name, count in devices.items() if count > 1 and name.startswith(ipc.GPU_PREFIX)]:
-            raise ConfigError(
-                f"generation.refit.transport=collective gives NCCL two processes on the GPU {shared[0]}, which it does "
-                "not support: place the engines on GPUs of their own (generation.workers.group=ray), or use at most as "
-                "many engines as the trainer has workers, so that generation.refit.transport=ipc can be used"
-            )
+        _require_own_gpus(now)
+        address, port = now.calls.on_rank_0(PolicyWorker.reserve_refit_address)
+        place = {"ip": address, "port": port, "world_size": 1 + len(engines)}
+        ranks = [{**place, "rank": rank} for rank in range(1, 1 + len(engines))]
+        self._run_both(now.calls, PolicyWorker.init_collective, place, GenerationEngine.init_collective, ranks)
 
     def _run_both(
-        self, trainer_method: Callable[..., None], engine_method: Callable[..., Any], **arguments: Any
+        self,
+        calls: RefitCalls,
+        trainer_method: Callable[..., None],
+        trainer_arguments: dict[str, Any],
+        engine_method: Callable[..., Any],
+        engine_arguments: Sequence[dict[str, Any]],
     ) -> None:
         """Start a call on both sides, the one in this process last if there is one, and wait for both."""
-        sides = [(self._generation, engine_method), (self._trainer, trainer_method)]
-        if isinstance(self._generation, InlineWorkerGroup):
-            sides.reverse()
-        futures = {id(group): self._start(group, method, **arguments) for group, method in sides}
-        errors: list[RLFrameworkError] = []
-        for group, deadline in ((self._trainer, None), (self._generation, self._config.deadline + _GRACE)):
-            try:
-                self._results(group, futures[id(group)], deadline)
-            except RLFrameworkError as error:
-                errors.append(error)
-        if errors:  # the engines' errors are closer to the cause than a `RefitError` of the trainer
-            raise errors[-1] if isinstance(errors[0], RefitError) else errors[0]
 
-    # -- calls --------------------------------------------------------------------------------------------------------
+        def start_engines() -> list[StartedCall]:
+            given = zip(calls.engines, engine_arguments, strict=True)
+            return [StartedCall(engine, engine_method.__name__, arguments) for engine, arguments in given]
 
-    def _start(
-        self, group: WorkerGroup, method: Callable[Concatenate[Any, P], Any], *args: P.args, **arguments: P.kwargs
-    ) -> MultiWorkerFuture:
-        run: Any = group.run_all_workers_single_data  # rejects positional arguments
-        future: MultiWorkerFuture = run("attempt", *args, method=method.__name__, arguments=arguments)
-        return future
-
-    def _call_all(
-        self, group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **arguments: P.kwargs
-    ) -> list[R]:
-        return self._results(group, self._start(group, method, *args, **arguments))
-
-    def _call_trainer(self, method: Callable[[Any], R]) -> R:
-        future = self._trainer.run_single_worker_single_data("attempt", 0, method=method.__name__, arguments={})
-        result: R = self._results(self._trainer, future)[0]
-        return result
-
-    def _results(self, group: WorkerGroup, future: MultiWorkerFuture, deadline: float | None = None) -> list[Any]:
-        """Wait for the engines up to `deadline` seconds, by default the refit's; the trainer has its own deadline."""
-        if group is self._generation and deadline is None:
-            deadline = self._config.deadline
-        future.deadline = deadline
+        in_driver = any(engine.in_driver for engine in calls.engines)
+        started = [] if in_driver else start_engines()
+        sending = calls.start_trainer(trainer_method, **trainer_arguments)
+        started = start_engines() if in_driver else started
+        failed: RefitError | None = None
         try:
-            answers = group.get_all_worker_results(future)
-        except DeadlineExceeded as error:
-            if deadline is None:
-                raise
-            raise DeadlineExceeded(
-                f"a generation engine did not finish its part of a refit within {deadline:g} s "
-                f"(generation.refit.deadline is {self._config.deadline:g}): {error}"
-            ) from error
-        if errors := [error for _, error in answers if error]:
-            raise RefitError("; ".join(errors))
-        return [result for result, _ in answers]
+            calls.of_trainer(sending)
+        except RefitError as error:  # those of the engines are closer to the cause
+            failed = error
+        calls.of_engines(started, _GRACE)
+        if failed is not None:
+            raise failed
+
+
+def _share_gpu(now: _Round) -> bool:
+    """Return whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
+    trainer, engines = now.trainer_devices, now.engine_devices
+    shared = trainer if "" in engines else trainer & engines
+    return any(device.startswith(ipc.GPU_PREFIX) for device in shared)
+
+
+def _require_own_gpus(now: _Round) -> None:
+    """Raise a `ConfigError` if two processes of the group share a GPU, which NCCL rejects."""
+    devices = Counter([now.trainer[0]["device"], *(state["device"] for state in now.engines)])
+    if shared := [name for name, count in devices.items() if count > 1 and name.startswith(ipc.GPU_PREFIX)]:
+        raise ConfigError(
+            f"generation.refit.transport=collective gives NCCL two processes on the GPU {shared[0]}, which it does "
+            "not support: place the engines on GPUs of their own (generation.workers.group=ray), or use at most as "
+            "many engines as the trainer has workers, so that generation.refit.transport=ipc can be used"
+        )

@@ -14,7 +14,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.conformance.suites.policy_worker.losses import FailingLoss
 from rlframework.errors import BatchError, NotSupported
-from rlframework.generation.client import start_generation
+from rlframework.generation.driver import start_generation
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.policy.client import Policy
 

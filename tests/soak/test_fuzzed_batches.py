@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlframework import create_manager, load_config
 from rlframework.errors import BatchError
-from rlframework.generation.client import Generation, start_generation
+from rlframework.generation.driver import Generation, start_generation
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer
 from rlframework.interfaces.worker_group import WorkerGroup
 from rlframework.policy.client import Policy

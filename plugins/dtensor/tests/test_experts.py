@@ -15,7 +15,7 @@ from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, read_weights, run_config
 from rlframework.errors import ConfigError, UserError
-from rlframework.generation.client import Generation
+from rlframework.generation.driver import Generation
 from rlframework.generation.engine_model import EngineModel
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
@@ -206,7 +206,7 @@ def _assert_generates_with_its_weights(policy) -> None:
     prompts = cases.batch(2)
     rows = {"input_ids": prompts["input_ids"], "input_lengths": prompts["input_lengths"], "seeds": torch.arange(2)}
     tokenizer = load_tokenizer(policy.config.policy.model_name)
-    output = Generation(policy.worker_group, policy.config.generation, tokenizer).generate(type(prompts)(rows))
+    output = Generation(policy, tokenizer).generate(type(prompts)(rows))
     lengths = output["unpadded_sequence_lengths"]
     data = type(prompts)({"input_ids": output["output_ids"], "input_lengths": lengths})
     places = torch.arange(data["input_ids"].shape[1])

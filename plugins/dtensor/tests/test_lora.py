@@ -14,7 +14,7 @@ from rlframework.conformance.policies import InspectedPolicy, run_config
 from rlframework.conformance.suites.policy_worker.harness import loss_function
 from rlframework.conformance.suites.policy_worker.saving import prompts
 from rlframework.errors import ConfigError, NotSupported, UserError
-from rlframework.generation.client import RemoteGeneration
+from rlframework.generation.driver import RemoteGeneration
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 

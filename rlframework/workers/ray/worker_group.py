@@ -113,7 +113,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self.dp_leader_worker_indices, self.dp_size = leaders, len(leaders)
         workers = len(self._placements)
         self._configured: Sequence[Configuration] = [Configuration()] * workers
-        self._gpus = 1 / cluster.max_colocated_worker_groups if cluster.use_gpus else 0.0
+        self._gpus = cluster.gpus_per_bundle / cluster.max_colocated_worker_groups if cluster.use_gpus else 0.0
         self._nodes = Counter(place.node_id for place in self._placements)
         sharding = sharding_annotations or NamedSharding(list(range(workers)), ["worker"])
         check_ranks(sharding, workers)
@@ -292,8 +292,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         """The environment variables of a worker."""
         node = self._placements[rank].node_id
         cores = int(self._machines[node].total.get("CPU", 0))
+        workers = self._nodes[node] * math.ceil(self._builder.spec.replicas / max(1, len(self._machines)))
         given = machine.worker_environment(
-            self._nodes[node], self._config.environment, cores=cores, one_machine=len(self._nodes) == 1
+            workers, self._config.environment, cores=cores, one_machine=len(self._nodes) == 1
         )
         return self._temporary.environment(given) if runtime.is_private() else given
 

@@ -314,8 +314,8 @@ def generates_with_the_base(worker_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
+        def exchange(self, *args: Any, **kwargs: Any) -> Any:
             with self.engine.without_adapters():
-                return super().generate(*args, **kwargs)
+                return super().exchange(*args, **kwargs)
 
     return Broken

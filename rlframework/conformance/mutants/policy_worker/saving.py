@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, in_engine, to_bfloat16
@@ -150,10 +150,10 @@ def generating_rounds_weights(worker_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().generate(*args, **kwargs)
+        def exchange(self, *args: Any, **kwargs: Any) -> Any:
+            incoming = super().exchange(*args, **kwargs)
             change_weights(self.engine, to_bfloat16)
-            return output
+            return incoming
 
     return Broken
 
@@ -167,8 +167,9 @@ def seeds_by_place(worker_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        def generate(self, data: Any, greedy: bool = False) -> Any:
-            return super().generate(BatchedDataDict({**data, "seeds": torch.arange(data.size)}), greedy)
+        def exchange(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            numbered = [replace(request, seed=row) for row, request in enumerate(requests)]
+            return super().exchange(numbered, *args, **kwargs)
 
     return Broken
 
@@ -192,7 +193,8 @@ def greedy_samples(worker_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(worker_class):  # type: ignore[misc]
-        def generate(self, data: Any, greedy: bool = False) -> Any:
-            return super().generate(data, False)
+        def exchange(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            sampled = [replace(each, sampling=replace(each.sampling, temperature=1.0)) for each in requests]
+            return super().exchange(sampled, *args, **kwargs)
 
     return Broken

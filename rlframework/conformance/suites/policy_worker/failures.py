@@ -46,7 +46,7 @@ REJECTED_BY_WORKER: Mapping[Capability, tuple[str, dict[str, Any]]] = {
     Capability.COLLECTIVE_REFIT: ("prepare_info_for_collective", {}),
     Capability.IPC_REFIT: ("prepare_weights_for_ipc", {}),
     Capability.REFERENCE_MODEL: ("get_reference_policy_logprobs", {"data": cases.batch()}),
-    Capability.EMBEDDED_GENERATION: ("generate", {"data": cases.batch()}),
+    Capability.EMBEDDED_GENERATION: ("exchange", {"requests": [], "abort_ids": [], "timeout": 0.0}),
 }
 """Worker calls that require a capability."""
 

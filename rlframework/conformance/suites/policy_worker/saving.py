@@ -13,7 +13,7 @@ from rlframework.conformance.policies import InspectedPolicy, read_weights
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness, loss_function
 from rlframework.errors import WriteError
-from rlframework.generation.client import Generation
+from rlframework.generation.driver import Generation
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability
 
@@ -148,8 +148,7 @@ def generate(
     policy: InspectedPolicy, data: BatchedDataDict[Any] | None = None, *, greedy: bool = False
 ) -> BatchedDataDict[Any]:
     """Return completions of `prompts` from the engine embedded in the workers."""
-    config = policy.config
-    generation = Generation(policy.worker_group, config.generation, load_tokenizer(config.policy.model_name))
+    generation = Generation(policy, load_tokenizer(policy.config.policy.model_name))
     generation.prepare_for_generation()
     output = generation.generate(prompts() if data is None else data, greedy=greedy)
     generation.finish_generation()

@@ -1,0 +1,127 @@
+"""Calls of trainer and engines during a refit, whose failures become a `RefitError` that names who failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from rlframework.errors import DeadlineExceeded, EngineNotReady, RefitError, WorkerError
+from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RefitEngine(Protocol):
+    """A generation engine in a worker group of its own, as the driver calls it during a refit."""
+
+    @property
+    def name(self) -> str:
+        """How messages call the engine."""
+
+    @property
+    def in_driver(self) -> bool:
+        """Whether the engine runs in the driver's process, where calls return when they are done."""
+
+    def start(self, method: str, /, **arguments: Any) -> MultiWorkerFuture:
+        """Start a call of the engine's worker."""
+
+    def results(self, future: MultiWorkerFuture, deadline: float | None = None) -> list[Any]:
+        """Wait for a call, up to `deadline` seconds, and return its results."""
+
+
+class StartedCall:
+    """A call of an engine, or the error with which it could not be started."""
+
+    def __init__(self, engine: RefitEngine, method: str, arguments: Mapping[str, Any]) -> None:
+        self.engine, self._future, self._error = engine, None, None
+        try:
+            self._future = engine.start("attempt", method=method, arguments=arguments)
+        except WorkerError as error:
+            self._error = error
+
+    def result(self, deadline: float) -> Any:
+        """Wait up to `deadline` seconds; raise `RefitError` if the engine is gone, fails or takes longer."""
+        try:
+            if self._error is not None:
+                raise self._error
+            assert self._future is not None
+            ((result, error),) = self.engine.results(self._future, deadline)
+        except DeadlineExceeded as late:
+            raise RefitError(
+                f"{self.engine.name} did not finish its part of a refit within generation.refit.deadline: {late}"
+            ) from late
+        except WorkerError as failed:
+            raise RefitError(f"{self.engine.name}: {failed}") from failed
+        if error:
+            raise RefitError(f"{self.engine.name}: {error}")
+        return result
+
+
+def attempt(worker: object, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
+    """Call `method` of `worker`; return its result and `""`, or None and the message of the error it raised.
+
+    Applies to a `RefitError`, and to an engine that is not ready for a probe. An exception would end the whole worker
+    group, but a failed refit can be repeated.
+    """
+    try:
+        return getattr(worker, method)(**arguments), ""
+    except (RefitError, EngineNotReady) as error:
+        return None, str(error)
+
+
+class RefitCalls:
+    """Calls of the workers of `trainer` and of `engines`, each of which has `deadline` seconds for a call.
+
+    Methods are given as functions of the interface. The trainer has a deadline of its own.
+    """
+
+    def __init__(self, trainer: WorkerGroup, engines: Sequence[RefitEngine], deadline: float) -> None:
+        self._trainer, self.engines, self._deadline = trainer, engines, deadline
+
+    def on_rank_0(self, method: Callable[[Any], R]) -> R:
+        """Call the trainer's first worker."""
+        future = self._trainer.run_single_worker_single_data("attempt", 0, method=method.__name__, arguments={})
+        result: R = self.of_trainer(future)[0]
+        return result
+
+    def on_trainer(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **arguments: P.kwargs) -> list[R]:
+        """Call all workers of the trainer."""
+        return self.of_trainer(self.start_trainer(method, *args, **arguments))
+
+    def start_trainer(
+        self, method: Callable[Concatenate[Any, P], Any], *_: P.args, **arguments: P.kwargs
+    ) -> MultiWorkerFuture:
+        """Start a call of all workers of the trainer."""
+        return self._trainer.run_all_workers_single_data("attempt", method=method.__name__, arguments=arguments)
+
+    def of_trainer(self, future: MultiWorkerFuture) -> list[Any]:
+        """Wait for a call of the trainer, and return its results by rank."""
+        answers = self._trainer.get_all_worker_results(future)
+        if errors := [f"rank {rank} of the trainer: {error}" for rank, (_, error) in enumerate(answers) if error]:
+            raise RefitError("; ".join(errors))
+        return [result for result, _ in answers]
+
+    def on_engines(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **arguments: P.kwargs) -> list[R]:
+        """Call all engines."""
+        return self.of_engines(self.start_engines(method, *args, **arguments))
+
+    def start_engines(
+        self, method: Callable[Concatenate[Any, P], Any], *_: P.args, **arguments: P.kwargs
+    ) -> list[StartedCall]:
+        """Start a call of all engines."""
+        return [StartedCall(engine, method.__name__, arguments) for engine in self.engines]
+
+    def of_engines(self, started: Sequence[StartedCall], more: float = 0.0) -> list[Any]:
+        """Wait for calls of the engines, with `more` seconds than the deadline; raise the errors of all that fail."""
+        until = time.monotonic() + self._deadline + more
+        results, errors = [], []
+        for call in started:
+            try:
+                results.append(call.result(max(0.1, until - time.monotonic())))
+            except RefitError as error:
+                errors.append(error)
+        if errors:
+            raise RefitError("; ".join(map(str, errors))) from errors[0]
+        return results

@@ -1,0 +1,235 @@
+"""A version is committed only if the engines hold and use the trainer's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from refit_faults import FAULTS, partial_commit
+from tiny_refits import VOCABULARY, AdapterEngine, CollectingEngine, Run, TinyEngine, TinyModel
+from torch import Tensor
+
+from rlframework.errors import EngineNotReady, RefitError, WorkerLost
+from rlframework.interfaces.generation import GenerationRequest, SamplingParams, WeightReport
+from rlframework.policy.lora_math import A, B, merge
+from rlframework.weight_sync.proof import Probes, compare_reports, sent_by_all
+
+BY_CHECKSUM = {"missing", "transposed", "wrong dtype", "reordered"}
+
+
+class UntiedHead(TinyEngine):
+    """The head is no longer the embedding after the first update, but a copy."""
+
+    def finish_weight_update(self) -> WeightReport:
+        report = super().finish_weight_update()
+        if self.model.heads[0] is self.model.embed:
+            self.model.heads = [self.model.embed.detach().clone()]
+        return report
+
+
+class LostBuffer(TinyEngine):
+    """Memory that is allocated again does not get the buffers that are not saved."""
+
+    def restore(self, tags: Any = ()) -> int:
+        if "weights" in tags:
+            self.model.decay.zero_()
+        return 0
+
+
+class Truncated(TinyEngine):
+    """Log-probabilities after top-k are returned instead of those before it."""
+
+    def reported(self, logprobs: Tensor, sampling: SamplingParams) -> Tensor:
+        kept = logprobs.topk(sampling.top_k).values
+        return logprobs - kept.logsumexp(0)
+
+
+def refit_twice(run: Run) -> None:
+    for _ in range(2):
+        run.refitter.refit()
+        run.step()
+
+
+def test_a_sound_engine_is_committed_and_serves_the_trainers_weights():
+    run = Run([TinyEngine(), CollectingEngine()])
+    with pytest.raises(EngineNotReady, match="have no weights yet"):
+        run.refitter.require_committed()
+    for version in (1, 2, 3):
+        assert run.refitter.is_stale()
+        report = run.refitter.refit()
+        assert report.version == run.refitter.require_committed() == version
+        assert report.probe_error < 1e-5
+        assert not run.refitter.is_stale()
+        for engine in run.engines:
+            for name, weight in run.model.state_dict().items():
+                assert torch.equal(engine.model.state_dict()[name], weight)
+        run.step()
+    assert report.metrics().keys() == {
+        "time/refit", "refit/mb", "refit/version", "refit/dropped_tokens", "refit/probe_error"
+    }  # fmt: skip
+    assert report.dropped_tokens == 2 * (2 * 130 + 2 * 16)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_detected_and_the_trainer_can_refit_again(fault):
+    """Weights that did not reach their place in the model are never committed, with or without checksums."""
+    run = Run([TinyEngine(), FAULTS[fault](TinyEngine)()])
+    with pytest.raises(RefitError, match=r"^engine 1 .*version") as raised:
+        refit_twice(run)
+    assert ("checksum" in str(raised.value)) == (fault in BY_CHECKSUM)
+    with pytest.raises(EngineNotReady, match="last refit failed"):
+        run.refitter.require_committed()
+    run.handles[1].group.worker.engine = TinyEngine()  # as a service does with an engine that is lost
+    run.step()
+    run.refitter.refit()
+    assert run.refitter.require_committed() == run.worker.progress.weights_version
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampling"),
+    [
+        (UntiedHead, SamplingParams()),
+        (LostBuffer, SamplingParams()),
+        (Truncated, SamplingParams(top_k=3)),
+    ],
+)
+def test_probes_see_what_checksums_of_weights_cannot(engine, sampling):
+    run = Run([engine()], sampling)
+    with pytest.raises(RefitError, match=r"engine 0 was refit to version .* log-probability .* the trainer"):
+        refit_twice(run)
+    refit_twice(Run([engine()], sampling, probes=0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_probes_compare_at_the_temperature_of_the_run(temperature):
+    assert Run(sampling=SamplingParams(temperature)).refitter.refit().probe_error < 1e-5
+
+
+def test_an_update_that_lacks_weights_is_not_finished(monkeypatch):
+    """Neither by the engine, nor by the driver if the engine does not count them."""
+    for engine, message in ((TinyEngine(), "engine 0: 1 of the 4 weights of version 2 have not arrived"),
+                            (partial_commit(TinyEngine)(), "the trainer did not send second")):  # fmt: skip
+        run = Run([engine])
+        run.refitter.refit()
+        run.step()
+        prepare = run.worker.prepare_weights_for_ipc
+        run.worker.prepare_weights_for_ipc = lambda *given, _prepare=prepare, **named: (
+            [size for size in _prepare(*given, **named)[0] if size[0] != "second"],
+            1e9,
+        )
+        with pytest.raises(RefitError, match=message):
+            run.refitter.refit()
+        run.worker.prepare_weights_for_ipc = prepare
+        run.refitter.refit()
+
+
+def request(**given: Any) -> GenerationRequest:
+    return GenerationRequest("one", torch.tensor([3, 4]), 0, 1, **given)
+
+
+def test_an_engine_does_not_serve_during_an_update_nor_after_one_that_failed():
+    run = Run()
+    run.refitter.refit()
+    engine = run.engines[0]
+    engine.submit([request()])
+    engine.begin_weight_update(2, run.worker.info())
+    with pytest.raises(EngineNotReady, match="update to version 2 is not finished"):
+        engine.poll()
+    with pytest.raises(RefitError, match="weights of version 2 have not arrived"):
+        engine.finish_weight_update()
+    with pytest.raises(EngineNotReady, match=r"last update, to version 2, failed \(4 of the 4 weights"):
+        engine.poll()
+    with pytest.raises(RefitError, match="version 1 are older than those of version 2"):
+        engine.begin_weight_update(1, run.worker.info())
+
+
+def test_requests_in_flight_pause_and_go_on_with_the_new_weights():
+    run = Run()
+    run.refitter.refit()
+    engine = run.engines[0]
+    engine.submit([request()])
+    run.step()
+    report = run.refitter.refit(in_flight=True)
+    called = run.handles[0].group.worker.engine
+    assert not called.paused
+    (result,) = report.finished
+    assert result.request_id == "one"
+    assert [span.version for span in result.spans] == [2]
+    calls = run.handles[0].group.called
+    second = calls[calls.index("exchange") + 1 :]
+    assert second.index("pause") < second.index("begin_weight_update") < second.index("finish_weight_update")
+    assert second.index("finish_weight_update") < second.index("resume") < second.index("exchange")
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_adapters_alone_are_sent_under_the_name_of_their_version(delivered):
+    """One that was loaded but is not used by requests is detected by the probes: its checksums are right."""
+    base = TinyModel(seed=0)
+    engine = AdapterEngine(base)
+    run = Run([engine])
+    random = torch.Generator().manual_seed(0)
+    for version in (1, 2):
+        adapters = {"first" + A: torch.randn(2, 8, generator=random), "first" + B: torch.randn(8, 2, generator=random)}
+        run.worker.adapters = adapters
+        run.model.first.data.copy_(merge(base.first.detach(), adapters["first" + A], adapters["first" + B], 1.0))
+        if version == 2 and not delivered:
+            engine.deliver = lambda _: None
+            with pytest.raises(RefitError, match="engine 0 was refit to version 2, but gives token"):
+                run.refitter.refit()
+            return
+        report = run.refitter.refit()
+        assert report.size == 2 * 2 * 8 * 4
+        assert f"policy-{version}" in engine.adapters
+        run.worker.progress.weights_version += 1
+
+
+def test_an_engine_that_is_gone_fails_the_refit_by_name_and_not_the_trainer():
+    run = Run([TinyEngine(), TinyEngine()])
+    run.refitter.refit()
+
+    def lost(*_: Any, **__: Any) -> Any:
+        raise WorkerLost("worker 0 died")
+
+    start, run.handles[1].start = run.handles[1].start, lost
+    with pytest.raises(RefitError, match="engine 1: worker 0 died"):
+        run.refitter.refit()
+    assert run.refitter.version is None
+    run.handles[1].start = start
+    run.refitter.refit()
+
+
+def test_reports_are_compared_with_what_every_rank_sent():
+    info = {"a": ((1,), torch.float32), "b": ((1,), torch.float32)}
+    sent = sent_by_all([{"a": 1}, {"a": 1, "b": 2}, {}])
+    compare_reports("engine 0", WeightReport(3, {"a": 1}), 3, info, sent)
+    with pytest.raises(RefitError, match="rank 1 of the trainer sent other bytes of a than"):
+        sent_by_all([{"a": 1}, {"a": 2}])
+    with pytest.raises(RefitError, match="engine 0 finished its update with version 2; the trainer sent 3"):
+        compare_reports("engine 0", WeightReport(2), 3, info, sent)
+    with pytest.raises(RefitError, match=r"engine 0 reports a weight 'c' of version 3, which"):
+        compare_reports("engine 0", WeightReport(3, {"c": 1}), 3, info, sent)
+    with pytest.raises(RefitError, match=r"engine 0 holds 'b' of version 3 with checksum 0+5; the trainer sent 0+2"):
+        compare_reports("engine 0", WeightReport(3, {"b": 5}), 3, info, sent)
+
+
+def test_prompts_fit_the_model_and_repeat_in_part():
+    probes = Probes(4, range(5, VOCABULARY), SamplingParams(), bound=0.1, positions=20)
+    one, two = probes.requests(1), probes.requests(2)
+    same = [torch.equal(left.prompt_ids, right.prompt_ids) for left, right in zip(one, two, strict=True)]
+    assert same == [True, False, True, False]
+    assert [len(each.prompt_ids) for each in one] == [19, 16, 19, 16]
+    assert all(int(each.prompt_ids.min()) >= 5 for each in one + two)
+    assert not {each.request_id for each in one} & {each.request_id for each in probes.requests(1)}
+
+
+def test_a_probe_that_is_not_a_number_is_no_match():
+    run = Run()
+
+    class Nan(TinyEngine):
+        def reported(self, logprobs: Tensor, sampling: SamplingParams) -> Tensor:
+            return logprobs * torch.nan
+
+    run.handles[0].group.worker.engine = Nan()
+    with pytest.raises(RefitError, match="log-probability nan"):
+        run.refitter.refit()
