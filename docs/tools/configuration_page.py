@@ -24,7 +24,7 @@ explains files, overrides and interpolation, and `rlframework config FILE` print
 The default `(none)` marks a required key, `null` means no value, and `as there` refers to the defaults of its section.
 Any key accepts an interpolation `${a.b}`."""
 _OTHERS = {"policy.deepspeed": "DeepSpeed's own key, passed through"}
-OURS = {"rlframework-core", "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron"}
+OURS = {"rlframework-core", "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron", "rlframework-vllm"}
 """Distributions whose keys are on the page."""
 _ORDER = ("algorithm", "environment", "policy", "generation", "worker_group")
 

@@ -44,7 +44,7 @@ LEAST_CAPABILITY = (8, 0)
 """Minimum compute capability for bfloat16 in hardware."""
 
 CORE = "rlframework-core"
-OWN = (CORE, "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron")
+OWN = (CORE, "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron", "rlframework-vllm")
 UNRELATED = "rlframework"
 """An unrelated distribution on PyPI that has a package of the same name."""
 _MISSING = "not installed"

@@ -14,9 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = ("deepspeed", "dtensor", "megatron")
-FOLDERS = {"core": ROOT, **{name: ROOT / "plugins" / name for name in BACKENDS}}
-PACKAGES = {"core": "rlframework", **{name: f"rlframework_{name}" for name in BACKENDS}}
+PLUGINS = ("deepspeed", "dtensor", "megatron", "vllm")
+FOLDERS = {"core": ROOT, **{name: ROOT / "plugins" / name for name in PLUGINS}}
+PACKAGES = {"core": "rlframework", **{name: f"rlframework_{name}" for name in PLUGINS}}
 
 
 def project(name: str) -> dict:
@@ -38,7 +38,7 @@ def version(name: str) -> str:
 
 
 def test_every_plugin_folder_is_known_here():
-    assert {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")} == set(BACKENDS)
+    assert {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")} == set(PLUGINS)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -59,7 +59,7 @@ def test_the_package_is_typed_and_alone_in_its_wheel(name):
     assert project(name)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [PACKAGES[name]]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", PLUGINS)
 def test_each_plugin_pins_the_core_of_its_release(name):
     pins = [
         item for item in project(name)["project"]["dependencies"] if Requirement(item).name.startswith("rlframework")
@@ -69,8 +69,8 @@ def test_each_plugin_pins_the_core_of_its_release(name):
 
 def test_the_extras_pin_the_plugins_and_all_names_them_all():
     extras = project("core")["project"]["optional-dependencies"]
-    assert set(extras) == {*BACKENDS, "all", "wandb", "mlflow", "conformance", "dev", "docs"}
-    for name in BACKENDS:
+    assert set(extras) == {*PLUGINS, "all", "wandb", "mlflow", "conformance", "dev", "docs"}
+    for name in PLUGINS:
         assert extras[name] == [f"rlframework-{name}=={version(name)}"]
     [everything] = map(Requirement, extras["all"])
     assert everything.name == "rlframework-core"
@@ -83,7 +83,7 @@ def test_core_depends_on_no_plugin():
     assert not names & {"deepspeed", "megatron-core"}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", PLUGINS)
 def test_each_plugin_has_one_entry_point_with_a_light_module(name):
     groups = project(name)["project"]["entry-points"]
     assert groups == {"rlframework": {name: f"{PACKAGES[name]}.plugin"}}
@@ -99,7 +99,7 @@ def test_the_developers_requirements_have_one_line_for_each_distribution():
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
     own = ["-e .[dev,docs,wandb,mlflow]", "-e examples/ddp_backend"]
-    assert sorted(wanted) == sorted([*own, *(f"-e plugins/{name}" for name in BACKENDS)])
+    assert sorted(wanted) == sorted([*own, *(f"-e plugins/{name}" for name in PLUGINS)])
 
 
 def test_the_example_of_a_backend_takes_this_core_and_the_next_ones_that_do_not_break_it():

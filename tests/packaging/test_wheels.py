@@ -27,6 +27,7 @@ SOURCES = {
     "rlframework-dtensor": ROOT / "plugins" / "dtensor",
     "rlframework-deepspeed": ROOT / "plugins" / "deepspeed",
     "rlframework-megatron": ROOT / "plugins" / "megatron",
+    "rlframework-vllm": ROOT / "plugins" / "vllm",
 }
 MINUTES = 60.0
 

@@ -1,0 +1,24 @@
+"""The entry point: the record of the generation engine `vllm`. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from rlframework.plugins.hookspec import hookimpl
+from rlframework.plugins.types import Capability, GenerationEngineRecord
+from rlframework_vllm.checks import check
+from rlframework_vllm.config import VllmGenerationConfig
+
+
+@hookimpl
+def rlframework_generation_engines() -> list[GenerationEngineRecord]:
+    """Return the record selected by `generation.name: vllm`."""
+    return [
+        GenerationEngineRecord(
+            name="vllm",
+            target="rlframework_vllm.engine:VllmEngine",
+            summary="vLLM in processes of its own, in the same Python environment or in another one",
+            api_version=2,
+            capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
+            config_model=VllmGenerationConfig,
+            check=check,
+        )
+    ]

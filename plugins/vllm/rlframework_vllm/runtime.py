@@ -1,0 +1,141 @@
+"""vLLM's engine inside this process: what is started, called and undone here. Imports vLLM where it is needed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from rlframework.errors import ConfigError
+from rlframework.interfaces.generation import FinishReason, GenerationRequest
+
+_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine works only when it is called
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it samples with another sampler
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_REASONS: Mapping[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
+
+
+class Progress(NamedTuple):
+    """New tokens of a request, with their log-probabilities; `reason`: why it finished, if it did."""
+
+    name: str
+    tokens: list[int]
+    logprobs: list[float]
+    reason: FinishReason | None
+
+
+class Runtime:
+    """A running vLLM with weights of no meaning, to be replaced with `call`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        """Start vLLM with `arguments` of its `EngineArgs`. Raises `ConfigError` if it does not start."""
+        if torch.distributed.is_initialized():  # also of another vLLM
+            raise ConfigError(
+                "vLLM needs a process of its own, and this one has a process group already: close the other engine, or "
+                "set generation.workers.group to processes or ray"
+            )
+        os.environ |= _VARIABLES
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            with _without_side_effects():
+                from vllm import EngineArgs
+                from vllm.v1.engine.llm_engine import LLMEngine
+
+                from rlframework_vllm.sampler import install
+
+                self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+                self._engine.collective_rpc(install)
+        except (ValueError, RuntimeError, MemoryError) as error:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+            raise ConfigError(
+                f"vLLM does not start with the settings of generation.vllm: {str(error).strip().splitlines()[0]}"
+            ) from error
+
+    def add(self, request: GenerationRequest, max_tokens: int, top_k: int) -> None:
+        """Accept a request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_k=top_k,
+            top_p=sampling.top_p,
+            seed=folded(request.seed),
+            max_tokens=max_tokens,
+            stop_token_ids=sorted(sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine.add_request(request.request_id, {"prompt_token_ids": request.prompt_ids.tolist()}, parameters)
+
+    def step(self) -> Iterator[Progress]:
+        """Compute one forward, and yield what it added."""
+        with torch.random.fork_rng(devices=[]):
+            outputs = self._engine.step()
+        for output in outputs:
+            (row,) = output.outputs
+            yield Progress(output.request_id, list(row.token_ids), row.logprobs.logprobs, _REASONS[row.finish_reason])
+
+    def abort(self, names: Collection[str]) -> None:
+        """End requests without results."""
+        self._engine.abort_request(list(names))
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return the results of `function(worker, *arguments)` in each of vLLM's workers."""
+        results: list[Any] = self._engine.collective_rpc(function, args=arguments)
+        return results
+
+    def drop_caches(self) -> int:
+        """Drop all keys and values, also of running requests, which compute them again; return the cached tokens."""
+        core = self._engine.engine_core.engine_core
+        cached = len(core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        return cached * int(self._engine.vllm_config.cache_config.block_size)
+
+    def sleep(self, *, weights: bool) -> None:
+        """Free the cache and, with `weights`, the weights, on a GPU."""
+        if weights:
+            self._engine.sleep(level=2)
+        else:
+            self._engine.engine_core.engine_core.pause_scheduler("keep", clear_cache=True)
+            self._engine.release_kv_cache_memory()
+
+    def wake(self, tags: Collection[str]) -> None:
+        """Allocate again what `sleep` freed."""
+        self._engine.wake_up(list(tags))
+
+    def close(self) -> None:
+        """End vLLM, and the processes that it started."""
+        self._engine.engine_core.shutdown()
+
+
+def folded(seed: int) -> int:
+    """Return 32 bits that depend on all 64 of `seed`: torch's generators on a CPU take no more."""
+    return xxhash.xxh32_intdigest(seed.to_bytes(8, "little", signed=True))
+
+
+@contextmanager
+def _without_side_effects() -> Iterator[None]:
+    """Restore what a starting vLLM changes in torch: the random state, the number of threads, and how to set it."""
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own names
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_threads
+            torch.set_num_threads(threads)

@@ -1,0 +1,159 @@
+"""The section `generation` for vLLM, and what is checked before anything starts. Needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlframework.configure import load_config
+from rlframework.errors import ConfigError
+from rlframework.plugins.manager import create_manager
+from rlframework_vllm import checks
+from rlframework_vllm.config import OWNED, VllmGenerationConfig, VllmKeys
+
+ARGUMENTS = """
+class EngineArgs:
+    model: str = ""
+    tensor_parallel_size: int = 1
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int = 0
+    max_model_len: int = 0
+"""
+REGISTRY = """
+_TEXT_GENERATION_MODELS = {"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}
+_EMBEDDING_MODELS = {"BertModel": ("bert", "BertModel")}
+"""
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 128,
+    "max_position_embeddings": 512,
+}
+LIGHT = """
+import sys
+from rlframework.plugins.manager import create_manager
+from rlframework_vllm import checks
+record = create_manager(["rlframework_vllm.plugin"]).select("generation_engine", "vllm").record
+assert record.target == "rlframework_vllm.engine:VllmEngine"
+heavy = sorted({"torch", "ray", "transformers", "vllm"} & set(sys.modules))
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+
+
+@pytest.fixture
+def engines(tmp_path) -> Path:
+    """The Python of an environment with a package `vllm` of two files, and everything that the engine imports."""
+    for name, text in {"engine/arg_utils.py": ARGUMENTS, "model_executor/models/registry.py": REGISTRY}.items():
+        file = tmp_path / "site" / "vllm" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    (tmp_path / "site" / "vllm" / "__init__.py").write_text("raise ImportError('it must not be imported')")
+    folders = [str(tmp_path / "site"), *(str(Path(__file__).parents[level]) for level in (1, 3))]
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={":".join(folders)} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.fixture
+def problems(tmp_path, engines):
+    """`problems(model={...}, **generation)`: key and text of each problem of a run with such a model."""
+
+    def find(model=None, device="cpu", workers=None, **generation) -> dict[str, str]:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({**LLAMA, **(model or {})}))
+        values = {
+            "algorithm": {"name": "grpo"},
+            "environment": {"name": "addition"},
+            "policy": {"model_name": str(folder)},
+        }
+        config = load_config(values)
+        workers = {"group": "ray", "python": str(engines), **(workers or {})}
+        section = VllmGenerationConfig(name="vllm", workers=workers, **generation)
+        return {one.key: str(one) for one in checks.check(config.model_copy(update={"generation": section}), device)}
+
+    return find
+
+
+def test_the_record_and_the_checks_import_neither_torch_nor_vllm():
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("key", OWNED)
+def test_a_key_that_the_plugin_decides_is_rejected_with_what_decides_it(key):
+    with pytest.raises(ValueError, match=f"{key} cannot be set here: "):
+        VllmKeys(**{key: "x"})
+    assert key not in VllmKeys.model_fields
+
+
+def test_an_unknown_key_is_rejected_by_name():
+    values = {"generation": {"name": "vllm", "vllm": {"tensor_paralel_size": 2}}, "policy": {"model_name": "m"}}
+    values |= {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
+    with pytest.raises(ConfigError, match="tensor_paralel_size"):
+        load_config(values, manager=create_manager(["rlframework_vllm.plugin"]))
+
+
+def test_only_given_keys_are_passed_on():
+    assert VllmKeys(max_model_len=64).given() == {
+        "tensor_parallel_size": 1,
+        "enable_prefix_caching": True,
+        "max_model_len": 64,
+    }
+
+
+def test_a_run_that_can_start_has_no_problems(problems):
+    assert problems() == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "said", "given"),
+    [
+        ("generation.workers", "process of its own", {"workers": {"group": "inline", "python": None}}),
+        ("policy.model_name", "does not know the architecture BertModel", {"model": {"architectures": ["BertModel"]}}),
+        ("policy.model_name", "attention heads have size 8", {"model": {"head_dim": 8}}),
+        ("generation.vllm.tensor_parallel_size", "3 does not divide", {"vllm": {"tensor_parallel_size": 3}}),
+        (
+            "generation.vllm.kv_cache_memory_bytes",
+            "no room for one sequence",
+            {"vllm": {"kv_cache_memory_bytes": 9999}},
+        ),
+        ("generation.vllm.block_size", "has no such argument", {"vllm": {"block_size": 16}}),
+        ("generation.temperature", "takes 0 and 0.01 to 2", {"temperature": 2.5}),
+        ("generation.workers.python", "does not answer", {"workers": {"python": "/nowhere/python"}}),
+    ],
+)
+def test_what_keeps_it_from_starting_is_one_error_before_anything_starts(problems, key, said, given):
+    found = problems(**given)
+    assert list(found) == [key]
+    assert said in found[key]
+
+
+def test_on_a_gpu_all_head_sizes_are_left_to_vllm(problems):
+    assert problems(model={"head_dim": 8}, device="cuda") == {}
+
+
+def test_an_environment_without_vllm_is_an_error_with_the_command_that_installs_it(problems, engines):
+    for file in sorted(engines.parent.joinpath("site", "vllm").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    engines.parent.joinpath("site", "vllm").rmdir()
+    text = problems()["generation.name"]
+    assert "vllm needs vllm, not installed in the engines' environment" in text
+    assert "-m pip install -e . -e 'plugins/vllm[cpu]'" in text
+
+
+def test_the_default_cache_has_room_for_a_sequence():
+    assert checks.default_cache_bytes(LLAMA, "float32", None) == 1 << 30
+    long = {**LLAMA, "max_position_embeddings": 1 << 22}
+    tokens = 2 * 2 * 2 * 32 * 4
+    assert checks.default_cache_bytes(long, "float32", None) == tokens * ((1 << 22) + 32)
+    assert checks.default_cache_bytes(long, "bfloat16", 64) == 1 << 30
+    assert checks.default_cache_bytes({"model_type": "other"}, "float32", None) == 1 << 30
