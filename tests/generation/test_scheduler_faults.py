@@ -91,6 +91,6 @@ def test_faults_are_caught(fault: type[Scheduler], test: str, monkeypatch: pytes
 def fails(run: Callable[..., None], *arguments: int) -> bool:
     try:
         run(*arguments)
-    except (AssertionError, RLFrameworkError, ValueError):
+    except (AssertionError, RLFrameworkError, ValueError, pytest.fail.Exception):
         return True
     return False
