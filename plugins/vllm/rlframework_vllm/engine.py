@@ -37,10 +37,8 @@ class _Row:
     starts: dict[int, int] = field(default_factory=dict)
 
     def result(self, reason: FinishReason) -> GenerationResult:
-        ends = [*list(self.starts.values())[1:], len(self.tokens)]
-        spans = (
-            WeightSpan(start, end, version) for (version, start), end in zip(self.starts.items(), ends, strict=False)
-        )
+        versions, starts = self.starts.keys(), list(self.starts.values())
+        spans = map(WeightSpan, starts, [*starts[1:], len(self.tokens)], versions)
         tokens, logprobs = torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs)
         return GenerationResult(self.request.request_id, tokens, logprobs, reason, tuple(spans))
 
@@ -85,11 +83,9 @@ class VllmEngine(ReceivesWeights):
         check_requests(requests, self._limits, self._rows)
         low, high = TEMPERATURES
         for request in requests:
-            if request.sampling.temperature and not low <= request.sampling.temperature <= high:
-                raise RequestError(
-                    f"request {request.request_id!r} has temperature={request.sampling.temperature:g}; vLLM takes 0 and "
-                    f"{low:g} to {high:g}"
-                )
+            name, given = request.request_id, request.sampling.temperature
+            if given and not low <= given <= high:
+                raise RequestError(f"request {name!r} has temperature={given:g}; vLLM takes 0 and {low:g} to {high:g}")
         self._rows |= {request.request_id: _Row(request) for request in requests}
         self._new += [request.request_id for request in requests]
 
