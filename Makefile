@@ -54,12 +54,18 @@ soak: $(VENV)/.installed-dev  ## attack it: faults, fuzzed inputs, leaks, secret
 # start leaves both as they were.
 conformance: PYTEST_ARGS = -n 2 --dist loadgroup # layouts have up to four workers
 conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes docs/results/conformance.json and .md
-	rm -f $(VENV)/conformance.json
+	rm -f $(VENV)/conformance.json $(VENV)/conformance_vllm.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -o timeout=900 tests/conformance/all_parts.py \
 		--conformance-layout all --conformance-json $(VENV)/conformance.json; status=$$?; \
 	test -f $(VENV)/conformance.json || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
-	$(BIN)/python -m rlframework.conformance.markdown --shorten $(VENV)/conformance.json docs/results/conformance.json && \
-	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance.json docs/results/conformance.md && \
+	if test -x $(VLLM_ENV)/bin/rlframework; then \
+		OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/rlframework conformance vllm --json $(VENV)/conformance_vllm.json || status=1; \
+	else echo "vllm is not tested: \`make vllm\` makes its environment" >&2; fi; \
+	for report in conformance.json conformance_vllm.json; do \
+		test ! -f $(VENV)/$$report || \
+		$(BIN)/python -m rlframework.conformance.markdown --shorten $(VENV)/$$report docs/results/$$report || exit 1; \
+	done; \
+	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance*.json docs/results/conformance.md && \
 	exit $$status
 
 # Each command runs whatever the others found; OUT has their logs and figures. Tests that measure rates run alone.
@@ -102,7 +108,8 @@ format: $(VENV)/.installed-dev  ## put the code into the form that lint asks for
 types: $(VENV)/.installed-dev  ## mypy, strict
 	$(BIN)/mypy
 	rm -rf $(VENV)/blank && $(BIN)/rlframework new-backend blank --directory $(VENV)/blank >/dev/null
-	MYPYPATH=$(VENV)/blank $(BIN)/mypy -p rlframework_blank
+	$(BIN)/rlframework new-backend blank_engine --kind generation_engine --directory $(VENV)/blank/engine >/dev/null
+	MYPYPATH=$(VENV)/blank:$(VENV)/blank/engine $(BIN)/mypy -p rlframework_blank -p rlframework_blank_engine
 
 imports: $(VENV)/.installed-dev  ## import-linter: which room may import which
 	$(BIN)/lint-imports

@@ -61,7 +61,7 @@ def main() -> None:
     found = {
         dtype: measure(options.config, options.overrides, options.engine, dtype) for dtype in options.dtypes.split(",")
     }
-    rows = [[dtype, *(f"{values[name]:.3g}" for name in (*METRICS, "tokens"))] for dtype, values in found.items()]
+    rows = [[dtype, *(f"{values[name]:.4g}" for name in (*METRICS, "tokens"))] for dtype, values in found.items()]
     print(table([[options.engine, *METRICS.values(), "tokens"], *rows]))
     if options.json is not None:
         settings = {"config": options.config, "overrides": options.overrides, "engine": options.engine}

@@ -3,8 +3,10 @@
     python benchmarks/refit.py [--mebibytes 400] [--rounds 15] [--json FILE]
 
 A trainer (dtensor, one worker process, a Llama in fp32) and one generation worker (the transformers engine, in its own
-process), as in a run; each round is a whole refit, from the driver's call until the engine can generate. The weights
-are copied into the engine's own memory. Floors, with the same number of bytes:
+process), as in a run; each round is a whole refit, from the driver's call until the version is committed. The weights
+are copied into the engine's own memory. `refit` is proven by checksums, of what arrived and of what is held; `proven
+refit` also by probes, and `probes` is the time of these alone: a token sampled by the engine after each of four
+prompts, and the trainer's forward of the same rows. Floors, with the same number of bytes:
 
 - `bare copy`: two processes with mapped shared memory. One copies all bytes of a tensor in and signals, the other
   copies them out into its own tensor, each with one `copy_`. No names, no checksums.
@@ -42,16 +44,21 @@ from rlframework import create_manager, load_config
 from rlframework.conformance.policies import InspectedEngines
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.generation import SamplingParams
 from rlframework.policy.client import Policy
+from rlframework.weight_sync.calls import RefitCalls
+from rlframework.weight_sync.coordinator import Refitter
+from rlframework.weight_sync.proof import Probes
 
 IPC, COLLECTIVE = "refit, ipc", "refit, collective"
+PROVEN, PROBES = "proven refit, ipc", "probes"
 BARE, MEMCPY = "bare copy", "bare copy, memcpy"
 OVERLAPPED, MEMCPY_OVERLAPPED = "bare copy, overlapped", "bare memcpy, overlapped"
 COPIES = BARE, MEMCPY, OVERLAPPED, MEMCPY_OVERLAPPED
 BROADCAST = "bare broadcast"
 PIECE = 32 << 20
 HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
-PAIRS = (*((IPC, order) for order in COPIES), (COLLECTIVE, BROADCAST))
+PAIRS = (*((IPC, order) for order in COPIES), (COLLECTIVE, BROADCAST), (PROVEN, IPC), (PROBES, IPC))
 
 
 # -- floors: two processes each, controlled over pipes ---------------------------------------------------------
@@ -181,7 +188,7 @@ def refitting(path: Path, tokenizer: Any, transport: str) -> Iterator[tuple[Poli
             "environment": {"name": "addition"},
             "policy": {"model_name": str(path)},
             "worker_group": {"name": "processes", "num_workers": 1},
-            "generation": {"workers": {}, "refit": {"transport": transport}},
+            "generation": {"workers": {}, "refit": {"transport": transport, "probes": 0}},
         },
         manager=manager,
     )
@@ -220,8 +227,12 @@ def measure(mebibytes: int, rounds: int, folder: Path) -> tuple[dict[str, Timing
             floor.run(order)
             sums = floor.ask("sum")
             assert sums[0] == sums[1], order
+        probes = Probes(4, range(512), SamplingParams(), bound=0.02, positions=64)
+        proven = Refitter(policy, lambda: engines.client.engines, engines.config.refit, probes, "ipc")
         contenders = {
             IPC: lambda: float(engines.refitter.refit().size),
+            PROVEN: lambda: float(proven.refit().size),
+            PROBES: partial(_probe, policy, engines, probes, size),
             **{order: partial(_timed, floor, order, size) for order in COPIES},
         }
         results["shared memory"] = interleave(contenders, rounds, warmup=2, clock=time.perf_counter)
@@ -241,6 +252,13 @@ def measure(mebibytes: int, rounds: int, folder: Path) -> tuple[dict[str, Timing
         }
         results["process group"] = interleave(contenders, rounds, warmup=2, clock=time.perf_counter)
     return results, size
+
+
+def _probe(policy: Policy, engines: InspectedEngines, probes: Probes, size: int) -> float:
+    version = engines.refitter.require_committed()
+    answers = probes.ask(RefitCalls(policy.worker_group, engines.client.engines, 60.0), version, 60.0)
+    answers.compare(policy.get_logprobs(answers.rows, positions="token_mask")["logprobs"])
+    return float(size)
 
 
 def _timed(floor: Floor, order: str, size: int) -> float:

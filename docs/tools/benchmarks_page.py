@@ -13,9 +13,9 @@ from pieces import table
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Report = Mapping[str, Any]
 
-_TEXT = """Both sides of each comparison compute the same results, which the scripts verify before measuring. A ratio is
-the time of rlframework divided by that of the other side, as median (quartiles) of interleaved rounds: below 1,
-rlframework is faster. The docstring of each script states what it measures and how the two sides differ."""
+_TEXT = """Both sides of a comparison of speed compute the same results, which the scripts verify before measuring. A
+ratio is the time of rlframework divided by that of the other side, as median (quartiles) of interleaved rounds: below
+1, rlframework is faster. The docstring of each script states what it measures and how the two sides differ."""
 
 
 def page() -> str:
@@ -138,6 +138,23 @@ def _refit(report: Report) -> list[str]:
     return [f"{report['bytes'] / 2**20:.0f} MiB of weights in fp32, {report['rounds']} rounds.", table(head, rows)]
 
 
+def _mismatch(report: Report) -> list[str]:
+    columns = {
+        "generation_logprob_difference": "mean difference",
+        "generation_logprob_difference_max": "largest",
+        "generation_logprob_beyond_fraction": "beyond 0.1",
+        "generation_kl": "KL",
+        "importance_weight": "mean weight",
+        "importance_truncated_fraction": "weights at the cap",
+    }
+    rows = [
+        (dtype, f"{found['tokens']:,.0f}", *(f"{found[name]:.4g}" for name in columns))
+        for dtype, found in report["dtypes"].items()
+    ]
+    said = f"Engine `{report['settings']['engine']}` in a worker of its own, trainer `dtensor` in float32."
+    return [said, table(("engine's dtype", "tokens", *columns.values()), rows)]
+
+
 SCRIPTS: Mapping[str, tuple[str, Callable[[Report], list[str]]]] = {
     "policy": ("python benchmarks/policy.py --pairs 9 --lengths even tailed --json docs/results/policy.json", _policy),
     "packing": (
@@ -152,5 +169,10 @@ SCRIPTS: Mapping[str, tuple[str, Callable[[Report], list[str]]]] = {
         _groups,
     ),
     "data": ("python benchmarks/data.py --json docs/results/data.json", _data),
+    "mismatch": (
+        """python benchmarks/mismatch.py examples/grpo_smollm2_addition.yaml algorithm.num_steps=4 \\
+    --json docs/results/mismatch.json""",
+        _mismatch,
+    ),
 }
 """Script name to the command that wrote its JSON and the function that renders its tables."""

@@ -16,6 +16,8 @@ CONTRACTS: Mapping[int, str] = {
     6: "the generation engine uses the trainer's weights",
     7: "one failing rank fails the call with that rank's traceback; nothing hangs, and no process outlives the run",
     8: "invalid input, an invalid configuration or an undeclared capability is one clear error before any work",
+    9: "each request comes back once; its result depends on its prompt, seed, sampling and the weights, nothing else",
+    10: "weights are used as a whole or not at all, nothing of older ones after an update, and tokens have versions",
 }
 
 FP32 = 1e-5

@@ -52,6 +52,7 @@ CHECKS = (
     Check("packages", "requirements", machine.requirements),
     Check("packages", "compilers", machine.compilers),
     Check("plugins", "found", machine.plugins),
+    Check("plugins", "generation engines", machine.generation_engines),
     Check("cluster", "ray", run.ray),
     Check("cluster", "token", run.token),
     Check("cluster", "nodes", run.nodes),

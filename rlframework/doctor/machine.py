@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlframework.errors import PluginError
 from rlframework.observers import host
 from rlframework.observers.environment import PACKAGES
 from rlframework.observers.host import package_version
+from rlframework.plugins.types import GenerationEngineRecord
 from rlframework.secrets import HIDDEN, is_secret_name
 from rlframework.workers.machine import cpu_count
 
@@ -314,3 +316,14 @@ def plugins(context: Context) -> Iterator[Finding]:
             remedy = f"Reinstall {row.distribution}, or disable it: RLFRAMEWORK_DISABLE_PLUGINS={row.name}"
             needed = context.config is None  # a chosen one would not load
             yield context.problem(f"{title}: {row.reason}", remedy, needed=needed)
+
+
+def generation_engines(context: Context) -> Iterator[Finding]:
+    """The generation engines with their capabilities; of a run, the one that it selects."""
+    with suppress(PluginError):  # which `plugins` reports
+        for row in context.manager.listing():
+            chosen = context.config is None or context.config.generation.name == row.name
+            if row.kind == GenerationEngineRecord.kind and row.status == "active" and chosen:
+                can = ", ".join(row.capabilities) or "no capabilities"
+                facts = {"name": row.name, "capabilities": list(row.capabilities)}
+                yield ok(f"{row.name} ({row.distribution} {row.version}): {can}", facts=facts)

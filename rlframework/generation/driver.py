@@ -232,6 +232,8 @@ class EngineStarter:
         self.dtype = config.policy.precision if dtype == "auto" else dtype
         """The dtype of the engines' weights."""
         engine = manager.select("generation_engine", config.generation.name).record
+        assert isinstance(engine, GenerationEngineRecord)
+        self._gpus = 1 if engine.gpus_per_engine is None else engine.gpus_per_engine(config.generation)
         self._python = workers.python or engine.py_executable
         self._target = worker
         self._kwargs = {
@@ -284,6 +286,7 @@ class EngineStarter:
             py_executable=self._python,
             replica=index,
             replicas=workers.num_workers,
+            gpus=self._gpus,
         )
         model = record.config_model or WorkerGroupConfig
         sharding = policy_sharding(1, ParallelismConfig())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,14 +99,25 @@ class EngineModel(WeightSink):
         Weights with the names, shapes and dtypes of the current module are written straight into it; others are
         collected and then loaded. A partly written module is unusable until the next refit.
         """
-        if all(map(is_adapter, info)):
-            return CollectingSink(info, self._device, lambda adapters: ready(self.load_adapters(adapters)))
         self._ready = ready
+        if all(map(is_adapter, info)):
+            return CollectingSink(info, self._device, self._use_adapters)
+        self._targets = {}
         if self._module is not None and self._names == set(info):
             self._targets = self._views(self._module)
             if all(name in self._targets and _accepts(self._targets[name], *info[name]) for name in info):
                 return self
-        return CollectingSink(info, self._device, lambda weights: ready(self.load(weights)))
+        return _CastingSink(info, self._device, self._use, self._dtype, self._targets)
+
+    def _use_adapters(self, adapters: Iterable[tuple[str, Tensor]]) -> None:
+        self._ready(self.load_adapters(adapters))
+
+    def _use(self, weights: Iterable[tuple[str, Tensor]] | None) -> Mapping[str, Tensor]:
+        """Load `weights`, or None if they are in the module already; return the tensors in use, by name."""
+        module = self._module if weights is None else self.load(weights)
+        assert module is not None
+        self._ready(module)
+        return self._views(module)
 
     def target(self, name: str) -> Tensor:
         """See `WeightSink.target`."""
@@ -121,10 +132,11 @@ class EngineModel(WeightSink):
             self._targets = self._views(self._module)
         return self._memory
 
-    def finish(self) -> None:
+    def finish(self) -> Mapping[str, Tensor]:
         """See `WeightSink.finish`."""
         assert self._module is not None
         self._ready(self._module)
+        return self._targets
 
     def _views(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights of `module` under their names in files, sharing memory."""
@@ -175,6 +187,35 @@ class EngineModel(WeightSink):
                 f"the weights do not fit the model {self._model_name!r} ({described}); give all weights under the "
                 "names that save_pretrained writes, tied heads once"
             )
+
+
+class _CastingSink(CollectingSink):
+    """Collects weights of another process; those of this one are cast to the module's dtype, into it if it exists."""
+
+    def __init__(
+        self,
+        info: WeightInfo,
+        device: torch.device,
+        use: Callable[[Iterable[tuple[str, Tensor]] | None], Mapping[str, Tensor]],
+        dtype: torch.dtype,
+        views: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__(info, device, use)
+        self._use, self._dtype, self._views = use, dtype, views
+
+    @torch.no_grad()
+    def copy(self, name: str, weight: Tensor) -> None:
+        """See `WeightSink.copy`."""
+        if name in self._views:
+            self._views[name].copy_(weight)
+        else:
+            dtype = self._dtype if weight.is_floating_point() else weight.dtype
+            self._weights[name] = weight.detach().to(self._device, dtype, copy=True)
+
+    def finish(self) -> Mapping[str, Tensor]:
+        """See `WeightSink.finish`."""
+        weights, self._weights = self._weights, {}
+        return self._use(weights.items() if weights else None)
 
 
 def _accepts(target: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

@@ -55,9 +55,16 @@ class _SentBetweenProcesses:
     """Pickles the elements of tensors, where torch pickles the whole storage of a view."""
 
     def __getstate__(self) -> dict[str, Any]:
-        from rlframework.batch.tensor_pickling import picklable
+        return {name: _compact(value) for name, value in vars(self).items()}
 
-        return {name: picklable(value) if hasattr(value, "storage") else value for name, value in vars(self).items()}
+
+def _compact(value: Any) -> Any:
+    """Return what is pickled instead of `value`, a tensor, a mapping of them, or anything else."""
+    from rlframework.batch.tensor_pickling import picklable
+
+    if isinstance(value, Mapping):
+        return {key: _compact(each) for key, each in value.items()}
+    return picklable(value) if hasattr(value, "untyped_storage") else value
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,8 @@ class WorkerSpec:
     uses the class registered there. `fingerprint` maps plugin names to (distribution, version) as seen by the driver;
     each worker compares it with the plugins it finds, and raises `PluginError` if they differ. `plugins` are the
     modules that the configuration names. This group is number `replica` of `replicas` alike ones that run at the same
-    time: it takes its share of a machine's cores, and GPUs after those of the groups before it.
+    time: it takes its share of a machine's cores, and GPUs after those of the groups before it. `gpus`: those that
+    each worker gets on device cuda, as devices 0, 1...
     """
 
     target: str
@@ -59,6 +60,7 @@ class WorkerSpec:
     part: tuple[str, str] | None = None
     replica: int = 0
     replicas: int = 1
+    gpus: int = 1
 
 
 @dataclass

@@ -61,8 +61,9 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     """The built-in engine."""
     target = "generation.transformers_engine:TransformersEngine"
     summary = "generation with transformers, in the trainer's process or in separate ones"
-    refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT})
-    return [_core(GenerationEngineRecord, "transformers", target, summary, GenerationConfig, capabilities=refits)]
+    refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.LORA_REFIT})
+    declared = refits | {Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE}
+    return [_core(GenerationEngineRecord, "transformers", target, summary, GenerationConfig, capabilities=declared)]
 
 
 @hookimpl

@@ -65,6 +65,11 @@ def check_config(config: RunConfig, registered: Registered, device: str) -> list
             )
             hint = "Remove generation.workers, change generation.refit.transport, or choose another generation.name."
             problems.append(Problem("generation.workers", message, hint, undeclared=True))
+        lora = config.policy.lora
+        if lora is not None and lora.refit == "adapters" and Capability.LORA_REFIT not in record.capabilities:
+            message = f"adapters, but the engine {record.name!r} ({registered.blame}) does not declare lora_refit."
+            hint = "Set it to merged, or choose another generation.name."
+            problems.append(Problem("policy.lora.refit", message, hint, undeclared=True))
     return problems + _own_problems(config, registered, device)
 
 

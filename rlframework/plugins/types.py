@@ -62,11 +62,15 @@ class Capability(StrEnum):
     SCORING = "scoring"
     """Reward models: `policy.head=score` and the method `score`."""
     EMBEDDED_GENERATION = "embedded_generation"
-    """Generation in the trainer's own process."""
+    """Generation in the trainer's own process; for a generation engine: `attach`."""
+    IN_FLIGHT_UPDATE = "in_flight_update"
+    """For a generation engine: weight updates while requests are in progress, between `pause` and `resume`."""
     COLLECTIVE_REFIT = "collective_refit"
     """Sending weights over a process group; for a generation engine: receiving them."""
     IPC_REFIT = "ipc_refit"
     """Sending weights through memory shared on one machine or GPU; for a generation engine: receiving them."""
+    LORA_REFIT = "lora_refit"
+    """For a generation engine: receiving LoRA adapters alone, for a base model it has: `policy.lora.refit=adapters`."""
     PORTABLE_OPTIMIZER_STATE = "portable_optimizer_state"
     """Checkpoints of full tensors, from which every backend with this capability can resume."""
     SHARDED_CHECKPOINTS = "sharded_checkpoints"
@@ -191,7 +195,8 @@ class GenerationEngineRecord(Record):
     """A generation engine: `target` implements `rlframework.interfaces.generation.GenerationEngine`.
 
     `probe_bounds`: by dtype of the engine's weights, the largest mean difference between its log-probabilities and the
-    trainer's for the same weights, over the probes of a refit (`generation.refit.probes`).
+    trainer's for the same weights, over the probes of a refit (`generation.refit.probes`). `gpus_per_engine(config)`
+    returns how many GPUs an engine in a process of its own uses; None: one.
     """
 
     kind = "generation_engine"
@@ -201,6 +206,7 @@ class GenerationEngineRecord(Record):
     moving = "see the page: Move a generation engine to version 2"
 
     probe_bounds: Mapping[str, float] = field(default_factory=lambda: PROBE_BOUNDS)
+    gpus_per_engine: Callable[[GenerationConfig], int] | None = None
 
 
 class EnvironmentRecord(Record):

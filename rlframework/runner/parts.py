@@ -175,9 +175,11 @@ def _workers(
 ) -> Iterator[tuple[Policy, Generation]]:
     """Start the policy, with `options` of its constructor, and generation; shut them down on exit."""
     from rlframework.generation.driver import start_generation
+    from rlframework.generation.stop_tokens import stop_tokens
     from rlframework.policy.client import Policy
 
     device = _checked_device(config, manager)
+    stop_tokens(config.generation, tokenizer, config.policy.model_name, config.policy.trust_remote_code)  # checks them
     calls = algorithm_class(config, manager).training_calls(config.algorithm)  # the schedule is checked against them
     with ExitStack() as stack:
         policy = Policy(config, tokenizer, manager, device=device, training_calls=calls, **options)

@@ -162,7 +162,7 @@ class StepLoop(Algorithm):
         with timer.phase("validation"):
             metrics, samples = self.validate(step)
         if refit := self.parts.generation.pop_metrics():  # the time of this refit is part of the validation
-            metrics |= {"validation/refit_seconds": refit["time/refit"]}
+            metrics |= {"validation/refit_seconds": refit.pop("time/refit", 0.0), **refit}
         return metrics | {"time/validation": timer.seconds["validation"]}, samples
 
     def _report(self, step: int, metrics: dict[str, float], samples: list[SampleRecord]) -> dict[str, float]:

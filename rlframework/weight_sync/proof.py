@@ -204,6 +204,6 @@ class ProbeAnswers:
         raise RefitError(
             f"{engine} was refit to version {self.version}, but gives token {int(result.token_ids)} after the "
             f"{len(prompt)} tokens of probe {probe} the log-probability {float(result.logprobs):.5g}, the trainer "
-            f"{trainer[probe]:.5g}; the mean difference of its {len(trainer)} probes is {error:.3g}, and {self.bound:g} "
-            f"is allowed (generation.refit.probe_bound): {_REMEDY}"
+            f"{trainer[probe]:.5g}; the mean difference of its {len(trainer)} probes is {error:.3g}, and at most "
+            f"{self.bound:g} is allowed (generation.refit.probe_bound): {_REMEDY}"
         )

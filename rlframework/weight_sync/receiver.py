@@ -7,7 +7,7 @@ It checks versions, names, shapes, dtypes and checksums. An engine either names 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Protocol, TypedDict
@@ -35,6 +35,11 @@ class WeightSink(Protocol):
     def target(self, name: str) -> Tensor:
         """Return the contiguous tensor to fill before `finish`, of the weight's shape and dtype; always the same."""
 
+    @torch.no_grad()
+    def copy(self, name: str, weight: Tensor) -> None:
+        """Copy a weight of this process to its target."""
+        self.target(name).copy_(weight)
+
     def memory(self) -> ipc.SharedMemory | None:
         """Return the shared memory that stores all targets, even after the update; None if they are not shared."""
         return None
@@ -42,8 +47,8 @@ class WeightSink(Protocol):
     def finish(self) -> Held | None:
         """Start using the weights; called once all targets are filled.
 
-        Returns the tensors that the engine now uses, for their checksums: those of weights that it holds under the name
-        and in the shape and dtype in which they were sent.
+        Returns the tensors that the engine now uses, by the names of the weights, for their checksums; those in another
+        shape or dtype are ignored.
         """
 
 
@@ -91,17 +96,17 @@ class WeightUpdate:
 
     def receive(self, slot: Slot, raw: Tensor, sent: int) -> None:
         """Copy a weight from the buffer `raw` to its target; `sent`: the trainer's checksum."""
-        target = self._expect(slot.name, slot.shape, slot.dtype)
-        self.verify(slot.name, read_weight(slot.of(raw), target), sent)
+        self._expect(slot.name, slot.shape, slot.dtype)
+        self.verify(slot.name, read_weight(slot.of(raw), self.sink.target(slot.name)), sent)
 
-    @torch.no_grad()
     def copy(self, name: str, weight: Tensor) -> None:
         """Copy a weight of this process to its target."""
-        self._expect(name, tuple(weight.shape), weight.dtype).copy_(weight)
+        self._expect(name, weight.shape, weight.dtype)
+        self.sink.copy(name, weight)
         del self.missing[name]
 
-    def _expect(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the target of a weight; raise `RefitError` unless it was announced like this, and is missing."""
+    def _expect(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Raise `RefitError` unless a weight was announced like this, and is missing."""
         if name not in self.info:
             raise RefitError(
                 f"received weight {name!r}, which was not announced by begin_weight_update "
@@ -109,13 +114,11 @@ class WeightUpdate:
             )
         if name not in self.missing:
             raise RefitError(f"received weight {name!r} twice in one refit")
-        announced = tuple(self.info[name][0]), self.info[name][1]
-        if (tuple(shape), dtype) != announced:
+        if (tuple(shape), dtype) != self.info[name]:
             raise RefitError(
                 f"received weight {name!r} with shape {tuple(shape)} in {dtype}; begin_weight_update announced "
-                f"{announced[0]} in {announced[1]}"
+                f"{self.info[name][0]} in {self.info[name][1]}"
             )
-        return self.sink.target(name)
 
     def verify(self, name: str, received: int, sent: int) -> None:
         """Compare the checksums of a weight that arrived."""
@@ -136,7 +139,13 @@ class WeightUpdate:
             )
         filled = {self.sink.target(name).data_ptr(): name for name in self._sums}
         held = self.sink.finish() or {}
-        return {name: self._checksum(name, tensor, filled) for name, tensor in held.items() if name in self._sums}
+        return {
+            name: self._checksum(name, tensor, filled) for name, tensor in held.items() if self._as_sent(name, tensor)
+        }
+
+    def _as_sent(self, name: str, tensor: Tensor) -> bool:
+        """Whether a weight with this name, shape and dtype came from the trainer."""
+        return name in self._sums and (tuple(tensor.shape), tensor.dtype) == self.info[name]
 
     def _checksum(self, name: str, tensor: Tensor, filled: Mapping[int, str]) -> int:
         """Return the checksum of a tensor in use, which is not read again if it is the target of this weight."""

@@ -72,8 +72,8 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _start(self, spec: WorkerSpec, device: str) -> None:
         self._peers: list[Peer] = []
         dispatch.reject_own_python(spec, "processes")
-        self._replicas, first = spec.replicas, spec.replica * self._sharding.size
-        self._gpus = visible_gpus(self._sharding.size * spec.replicas)[first:] if device == "cuda" else []
+        self._replicas = spec.replicas
+        self._gpus = gpus_of(spec, self._sharding.size) if device == "cuda" else []
         self._start_hosts(spec, device)
         contexts, shared = self._contexts(device), self._shared(spec)
         started = {rank: self._send(rank, "start", shared, context) for rank, context in enumerate(contexts)}
@@ -130,6 +130,13 @@ def visible_gpus(workers: int) -> list[str]:
     gpus = named.split(",")[:count] if named else [str(index) for index in range(count)]
     machine.check_gpus(workers, len(gpus))
     return gpus[:workers]
+
+
+def gpus_of(spec: WorkerSpec, workers: int) -> list[str]:
+    """The GPUs of each of `workers` workers, as CUDA_VISIBLE_DEVICES; raises like `visible_gpus`."""
+    found, first = visible_gpus(workers * spec.replicas * spec.gpus), workers * spec.replica
+    starts = [worker * spec.gpus for worker in range(first, first + workers)]
+    return [",".join(found[start : start + spec.gpus]) for start in starts]
 
 
 def _start_method() -> BaseContext:

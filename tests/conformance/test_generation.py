@@ -1,23 +1,30 @@
-"""The embedded generation engine and a plain one pass the suite, and the suite catches every mutant."""
+"""The embedded generation engine and plain ones pass the suite, and the suite catches every mutant."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance import GenerationEngineSuite
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.proof import MutantProof
-from rlframework.errors import BatchError, ConfigError, UserError
+from rlframework.errors import EngineNotReady, RefitError, RequestError
+from rlframework.interfaces.generation import (
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+    WeightReport,
+    WeightSpan,
+)
 from rlframework.plugins.manager import create_manager
-from rlframework.weight_sync.receiver import ReceivesWeights
+from rlframework.plugins.types import Capability
 
 pytestmark = pytest.mark.slow
 
@@ -26,101 +33,144 @@ class TestGenerationEngine(GenerationEngineSuite):
     backend = "transformers"
 
 
-class PlainEngine(ReceivesWeights):
-    """Written from the interface alone: row by row, no cache, another random number generator."""
+class Row:
+    """A request in progress."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request, self.ids, self.logprobs, self.versions = request, request.prompt_ids.tolist(), [], []
+        self.dice, self.reason = np.random.default_rng(request.seed % 2**64), ""
+
+    def result(self) -> GenerationResult:
+        starts = [n for n, v in enumerate(self.versions) if n == 0 or v != self.versions[n - 1]]
+        ends = [*starts[1:], len(self.versions)]
+        spans = tuple(WeightSpan(a, b, self.versions[a]) for a, b in zip(starts, ends, strict=False))
+        tokens = torch.tensor(self.ids[len(self.request.prompt_ids) :], dtype=torch.int64)
+        return GenerationResult(self.request.request_id, tokens, torch.tensor(self.logprobs), self.reason, spans)
+
+
+class PlainEngine(GenerationEngine):
+    """Written from the interface alone: row by row, no cache, another random number generator; updates only."""
+
+    paused = False
 
     def __init__(self, config, tokenizer, *, model_name, device, precision):
-        known = tokenizer.get_vocab()
-        if bad := [stop for stop in config.stop_strings if stop not in known]:
-            raise ConfigError(f"stop_strings {bad} are no tokens")
-        if bad := [stop for stop in config.stop_token_ids if not 0 <= stop < len(tokenizer)]:
-            raise ConfigError(f"stop_token_ids {bad} are no tokens")
-        self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
-        self.config, self.model_name, self.model, self.pad = config, model_name, None, tokenizer.pad_token_id
-        self.ends = {tokenizer.eos_token_id, *config.stop_token_ids, *(known[stop] for stop in config.stop_strings)}
+        self.model_name, self.dtype, self.vocabulary = model_name, getattr(torch, precision), len(tokenizer)
+        self.model, self.version, self.specs, self.loaded = None, None, {}, {}
+        self.rows: dict[str, Row] = {}
+        self.positions = AutoModelForCausalLM.from_pretrained(model_name).config.max_position_embeddings
 
-    def attach(self, model: Any) -> None:
-        self.model = model
+    def submit(self, requests):
+        taken = set(self.rows)
+        for request in requests:
+            name, ids = request.request_id, request.prompt_ids
+            if name in taken or len(ids) >= self.positions or int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary:
+                raise RequestError(f"request {name!r} is in use, too long, or has unknown tokens: {ids}")
+            taken.add(name)
+        self.rows |= {request.request_id: Row(request) for request in requests}
 
-    def load_weights(self, weights: Any) -> None:
-        given = {name: tensor.clone() for name, tensor in weights}
-        with safe_open(f"{self.model_name}/model.safetensors", "pt") as saved:
-            if missing := set(saved.keys()) - set(given):
-                raise UserError(f"weights are missing: {sorted(missing)}")
-        self.model = AutoModelForCausalLM.from_pretrained(self.model_name)
-        self.model.load_state_dict(given, strict=False)
-        self.model.tie_weights()
+    def poll(self, timeout=0.0):
+        ends = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while self.rows and not self.paused and not any(row.reason for row in self.rows.values()):
+            self.step()
+            if time.monotonic() >= ends:
+                break
+        done = [row for row in self.rows.values() if row.reason]
+        for row in done:
+            del self.rows[row.request.request_id]
+        return [row.result() for row in done]
+
+    def abort(self, request_ids):
+        for name in self.rows.keys() & set(request_ids):
+            self.rows[name].reason = "aborted"
 
     @torch.no_grad()
-    def generate(self, data: Any, greedy: bool = False) -> Any:
-        self.require_weights()
-        if self.model is None:
-            raise UserError("there are no weights")
-        if "seeds" not in data or not bool((data["input_lengths"] > 0).all()):
-            raise BatchError(f"seeds must be there, and input_lengths above 0; got {dict(data)}")
+    def step(self):
+        if self.version is None:
+            raise EngineNotReady("there are no weights")
+        seen: dict[Any, Any] = {}
         modes = [(part, part.training) for part in self.model.modules()]
         self.model.eval()
-        self.seen: dict[tuple[int, ...], Any] = {}
-        done = [self.complete(ids[:n].tolist(), seed, greedy) for ids, n, seed in self.rows(data)]
+        for row in self.rows.values():
+            self.draw_next(row, seen)
         for part, mode in modes:
             part.training = mode
-        prompts = data["input_lengths"]
-        lengths = torch.tensor([len(logprobs) for _, logprobs, _ in done])
-        output = torch.full((len(done), int((prompts + lengths).max())), self.pad)
-        scores = torch.zeros(output.shape)
-        for row, (ids, logprobs, _) in enumerate(done):
-            output[row, : len(ids)] = torch.tensor(ids)
-            scores[row, len(ids) - len(logprobs) : len(ids)] = torch.tensor(logprobs)
-        return BatchedDataDict(
-            {
-                "output_ids": output,
-                "logprobs": scores,
-                "generation_lengths": lengths,
-                "unpadded_sequence_lengths": prompts + lengths,
-                "truncated": torch.tensor([truncated for _, _, truncated in done]),
-            }
-        )
 
-    def rows(self, data: Any) -> Any:
-        return zip(data["input_ids"], data["input_lengths"].tolist(), data["seeds"].tolist(), strict=True)
+    def draw_next(self, row, seen):
+        sampling, key = row.request.sampling, (row.request.sampling.temperature, *row.ids)
+        if key not in seen:
+            logits = self.model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0, -1]
+            seen[key] = torch.log_softmax(logits.double() / (sampling.temperature or 1.0), -1)
+        logs = seen[key]
+        token = int(logs.argmax()) if sampling.greedy else draw(logs, row.dice.random(), sampling)
+        row.ids.append(token)
+        row.logprobs.append(float(logs[token]))
+        row.versions.append(self.version)
+        longest = min(self.positions, len(row.request.prompt_ids) + row.request.max_new_tokens)
+        row.reason = "stop" if token in sampling.stop_token_ids else "length" if len(row.ids) >= longest else ""
 
-    def complete(self, prompt: list[int], seed: int, greedy: bool) -> tuple[list[int], list[float], bool]:
-        greedy = greedy or self.config.temperature == 0
-        own = self.model.generation_config.eos_token_id
-        ends = self.ends | set(own if isinstance(own, list) else [own])
-        dice = np.random.default_rng(seed % 2**64)
-        ids, logprobs = list(prompt), []
-        while len(logprobs) < self.config.max_new_tokens:
-            logs = self.next(tuple(ids), 1.0 if greedy else self.config.temperature)
-            token = int(logs.argmax()) if greedy else self.draw(logs, dice.random())
-            ids.append(token)
-            logprobs.append(float(logs[token]))
-            if token in ends:
-                return ids, logprobs, False
-        return ids, logprobs, True
+    def begin_weight_update(self, version, specs):
+        self.model = self.version = None
+        self.coming, self.specs, self.loaded = version, specs, {}
+        self.module = AutoModelForCausalLM.from_pretrained(self.model_name, dtype=self.dtype)
+        known = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
+        tied = {"lm_head.weight"} if self.module.config.tie_word_embeddings else set()
+        wrong = [name for name, (shape, _) in specs.items() if known.get(name) != tuple(shape)]
+        if wrong or (missing := known.keys() - specs.keys() - tied):
+            raise RefitError(f"the model has other weights than {wrong or missing}")
 
-    def next(self, ids: tuple[int, ...], temperature: float) -> Any:
-        if ids not in self.seen:
-            logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-            self.seen[ids] = torch.log_softmax(logits.double() / temperature, -1)
-        return self.seen[ids]
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if self.specs.get(name) != (tuple(tensor.shape), tensor.dtype):
+                raise RefitError(f"{name} was not announced like this")
+            self.loaded[name] = tensor.clone()
 
-    def draw(self, logs: Any, chance: float) -> int:
-        shares, tokens = logs.exp().sort(descending=True)
-        shares = shares[: self.config.top_k] / shares[: self.config.top_k].sum()
-        kept = shares[: int((shares.cumsum(0) < self.config.top_p).sum()) + 1]
-        return int(tokens[min(int((kept.cumsum(0) <= chance * kept.sum()).sum()), len(kept) - 1)])
+    def finish_weight_update(self):
+        if missing := self.specs.keys() - self.loaded.keys():
+            raise RefitError(f"{sorted(missing)} have not arrived")
+        self.module.load_state_dict(self.loaded, strict=False)
+        self.module.tie_weights()
+        self.model, self.version = self.module.eval(), self.coming
+        return WeightReport(self.version)
 
 
-@pytest.mark.parametrize("test", GenerationEngineSuite.tests())
-def test_a_plain_engine_passes(test: str, tmp_path: Path, conformance_models: Path) -> None:
+class PlainEmbeddedEngine(PlainEngine):
+    """The same in the trainer's process, where updates may come at any time."""
+
+    def attach(self, model, version):
+        self.model, self.version = model, version
+
+    def pause(self, mode="keep"):
+        self.paused = True
+        if mode == "abort":
+            self.abort(list(self.rows))
+
+    def resume(self):
+        self.paused = False
+
+
+def draw(logs: Any, chance: float, sampling: Any) -> int:
+    shares, tokens = logs.exp().sort(descending=True)
+    shares = shares[: sampling.top_k] / shares[: sampling.top_k].sum()
+    kept = shares[: int((shares.cumsum(0) < sampling.top_p).sum()) + 1]
+    return int(tokens[min(int((kept.cumsum(0) <= chance * kept.sum()).sum()), len(kept) - 1)])
+
+
+def passes() -> list[Any]:
+    embedded = frozenset({Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE})
+    record = create_manager().select("generation_engine", "transformers").record
+    parts = {PlainEngine: frozenset(), PlainEmbeddedEngine: embedded}
+    return [
+        pytest.param(engine, replace(record, capabilities=declared), test, id=f"{engine.__name__}-{test}")
+        for engine, declared in parts.items()
+        for test in GenerationEngineSuite.expected(replace(record, capabilities=declared), Layout(), "cpu")
+    ]
+
+
+@pytest.mark.parametrize(("engine", "record", "test"), passes())
+def test_a_plain_engine_passes(engine: type, record: Any, test: str, tmp_path: Path, conformance_models: Path) -> None:
     """The suite requires what the interface specifies, not how the core implements it."""
-    manager = create_manager()
-    record = manager.select("generation_engine", "transformers").record
-    where = {"manager": manager, "device": "cpu", "folder": tmp_path, "models": conformance_models}
-    getattr(GenerationEngineSuite(), test)(
-        GenerationEngineSuite.open_harness(record, Layout(), **where, target=PlainEngine)
-    )
+    where = {"manager": create_manager(), "device": "cpu", "folder": tmp_path, "models": conformance_models}
+    getattr(GenerationEngineSuite(), test)(GenerationEngineSuite.open_harness(record, Layout(), **where, target=engine))
 
 
 class TestMutants(MutantProof):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections import namedtuple
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 from probe_findings import GIB, levels
@@ -272,3 +273,24 @@ def test_a_broken_plugin_is_told_with_its_own_error(found, monkeypatch, tmp_path
 def test_a_plugin_that_is_switched_off_is_a_note(found, monkeypatch):
     monkeypatch.setenv("RLFRAMEWORK_DISABLE_PLUGINS", "megatron")
     assert Level.NOTE in levels(found("plugins", "found"))
+
+
+def test_generation_engines_are_shown_with_their_capabilities(found, with_config):
+    from rlframework.plugins.listing import PluginListing
+
+    def listed(name, kind, capabilities, status="active"):
+        return PluginListing(name, kind, "some-distribution", "0.3", 2, capabilities, status)
+
+    rows = [
+        listed("fast", "generation_engine", ("collective_refit", "ipc_refit")),
+        listed("transformers", "generation_engine", ()),
+        listed("broken", "generation_engine", (), "broken"),
+        listed("dtensor", "policy_worker", ("packing",)),
+    ]
+    context, of_run = Context(), with_config()
+    context.manager = of_run.manager = SimpleNamespace(listing=lambda: rows)
+    fast, own = found("plugins", "generation engines", context)
+    assert fast.text == "fast (some-distribution 0.3): collective_refit, ipc_refit"
+    assert fast.facts == {"name": "fast", "capabilities": ["collective_refit", "ipc_refit"]}
+    assert own.text == "transformers (some-distribution 0.3): no capabilities"
+    assert found("plugins", "generation engines", of_run) == [own]  # the one that it selects

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig, WorkerGroupConfig
+from rlframework.config.sections import (
+    AlgorithmConfig,
+    EnvironmentConfig,
+    GenerationConfig,
+    GenerationWorkersConfig,
+    RunConfig,
+    WorkerGroupConfig,
+)
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import Registered
-from rlframework.plugins.types import Capability, EnvironmentRecord, PolicyWorkerRecord, Problem
+from rlframework.plugins.types import Capability, EnvironmentRecord, GenerationEngineRecord, PolicyWorkerRecord, Problem
 
 CASES = [
     ({"parallelism": {"tensor": 2}}, 2, "policy.parallelism.tensor", Capability.TENSOR_PARALLEL),
@@ -61,12 +68,25 @@ def test_what_is_not_declared_is_a_problem_and_what_is_declared_is_not(policy, w
 
 def test_every_capability_of_the_configuration_has_a_case():
     of_calls = {"reference_model", "embedded_generation", "learned_positions", "collective_refit", "ipc_refit"}
+    of_calls.add("lora_refit")
     assert {str(case[3]) for case in CASES} | of_calls == set(Capability)
 
 
 @pytest.mark.parametrize("mode", ["auto", "padded"])
 def test_the_plain_configuration_needs_nothing(mode):
     assert check_config(run_config({"batching": {"mode": mode}}), backend(), "cpu") == []
+
+
+def test_adapters_alone_are_sent_only_to_engines_that_declare_it():
+    config = run_config({"lora": {"refit": "adapters"}}).model_copy(
+        update={"generation": GenerationConfig(workers=GenerationWorkersConfig())}
+    )
+    for declared in (False, True):
+        capabilities = frozenset({Capability.IPC_REFIT, *([Capability.LORA_REFIT] if declared else [])})
+        engine = Registered(GenerationEngineRecord("fast", "m:C", 2, capabilities=capabilities), "fast", "1.0", "fast")
+        problems = check_config(config, engine, "cpu")
+        assert [problem.key for problem in problems] == ([] if declared else ["policy.lora.refit"])
+    assert check_config(config, backend(Capability.LORA), "cpu") == []
 
 
 def test_workers_of_one_replica_are_not_data_parallel():

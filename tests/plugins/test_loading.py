@@ -13,7 +13,13 @@ from rlframework.config.sections import EnvironmentConfig
 from rlframework.errors import PluginError
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.loading import load_target, read_plugin
-from rlframework.plugins.types import API_VERSION, Capability, EnvironmentRecord, PolicyWorkerRecord
+from rlframework.plugins.types import (
+    API_VERSION,
+    Capability,
+    EnvironmentRecord,
+    GenerationEngineRecord,
+    PolicyWorkerRecord,
+)
 
 GOOD = PolicyWorkerRecord("good", "package.module:Class", 1, capabilities=frozenset({Capability.LORA}))
 
@@ -112,6 +118,17 @@ def test_a_record_that_cannot_work_is_refused(changes, message):
     plugin = plugin_returning([replace(GOOD, **changes)])
     assert message in fault_of(plugin)
     assert [record.name for record in read_plugin(plugin)[0]] == [changes.get("name", "good")]
+
+
+@pytest.mark.parametrize(("version", "hint"), [(1, " (see the page: Move a generation engine to version 2)"), (3, "")])
+def test_generation_engines_have_a_version_of_their_own(version, hint):
+    old = GenerationEngineRecord("mine", "m:C", version)
+    plugin = plugin_returning([old], "rlframework_generation_engines")
+    assert fault_of(plugin) == (
+        f"its generation_engine 'mine' is written for version {version} of the plugin API, but this rlframework-core "
+        f"has version 2 for that kind; install compatible versions of the two{hint}"
+    )
+    assert read_plugin(plugin_returning([replace(old, api_version=2)], "rlframework_generation_engines"))[1] is None
 
 
 def test_the_model_of_a_section_must_have_the_keys_that_the_kind_shares():

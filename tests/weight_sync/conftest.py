@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.generation import GenerationRequest
 
 DEADLINE = 2.0
 
@@ -32,10 +32,11 @@ class Sent:
         return {name: (tuple(weight.shape), weight.dtype) for name, weight in self.weights.items()}
 
     def engine(self) -> TransformersEngine:
+        """An engine whose update to version 0 has begun."""
         config = GenerationConfig(max_new_tokens=4, refit={"deadline": DEADLINE})
         place = {"model_name": self.path, "device": "cpu", "precision": "float32"}
         engine = TransformersEngine(config, self.tokenizer, **place)
-        engine.prepare_refit_info(self.info)
+        engine.begin_weight_update(0, self.info)
         return engine
 
     def loaded_by(self, engine: TransformersEngine) -> bool:
@@ -62,7 +63,16 @@ def sent(model_folder) -> Sent:
 
 
 @pytest.fixture
-def prompts() -> Callable[[], BatchedDataDict[Any]]:
-    return lambda: BatchedDataDict(
-        {"input_ids": torch.tensor([[3, 4]]), "input_lengths": torch.tensor([2]), "seeds": torch.tensor([0])}
-    )
+def serve() -> Callable[[TransformersEngine], int]:
+    """Have an engine complete a prompt; return the version of its weights, or raise its error and drop the prompt."""
+    request = GenerationRequest("one", torch.tensor([3, 4]), 0, 2)
+
+    def serve(engine: TransformersEngine) -> int:
+        engine.submit([replace(request)])
+        try:
+            (result,) = engine.poll(None)
+        finally:
+            engine.abort(["one"])
+        return result.spans[0].version
+
+    return serve

@@ -11,6 +11,7 @@ import torch
 
 from rlframework.errors import RefitError, RefitNotPrepared
 from rlframework.weight_sync import collective
+from rlframework.weight_sync.buffers import as_bytes, checksum
 from rlframework.weight_sync.collective import RefitGroup
 from rlframework.weight_sync.receiver import CollectingSink
 from rlframework.workers.machine import bind_free_port
@@ -22,6 +23,7 @@ def ready_engine(sent):
     """An engine that has its module: transformers cannot build two models in two threads at the same time."""
     engine = sent.engine()
     engine.load_weights([(name, torch.zeros_like(weight)) for name, weight in sent.weights.items()])
+    engine.finish_weight_update()
     return engine
 
 
@@ -39,8 +41,8 @@ def connect(engines, deadline: float = DEADLINE) -> RefitGroup:
     return group
 
 
-def exchange(group, sent, engines, budget: float = 4096.0, weights=None):
-    """Refit; return the exception that the sender and each engine raised, or None."""
+def exchange(group, sent, engines, budget: float = 4096.0, weights=None, info=None):
+    """Refit; return the exception that the sender and each engine raised, or None. `info`: that of the engines."""
 
     def raised(call):
         try:
@@ -49,6 +51,8 @@ def exchange(group, sent, engines, budget: float = 4096.0, weights=None):
             return error
         return None
 
+    for engine in engines:
+        engine.begin_weight_update(1, info or sent.info)
     given = iter((sent.weights if weights is None else weights).items())
     with ThreadPoolExecutor(1 + len(engines)) as pool:
         receiving = [pool.submit(raised, engine.update_weights_from_collective) for engine in engines]
@@ -56,14 +60,15 @@ def exchange(group, sent, engines, budget: float = 4096.0, weights=None):
         return [sending.result(), *[result.result() for result in receiving]]
 
 
-def test_several_engines_get_all_weights_in_small_groups_and_again(sent, prompts):
+def test_several_engines_get_all_weights_in_small_groups_and_again(sent, serve):
     engines = [ready_engine(sent), ready_engine(sent)]
     group = connect(engines)
     for budget in (4096.0, 1e9):
         assert exchange(group, sent, engines, budget) == [None, None, None]
         for engine in engines:
+            assert engine.finish_weight_update().checksums.keys() == sent.weights.keys()
             assert sent.loaded_by(engine)
-            engine.generate(prompts())
+            assert serve(engine) == 1
         for weight in sent.weights.values():
             weight.add_(1)
 
@@ -88,6 +93,7 @@ def test_damage_is_reported_on_both_sides_and_the_group_stays_usable(sent, monke
     assert "1 of 1 receivers rejected the weights of this refit" in str(sender)
     monkeypatch.undo()
     assert exchange(group, sent, [engine]) == [None, None]
+    engine.finish_weight_update()
     assert sent.loaded_by(engine)
 
 
@@ -105,18 +111,20 @@ def test_weights_of_any_size_layout_and_dtype_arrive(sent):
     info = {name: (tuple(weight.shape), weight.dtype) for name, weight in given.items()}
     info["rounded"] = ((1024, 600), torch.bfloat16)
     engine = sent.engine()
-    engine.prepare_refit_info(info)
     arrived: dict[str, torch.Tensor] = {}
     engine.refit_sink = lambda info: CollectingSink(info, CPU, lambda weights: arrived.update(weights))
+    engine.begin_weight_update(0, info)
     group = connect([engine])
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(engine.update_weights_from_collective)
-        collective.send(group, info, iter(given.items()), 4096.0)
+        sums = collective.send(group, info, iter(given.items()), 4096.0)
         assert receiving.result() is True
+    engine.finish_weight_update()
     assert arrived.keys() == given.keys()
     for name, weight in given.items():
         assert torch.equal(arrived[name], weight.to(info[name][1])), name
         assert arrived[name].dtype == info[name][1]
+    assert sums == [checksum(as_bytes(weight)) for weight in arrived.values()]
 
 
 def test_a_trainer_that_fails_lets_the_engine_leave(sent):
@@ -135,9 +143,8 @@ def test_a_trainer_that_fails_lets_the_engine_leave(sent):
 def test_weights_other_than_announced_are_rejected(sent):
     engine = ready_engine(sent)
     group = connect([engine])
-    engine.prepare_refit_info(dict(reversed(sent.info.items())))
-    sender, receiver = exchange(group, sent, [engine])
-    assert "weights other than those announced by prepare_refit_info" in str(receiver)
+    sender, receiver = exchange(group, sent, [engine], info=dict(reversed(sent.info.items())))
+    assert "weights other than those announced by begin_weight_update" in str(receiver)
     assert isinstance(sender, RefitError)
 
 
@@ -154,4 +161,5 @@ def test_an_engine_joins_a_new_group_after_the_old_one_was_closed(sent):
     engine = ready_engine(sent)
     connect([engine]).close()
     assert exchange(connect([engine]), sent, [engine]) == [None, None]
+    engine.finish_weight_update()
     assert sent.loaded_by(engine)

@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from rlframework.errors import RefitError, RefitNotPrepared, UserError
-from rlframework.weight_sync import buffers
+from rlframework.errors import EngineNotReady, RefitError, RefitNotPrepared, UserError
+from rlframework.weight_sync import buffers, receiver
 from rlframework.weight_sync.buffers import layout_checksum
 from rlframework.weight_sync.ipc import (
     IpcSender,
@@ -53,82 +53,97 @@ def sender(sent):
     made.close()
 
 
-def test_weights_arrive_group_by_group_and_again_in_place(sent, sender, prompts):
+def test_weights_arrive_group_by_group_and_again_in_place(sent, sender, serve, monkeypatch):
+    """Checksums are reported of what is held; they are computed again only of weights that were not sent in place."""
     engine = sent.engine()
-    for _ in range(2):
+    monkeypatch.setattr(receiver, "checksum", again := Mock(wraps=buffers.checksum))
+    for version in (0, 1):
+        engine.begin_weight_update(version, sent.info)
         sender.begin(sent.info)
         for name in sent.weights:
             assert engine.update_weights_from_ipc_handles(handles_of(sender, sent, [name])) is True
+        report = engine.finish_weight_update()
+        assert report.version == version
+        assert report.checksums == {
+            name: buffers.checksum(buffers.as_bytes(weight)) for name, weight in sent.weights.items()
+        }
+        assert again.call_count == len(sent.weights)
         assert sent.loaded_by(engine)
-        engine.generate(prompts())
+        assert serve(engine) == version
         for weight in sent.weights.values():
             weight.mul_(-1)
 
 
-def test_damaged_bytes_are_reported_by_weight(sent, sender, prompts):
+def test_damaged_bytes_are_reported_by_weight(sent, sender, serve):
     engine, name = sent.engine(), "model.layers.0.mlp.up_proj.weight"
     handles = handles_of(sender, sent)
     next(slot for slot in handles[HERE].slots if slot.name == name).of(sender.written())[100] ^= 1
     with pytest.raises(RefitError, match=f"received weight '{name}' differs from what the trainer sent: its checksum"):
         engine.update_weights_from_ipc_handles(handles)
-    with pytest.raises(UserError, match=f"last refit of this engine failed .*{name}"):
-        engine.generate(prompts())
+    with pytest.raises(EngineNotReady, match=f"last update, to version ., failed .*{name}"):
+        serve(engine)
 
 
-def test_an_engine_does_not_generate_before_all_weights_arrived_and_an_interrupted_refit_is_restarted(
-    sent, sender, prompts
+def test_an_engine_does_not_serve_before_all_weights_arrived_and_an_interrupted_update_is_begun_again(
+    sent, sender, serve
 ):
     engine, (first, *_, last) = sent.engine(), sent.weights
     engine.update_weights_from_ipc_handles(handles_of(sender, sent, [first]))
+    with pytest.raises(EngineNotReady, match="its update to version 0 is not finished"):
+        serve(engine)
     sender.begin(sent.info)
+    with pytest.raises(RefitError, match="two transfers in one update"):
+        engine.update_weights_from_ipc_handles(handles_of(sender, sent, [last]))
+    engine.begin_weight_update(0, sent.info)
     engine.update_weights_from_ipc_handles(handles_of(sender, sent, [name for name in sent.weights if name != last]))
-    with pytest.raises(UserError, match=rf"1 of the new weights are missing \({last}\)"):
-        engine.generate(prompts())
-    engine.update_weights_from_ipc_handles(handles_of(sender, sent, [last]))
-    engine.generate(prompts())
-    assert sent.loaded_by(engine)
+    with pytest.raises(RefitError, match=rf"1 of the \d+ weights of version 0 have not arrived \({last}\)"):
+        engine.finish_weight_update()
+    with pytest.raises(EngineNotReady, match=f"last update, to version 0, failed .*{last}"):
+        serve(engine)
+    with pytest.raises(RefitNotPrepared, match="begin_weight_update must be called before"):
+        engine.finish_weight_update()
 
 
 def test_names_shapes_and_dtypes_that_were_not_announced_are_rejected(sent, sender):
-    engine, name = sent.engine(), "model.norm.weight"
+    name = "model.norm.weight"
     group = handles_of(sender, sent, [name])[HERE]
 
     def with_slot(**changes):
         return {HERE: replace(group, slots=(replace(group.slots[0], **changes),))}
 
-    with pytest.raises(
-        UserError, match=r"'no\.such\.weight', which was not announced by prepare_refit_info \(announced: "
-    ):
-        engine.update_weights_from_ipc_handles(with_slot(name="no.such.weight"))
-    with pytest.raises(RefitError, match=rf"'{name}' with shape \(16, 2\) .* announced \(32,\)"):
-        engine.update_weights_from_ipc_handles(with_slot(shape=(16, 2)))
-    with pytest.raises(RefitError, match=f"'{name}' .* in torch.int32; .* in torch.float32"):
-        engine.update_weights_from_ipc_handles(with_slot(dtype=torch.int32))
     twice = {HERE: replace(group, slots=group.slots * 2, checksums=group.checksums * 2)}
-    with pytest.raises(RefitError, match=f"'{name}' twice"):
-        engine.update_weights_from_ipc_handles(twice)
+    for message, handles in {
+        r"'no\.such\.weight', which was not announced by begin_weight_update \(announced: ": with_slot(
+            name="no.such.weight"
+        ),
+        rf"'{name}' with shape \(16, 2\) .* announced \(32,\)": with_slot(shape=(16, 2)),
+        f"'{name}' .* in torch.int32; .* in torch.float32": with_slot(dtype=torch.int32),
+        f"'{name}' twice": twice,
+    }.items():
+        with pytest.raises(RefitError, match=message):
+            sent.engine().update_weights_from_ipc_handles(handles)
 
 
 def test_weights_that_do_not_fit_the_model_are_rejected(sent, sender):
     sent.weights["lm_tail.weight"] = torch.ones(3)
     sender.begin(sent.info)
     engine = sent.engine()
-    with pytest.raises(UserError, match=r"unknown: lm_tail\.weight"):
-        engine.update_weights_from_ipc_handles(handles_of(sender, sent))
+    engine.update_weights_from_ipc_handles(handles_of(sender, sent))
+    with pytest.raises(RefitError, match=r"unknown: lm_tail\.weight"):
+        engine.finish_weight_update()
 
 
 def test_weights_that_an_engine_cannot_receive_are_reported(sent, sender):
     """They were not announced, are on another machine, or the trainer closed the memory."""
     engine, handles = sent.engine(), handles_of(sender, sent)
-    with pytest.raises(UserError, match="no weights"):
-        engine.prepare_refit_info({})
+    with pytest.raises(RefitError, match="no weights"):
+        engine.begin_weight_update(0, {})
     with pytest.raises(UserError, match=r"another machine.*set generation.refit.transport to collective"):
         engine.update_weights_from_ipc_handles({"another machine": handles[HERE]})
     sender.close()
     with pytest.raises(RefitError, match=r"cannot open the shared memory|is no longer the memory"):
         engine.update_weights_from_ipc_handles(handles)
-    engine._refit_info = engine._refit_now = None
-    with pytest.raises(RefitNotPrepared, match="prepare_refit_info must be called before"):
+    with pytest.raises(RefitNotPrepared, match="begin_weight_update must be called before"):
         engine.update_weights_from_ipc_handles(handles)
 
 
@@ -149,16 +164,18 @@ def test_buffers_are_reused_and_grow_for_a_larger_weight(sent, sender):
 
 
 def offered(sent, sender):
-    """An engine with weights, and the buffer it offers for the next refit, which has begun."""
+    """An engine with weights, and the buffer it offers for the next update, which has begun."""
     engine = sent.engine()
     assert engine.offer_refit_memory() == {}  # no module yet
     engine.update_weights_from_ipc_handles(handles_of(sender, sent))
+    engine.finish_weight_update()
+    engine.begin_weight_update(1, sent.info)
     (buffer,) = engine.offer_refit_memory().values()
     sender.begin(sent.info, buffer)
     return engine, buffer
 
 
-def test_offered_memory_is_written_once_and_not_copied(sent, sender, prompts, monkeypatch):
+def test_offered_memory_is_written_once_and_not_copied(sent, sender, serve, monkeypatch):
     engine, buffer = offered(sent, sender)
     kept = engine._engine_model._module
     before = {name: weight.data_ptr() for name, weight in kept.state_dict().items()}
@@ -168,8 +185,11 @@ def test_offered_memory_is_written_once_and_not_copied(sent, sender, prompts, mo
             weight.mul_(-1)
         for name in sent.weights:
             engine.update_weights_from_ipc_handles(handles_of(sender, sent, [name]))
+        report = engine.finish_weight_update()
+        assert report.checksums.keys() == sent.weights.keys()
         assert sent.loaded_by(engine)
-        engine.generate(prompts())
+        assert serve(engine) == 1
+        engine.begin_weight_update(1, sent.info)
         assert list(engine.offer_refit_memory().values()) == [buffer]
         sender.begin(sent.info, buffer)
     assert counted.call_count == 2 * len(sent.weights)
@@ -181,12 +201,15 @@ def test_other_engines_copy_from_the_memory_of_the_one_that_offered_it(sent, sen
     engine, _ = offered(sent, sender)
     other, new = sent.engine(), sent.engine()
     other.load_weights([(name, torch.zeros_like(weight)) for name, weight in sent.weights.items()])
+    other.finish_weight_update()
+    other.begin_weight_update(1, sent.info)
     other.offer_refit_memory()
     for weight in sent.weights.values():
         weight.add_(1)
     handles = handles_of(sender, sent)
     for taker in (engine, other, new):
         taker.update_weights_from_ipc_handles(handles)
+        taker.finish_weight_update()
         assert sent.loaded_by(taker)
     for weight in engine._model.state_dict().values():
         weight.zero_()
@@ -195,7 +218,7 @@ def test_other_engines_copy_from_the_memory_of_the_one_that_offered_it(sent, sen
 
 
 @pytest.mark.parametrize("bad", ["changed", "not written"])
-def test_damaged_bytes_in_offered_memory_are_reported_by_weight(sent, sender, prompts, bad):
+def test_damaged_bytes_in_offered_memory_are_reported_by_weight(sent, sender, serve, bad):
     engine, buffer = offered(sent, sender)
     name = "model.layers.0.mlp.up_proj.weight"
     sent.weights[name].add_(1)
@@ -209,11 +232,13 @@ def test_damaged_bytes_in_offered_memory_are_reported_by_weight(sent, sender, pr
         slot.of(raw).copy_(slot.of(before))
     with pytest.raises(RefitError, match=f"received weight '{name}' differs from what the trainer sent: its checksum"):
         engine.update_weights_from_ipc_handles(handles)
-    with pytest.raises(UserError, match=f"last refit of this engine failed .*{name}"):
-        engine.generate(prompts())
+    with pytest.raises(EngineNotReady, match=f"last update, to version ., failed .*{name}"):
+        serve(engine)
+    engine.begin_weight_update(1, sent.info)
     (buffer,) = engine.offer_refit_memory().values()
     sender.begin(sent.info, buffer)
     engine.update_weights_from_ipc_handles(handles_of(sender, sent))
+    engine.finish_weight_update()
     assert sent.loaded_by(engine)
 
 
@@ -225,6 +250,7 @@ def test_a_receive_buffer_for_other_weights_is_rejected_and_weights_sent_outside
     sent.weights[name].add_(1)
     sender.begin(sent.info)
     engine.update_weights_from_ipc_handles(handles_of(sender, sent))
+    engine.finish_weight_update()
     assert sent.loaded_by(engine)
 
 
@@ -232,11 +258,12 @@ def test_weights_unlike_the_modules_own_are_sent_through_the_trainers_memory(sen
     """They are announced in another dtype: the engine offers nothing and releases the memory of its module."""
     engine, _ = offered(sent, sender)
     info = {name: (shape, torch.bfloat16) for name, (shape, _) in sent.info.items()}
-    engine.prepare_refit_info(info)
+    engine.begin_weight_update(2, info)
     assert engine.offer_refit_memory() == {}
     assert engine._refit_offered is None
     sender.begin(info)
     engine.update_weights_from_ipc_handles(handles_of(sender, sent))
+    assert engine.finish_weight_update().checksums == {}  # of weights in another dtype
     held = engine._model.state_dict()
     assert all(torch.equal(held[name], weight.bfloat16().float()) for name, weight in sent.weights.items())
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from refit_faults import FAULTS, partial_commit
-from tiny_refits import VOCABULARY, CollectingEngine, Run, TinyEngine
+from tiny_refits import VOCABULARY, AdapterEngine, CollectingEngine, Run, TinyEngine, TinyModel
 from torch import Tensor
 
 from rlframework.errors import EngineNotReady, RefitError, WorkerLost
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams, WeightReport
+from rlframework.policy.lora_math import A, B, merge
 from rlframework.weight_sync.proof import Probes, compare_reports, sent_by_all
 
 BY_CHECKSUM = {"missing", "transposed", "wrong dtype", "reordered"}
@@ -159,6 +160,28 @@ def test_requests_in_flight_pause_and_go_on_with_the_new_weights():
     second = calls[calls.index("exchange") + 1 :]
     assert second.index("pause") < second.index("begin_weight_update") < second.index("finish_weight_update")
     assert second.index("finish_weight_update") < second.index("resume") < second.index("exchange")
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_adapters_alone_are_sent_under_the_name_of_their_version(delivered):
+    """One that was loaded but is not used by requests is detected by the probes: its checksums are right."""
+    base = TinyModel(seed=0)
+    engine = AdapterEngine(base)
+    run = Run([engine])
+    random = torch.Generator().manual_seed(0)
+    for version in (1, 2):
+        adapters = {"first" + A: torch.randn(2, 8, generator=random), "first" + B: torch.randn(8, 2, generator=random)}
+        run.worker.adapters = adapters
+        run.model.first.data.copy_(merge(base.first.detach(), adapters["first" + A], adapters["first" + B], 1.0))
+        if version == 2 and not delivered:
+            engine.deliver = lambda _: None
+            with pytest.raises(RefitError, match="engine 0 was refit to version 2, but gives token"):
+                run.refitter.refit()
+            return
+        report = run.refitter.refit()
+        assert report.size == 2 * 2 * 8 * 4
+        assert f"policy-{version}" in engine.adapters
+        run.worker.progress.weights_version += 1
 
 
 def test_an_engine_that_is_gone_fails_the_refit_by_name_and_not_the_trainer():

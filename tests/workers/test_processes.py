@@ -168,6 +168,11 @@ def test_gpus_are_assigned_by_their_visible_names(monkeypatch):
     assert processes.visible_gpus(2) == ["4", "GPU-8a"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert processes.visible_gpus(3) == ["0", "1", "2"]
+    third = WorkerSpec("m:C", {}, replica=2, replicas=3)
+    assert processes.gpus_of(third, 1) == ["2"]
+    assert processes.gpus_of(WorkerSpec("m:C", {}, gpus=2), 1) == ["0,1"]
+    with pytest.raises(ConfigError, match=r"num_workers=4 .* 3 GPU"):
+        processes.gpus_of(WorkerSpec("m:C", {}, replica=1, replicas=2, gpus=2), 1)
     with pytest.raises(ConfigError, match="set at most 3"):
         processes.visible_gpus(4)
 

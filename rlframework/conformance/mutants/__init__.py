@@ -40,8 +40,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "generation_engine": (
         "generation_engine.scores",
         "generation_engine.samples",
-        "generation_engine.layout",
+        "generation_engine.results",
+        "generation_engine.requests",
         "generation_engine.weights",
+        "generation_engine.updates",
         "generation_engine.refit",
     ),
     "environment": ("environment",),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlframework.conformance.layouts import Layout
-from rlframework.plugins.types import Record
+from rlframework.plugins.types import Capability, Record
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Mutant:
     break_record: Callable[[Record], Record] = lambda record: record
     applies: Callable[[Mapping[str, Any]], bool] = lambda section: True
     """Whether the bug can occur in a part with this section. A missing file, for one, needs a part that reads files."""
+    needs: frozenset[Capability] = frozenset()
+    """What the part must declare for the bug to occur, besides what the layout and the tests need."""
 
 
 def mutant(
@@ -35,6 +37,7 @@ def mutant(
     layout: Layout | None = None,
     break_record: Callable[[Record], Record] = lambda record: record,
     applies: Callable[[Mapping[str, Any]], bool] = lambda section: True,
+    needs: frozenset[Capability] = frozenset(),
 ) -> Callable[[Callable[[Any], Any]], Mutant]:
     """Decorate `break_it` to make it a `Mutant`."""
-    return lambda break_it: Mutant(name, bug, tests, break_it, layout or Layout(), break_record, applies)
+    return lambda break_it: Mutant(name, bug, tests, break_it, layout or Layout(), break_record, applies, needs)

@@ -45,7 +45,7 @@ class MutantProof:
             for mutant in mutants_of(cls.kind).values()
             for test in mutant.tests
             if mutant.applies(cls.section)
-            and mutant.layout.capabilities <= record.capabilities
+            and mutant.layout.capabilities | mutant.needs <= record.capabilities
             and (test not in tests or (tests[test].declared(record) and tests[test].fits(mutant.layout, device)))
         ]
 

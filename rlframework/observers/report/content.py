@@ -21,6 +21,7 @@ from rlframework.observers.jsonl import seconds_of
 from rlframework.observers.report.runs import Run, Sample, facts_of, headlines, settings_of
 
 GROUPS = (
+    ("refit", "Refits of the generation engines", r"^(refit/|time/refit$)"),
     ("speed", "Speed and memory", r"^(throughput|memory|time)/"),
     ("outcome", "Reward and accuracy", r"reward|accuracy|pass[@_]|score|return|win_rate|correct"),
     ("optimisation", "Optimisation", r"loss|grad|(^|/|_)lr$|learning_rate|skipped|non_finite|weight_norm"),
@@ -29,7 +30,7 @@ GROUPS = (
     ("other", "Other metrics", r""),
 )
 """Identifier, heading, and pattern of metric names; the first matching group is used."""
-ORDER = ("outcome", "optimisation", "policy", "completions", "speed", "other")
+ORDER = ("outcome", "optimisation", "policy", "completions", "speed", "refit", "other")
 FIRST = (
     "reward", "accuracy", "reward_std", "shaped_reward", "loss", "policy_loss", "grad_norm", "lr", "kl", "entropy",
     "clip_fraction", "ratio", "completion_length", "truncated_fraction", "throughput/mfu",
@@ -50,7 +51,9 @@ TITLES = {
     "generation_logprob_beyond_fraction": "Tokens whose log-prob difference is beyond the bound",
     "importance_weight": "Importance weight, trainer over generation",
     "importance_truncated_fraction": "Importance weights at the cap",
-    "samples": "Held-out samples", "reward_std": "Reward spread in a group",
+    "samples": "Held-out samples", "reward_std": "Reward spread in a group", "refit/mb": "Weights sent, MiB",
+    "refit/version": "Version of the weights", "refit/probe_error": "Error of the probes' log-probabilities",
+    "refit/dropped_tokens": "Cached tokens dropped", "time/refit": "Seconds per refit",
 }  # fmt: skip
 
 BREAKDOWNS = (
@@ -123,7 +126,7 @@ def arrange(names: Iterable[str]) -> list[tuple[str, str, list[Chart]]]:
     """Identifier, heading and charts of each non-empty group, in the order of the page."""
     quantities: dict[str, list[str]] = {}
     for name in sorted(set(names) - {"step", "time"} - BROKEN_DOWN):
-        if phase_of(name) is None:
+        if phase_of(name) is None or name == "time/refit":
             quantities.setdefault(name.removeprefix(f"{split_of(name)}/"), []).append(name)
     groups: dict[str, list[Chart]] = {}
     for quantity in sorted(quantities, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):

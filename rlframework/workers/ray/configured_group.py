@@ -35,7 +35,7 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
         check_ranks(sharding, sharding.size)
         python = settings.python or spec.py_executable
         passed = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
-        cluster = _reserve(settings, sharding.size, device, spec.replicas)
+        cluster = _reserve(settings, sharding.size, device, spec)
         try:
             super().__init__(
                 cluster,
@@ -64,15 +64,15 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
         self.cluster.shutdown()
 
 
-def _reserve(settings: RayGroupConfig, workers: int, device: str, replicas: int) -> RayVirtualCluster:
+def _reserve(settings: RayGroupConfig, workers: int, device: str, spec: WorkerSpec) -> RayVirtualCluster:
     """Reserve placement groups for all workers: one per node with `workers_per_node`, otherwise a single one.
 
-    Checks a private machine for all `replicas` of the group.
+    Checks a private machine for all replicas of the group.
     """
     private, each = runtime.is_private(settings.address), settings.workers_per_node
     if private:
         each = None
-        machine.check_cores(workers * replicas)
+        machine.check_cores(workers * spec.replicas)
         if settings.python is not None and not os.access(settings.python, os.X_OK):
             raise ConfigError(
                 f"worker_group.python={settings.python} is not an executable on this machine: set it to the path of a "
@@ -91,11 +91,12 @@ def _reserve(settings: RayGroupConfig, workers: int, device: str, replicas: int)
         placement_group_strategy=settings.placement.upper(),
         ready_timeout=settings.deadlines.start,
         cpus_per_worker=0 if private else 1,
+        gpus_per_bundle=spec.gpus,
     )
     runtime.acquire(id(cluster), settings.address, settings.listen)
     try:
         if private and device == "cuda":
-            machine.check_gpus(workers * replicas, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
+            machine.check_gpus(workers * spec.replicas * spec.gpus, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
         cluster._init_placement_groups(use_unified_pg=each is None)
     except BaseException:
         cluster.shutdown()

@@ -50,11 +50,12 @@ class RayVirtualCluster:
     """Bundles of CPUs and GPUs on several nodes, for the workers of one or more groups.
 
     `bundle_ct_per_node_list` is the number of bundles on each node. A bundle holds one worker of each of the
-    `max_colocated_worker_groups` groups that share it: it has `cpus_per_worker` CPUs for each of them, and one GPU with
-    `use_gpus`. The first `get_placement_groups()` or worker group starts Ray if needed and reserves resources, which
-    `shutdown` releases. By default each node is a placement group on a single machine, on different machines if enough
-    are free within five seconds; with `_init_placement_groups(use_unified_pg=True)` one placement group holds all
-    bundles, placed by `placement_group_strategy`.
+    `max_colocated_worker_groups` groups that share it: it has `cpus_per_worker` CPUs for each of them, and
+    `gpus_per_bundle` GPUs with `use_gpus`. The first `get_placement_groups()` or worker group starts Ray if needed
+    and reserves resources, which `shutdown` releases. By default each node is a placement group on a single
+    machine, on different machines if enough are free within five seconds; with
+    `_init_placement_groups(use_unified_pg=True)` one placement group holds all bundles, placed by
+    `placement_group_strategy`.
 
     If the cluster is too small, it is checked again after 1, 2, 4... seconds, `max_retries` times in all (default:
     `NRL_VIRTUAL_CLUSTER_MAX_RETRIES`, or 6); then `ResourceInsufficientError` is raised. If the resources do not become
@@ -73,6 +74,7 @@ class RayVirtualCluster:
         max_retries: int | None = None,
         ready_timeout: float = 180.0,
         cpus_per_worker: float = 1,
+        gpus_per_bundle: int = 1,
     ) -> None:
         self._placement_groups: list[PlacementGroup] = []
         self._port_reservers: dict[str, Any] = {}
@@ -101,13 +103,14 @@ class RayVirtualCluster:
         self._title = f"virtual cluster {name!r}" if name else "virtual cluster"
         self._ready_timeout = ready_timeout
         self._cpus_per_worker = cpus_per_worker
+        self.gpus_per_bundle = gpus_per_bundle
 
     @property
     def bundle(self) -> dict[str, float]:
         """The resources of one bundle."""
         cpus = self._cpus_per_worker * self.max_colocated_worker_groups
         reserved: dict[str, float] = {"CPU": cpus} if cpus else {"memory": 1}  # a bundle must reserve something
-        return reserved | ({"GPU": 1} if self.use_gpus else {})
+        return reserved | ({"GPU": self.gpus_per_bundle} if self.use_gpus else {})
 
     def world_size(self) -> int:
         """The total number of bundles, and so of workers in a group that uses them all."""

@@ -113,7 +113,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self.dp_leader_worker_indices, self.dp_size = leaders, len(leaders)
         workers = len(self._placements)
         self._configured: Sequence[Configuration] = [Configuration()] * workers
-        self._gpus = 1 / cluster.max_colocated_worker_groups if cluster.use_gpus else 0.0
+        self._gpus = cluster.gpus_per_bundle / cluster.max_colocated_worker_groups if cluster.use_gpus else 0.0
         self._nodes = Counter(place.node_id for place in self._placements)
         sharding = sharding_annotations or NamedSharding(list(range(workers)), ["worker"])
         check_ranks(sharding, workers)

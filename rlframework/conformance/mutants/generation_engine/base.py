@@ -1,13 +1,42 @@
-"""Helpers that break a generation engine by changing its input or its output."""
+"""Helpers that break a generation engine by changing what goes into its public methods or comes out of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 
-def broken_settings(change: Callable[[Any], dict[str, Any]]) -> Callable[[type], type]:
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightReport
+
+Break = Callable[[Any], type]
+
+
+def observed(part: Any) -> Any:
+    """Return a subclass of `part` that keeps what it was given: `settings`, `directory`, `asked`, `given_module`."""
+
+    class Observed(part):  # type: ignore[misc]
+        given_module: Any = None
+
+        def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
+            super().__init__(config, tokenizer, **place)
+            self.settings, self.directory = config, place["model_name"]
+            self.asked: dict[str, GenerationRequest] = {}
+
+        def submit(self, requests: Sequence[GenerationRequest]) -> None:
+            super().submit(requests)
+            self.asked |= {request.request_id: request for request in requests}
+
+        def attach(self, model: Any, version: int) -> None:
+            super().attach(model, version)
+            self.given_module = model
+
+    return Observed
+
+
+def broken_settings(change: Callable[[Any], dict[str, Any]]) -> Break:
     """Break the settings: the configuration is updated with `change(config)`."""
 
     def break_it(part: Any) -> type:
@@ -20,88 +49,107 @@ def broken_settings(change: Callable[[Any], dict[str, Any]]) -> Callable[[type],
     return break_it
 
 
-def broken_generate(change: Callable[..., Any]) -> Callable[[type], type]:
-    """Break `generate`: it returns `change(self, sound, data, greedy)`; `self` has `settings` and `module`."""
+def broken_requests(change: Callable[[Any, GenerationRequest], Mapping[str, Any]]) -> Break:
+    """Break requests: the fields of each are replaced by those of `change(self, request)`."""
 
     def break_it(part: Any) -> type:
-        class Broken(part):  # type: ignore[misc]
-            def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
-                super().__init__(config, tokenizer, **place)
-                self.settings, self.pad_id = config, tokenizer.pad_token_id
-
-            def attach(self, model: Any) -> None:
-                super().attach(model)
-                self.module = model
-
-            def generate(self, data: Any, greedy: bool = False) -> Any:
-                return change(self, super().generate, data, greedy)
+        class Broken(observed(part)):  # type: ignore[misc]
+            def submit(self, requests: Sequence[GenerationRequest]) -> None:
+                super().submit([dataclasses.replace(request, **change(self, request)) for request in requests])
 
         return Broken
 
     return break_it
 
 
-def broken_output(change: Callable[[Any, Any, Any], dict[str, Any]]) -> Callable[[type], type]:
-    """Break the output: it is updated with `change(self, output, greedy)`."""
-
-    def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
-        output = sound(data, greedy=greedy)
-        output.update(change(engine, output, greedy))
-        return output
-
-    return broken_generate(generate)
+def broken_sampling(change: Callable[[Any, GenerationRequest], Mapping[str, Any]]) -> Break:
+    """Break sampling: the fields of the `SamplingParams` of each request are replaced by `change(self, request)`."""
+    return broken_requests(
+        lambda engine, request: {"sampling": dataclasses.replace(request.sampling, **change(engine, request))}
+    )
 
 
-def broken_input(change: Callable[[Any], dict[str, Any]]) -> Callable[[type], type]:
-    """Break the input: the batch is updated with `change(data)`."""
+def broken_results(change: Callable[[Any, GenerationRequest, GenerationResult], Mapping[str, Any]]) -> Break:
+    """Break results: the fields of each are replaced by those of `change(self, request, result)`."""
 
-    def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
-        return sound(type(data)({**data, **change(data)}), greedy=greedy)
+    def poll(engine: Any, sound: Any, timeout: float | None) -> list[GenerationResult]:
+        return [
+            dataclasses.replace(result, **change(engine, engine.asked[result.request_id], result))
+            for result in sound(timeout)
+        ]
 
-    return broken_generate(generate)
+    return broken_poll(poll)
 
 
-def broken_weights(change: Callable[..., None]) -> Callable[[type], type]:
-    """Break `load_weights`: it calls `change(self, sound, weights)`, which may keep weights in `self.loaded`."""
+def broken_poll(change: Callable[..., list[GenerationResult]]) -> Break:
+    """Break `poll`: it returns `change(self, sound, timeout)`."""
 
     def break_it(part: Any) -> type:
-        class Broken(part):  # type: ignore[misc]
-            loaded: dict[str, Any] | None = None
+        class Broken(observed(part)):  # type: ignore[misc]
+            def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
+                return change(self, super().poll, timeout)
 
-            def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
-                super().__init__(config, tokenizer, **place)
-                self.model_name = place["model_name"]
+        return Broken
+
+    return break_it
+
+
+def broken_weights(change: Callable[[Any, dict[str, Tensor]], Mapping[str, Tensor]]) -> Break:
+    """Break the weights on their way: `load_weights` gets `change(self, weights)`; `self.earlier` are the previous."""
+
+    def break_it(part: Any) -> type:
+        class Broken(observed(part)):  # type: ignore[misc]
+            earlier: Mapping[str, Tensor] | None = None
 
             def load_weights(self, weights: Any) -> None:
-                change(self, super().load_weights, weights)
+                given = {name: tensor.clone() for name, tensor in weights}
+                super().load_weights(change(self, given).items())
+                self.earlier = {**(self.earlier or {}), **given}
 
         return Broken
 
     return break_it
 
 
-@contextmanager
-def in_mode(module: Any, *, training: bool) -> Iterator[None]:
-    """Put `module` in training or evaluation mode inside the context."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for submodule, mode in modes:
-            submodule.training = mode
+def broken_model(change: Callable[[Any, Any], None]) -> Break:
+    """Break the model in use: after each update it is a separate module, on which `change(self, module)` was called."""
+
+    def break_it(part: Any) -> type:
+        class Broken(observed(part)):  # type: ignore[misc]
+            arrived: Mapping[str, Tensor] = {}
+
+            def load_weights(self, weights: Any) -> None:
+                given = {name: tensor.clone() for name, tensor in weights}
+                self.arrived = {**self.arrived, **given}
+                super().load_weights(given.items())
+
+            def finish_weight_update(self) -> WeightReport:
+                report: WeightReport = super().finish_weight_update()
+                module = model_of(self.directory, self.arrived)
+                change(self, module)
+                self.attach(module, report.version)
+                return report
+
+        return Broken
+
+    return break_it
 
 
-def broken_forward(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[type], type]:
-    """Break the forward: the keyword arguments of the module are updated with `change(kwargs)`."""
+def model_of(directory: str, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the model in `directory`, with `weights` by name."""
+    from transformers import AutoModelForCausalLM
 
-    def generate(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
-        handle = engine.module.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, **change(kwargs)}), with_kwargs=True
-        )
-        try:
-            return sound(data, greedy=greedy)
-        finally:
-            handle.remove()
+    from rlframework.huggingface.model_directories import quiet_transformers
 
-    return broken_generate(generate)
+    with quiet_transformers():
+        module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    module.load_state_dict(dict(weights or {}), strict=False)
+    module.tie_weights()
+    return module.eval()
+
+
+def saved_weights(directory: str) -> dict[str, Tensor]:
+    """Return the weights in the files of `directory`."""
+    from safetensors.torch import load_file
+
+    return load_file(f"{directory}/model.safetensors")

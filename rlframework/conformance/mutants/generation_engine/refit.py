@@ -1,4 +1,4 @@
-"""Mutants of the receiving side of a refit."""
+"""Mutants of the receiving side of transports, and of calls that an engine does not declare."""
 
 from __future__ import annotations
 
@@ -6,46 +6,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from rlframework.conformance.mutants.generation_engine.base import model_of, observed
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.errors import UserError
+from rlframework.interfaces.generation import WeightReport
+from rlframework.plugins.types import Capability
 from rlframework.weight_sync.buffers import checksum
-from rlframework.weight_sync.ipc import GroupHandles, ReceiveBuffer
+from rlframework.weight_sync.ipc import GroupHandles, ReceiveBuffer, open_memory
 
 _HANDLES = "test_weights_come_through_handles"
 _OFFER = "test_weights_come_into_memory_that_the_engine_offers"
 _GROUP = "test_weights_come_over_a_process_group"
-_MID_REFIT = "test_half_of_a_refit_does_not_generate"
-_DAMAGE = "test_damage_on_the_way_is_told_by_name"
+_DAMAGE = "test_damage_on_the_way_is_reported_by_name"
 _SAME_SHAPE = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+_EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 
 
-@mutant("first_refit_only", "Refits after the first are ignored.", _HANDLES, _GROUP)
-def _first_refit_only(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        first = ""
-        refits = 0
-
-        def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
-            (handles,) = ipc_handles.values()
-            self.first = self.first or handles.refit
-            return bool(super().update_weights_from_ipc_handles(ipc_handles)) if handles.refit == self.first else True
-
-        def update_weights_from_collective(self) -> bool:
-            kept = None if self.refits == 0 else getattr(self, "module", None)
-            self.refits += 1
-            before = None if kept is None else {name: value.clone() for name, value in kept.state_dict().items()}
-            updated = bool(super().update_weights_from_collective())
-            if before is not None:
-                with torch.no_grad():
-                    for name, value in self.module.state_dict().items():
-                        value.copy_(before[name])
-            return updated
-
-        def attach(self, model: Any) -> None:
-            super().attach(model)
-            self.module = model
+@mutant("transfer_unused", "Weights of a transport arrive, but those of the files are used.", _HANDLES, _GROUP, _OFFER,
+        needs=_EMBEDDED)  # fmt: skip
+def _transfer_unused(part: Any) -> type:
+    class Broken(observed(part)):  # type: ignore[misc]
+        def finish_weight_update(self) -> WeightReport:
+            report: WeightReport = super().finish_weight_update()
+            self.attach(model_of(self.directory), report.version)
+            return report
 
     return Broken
 
@@ -55,77 +38,66 @@ def _checksums_not_compared(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
             ((device, group),) = ipc_handles.items()
-            return bool(super().update_weights_from_ipc_handles({device: self._with_own_checksums(group)}))
-
-        def _with_own_checksums(self, group: GroupHandles) -> GroupHandles:
-            raw = self._open_memory(group.memory)
-            return replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))
+            return bool(super().update_weights_from_ipc_handles({device: _with_own_checksums(group)}))
 
     return Broken
 
 
-@mutant("offered_memory_left", "The module does not use the memory that the engine offered.", _OFFER)
-def _offered_memory_unused(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        module: Any = None
-
-        def attach(self, model: Any) -> None:
-            super().attach(model)
-            self.module = model
-
-        def offer_refit_memory(self) -> dict[str, Any]:
-            buffers: dict[str, Any] = super().offer_refit_memory()
-            if buffers:
-                for parameter in self.module.parameters():
-                    parameter.data = parameter.data.clone()
-            return buffers
-
-    return Broken
+def _with_own_checksums(group: GroupHandles) -> GroupHandles:
+    raw = open_memory(group.memory)  # type: ignore[arg-type]
+    return replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))
 
 
-@mutant("rooms_swapped", "The engine offers two weights each other's memory.", _OFFER)
+@mutant("offsets_swapped", "The engine offers two weights each other's memory.", _OFFER)
 def _offsets_swapped(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def offer_refit_memory(self) -> dict[str, Any]:
-            return {device: self._swapped(buffer) for device, buffer in super().offer_refit_memory().items()}
-
-        def _swapped(self, buffer: ReceiveBuffer) -> ReceiveBuffer:
-            one, other = _SAME_SHAPE
-            swapped = {one: buffer.offsets[other], other: buffer.offsets[one]}
-            return replace(buffer, offsets={**buffer.offsets, **swapped})
+            return {device: _swapped(buffer) for device, buffer in super().offer_refit_memory().items()}
 
     return Broken
 
 
-@mutant("offer_is_no_begin", "The engine generates while its weights are being written.", _OFFER)
-def _offer_without_refit(part: Any) -> type:
+def _swapped(buffer: ReceiveBuffer) -> ReceiveBuffer:
+    one, other = _SAME_SHAPE
+    return replace(buffer, offsets={**buffer.offsets, one: buffer.offsets[other], other: buffer.offsets[one]})
+
+
+@mutant("report_of_other_bytes", "The report's checksums are not of the bytes that were sent.", _HANDLES, _GROUP)
+def _report_of_other_bytes(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
-        def offer_refit_memory(self) -> dict[str, Any]:
-            kept = vars(self).copy()
-            buffers: dict[str, Any] = super().offer_refit_memory()
-            self.__dict__.update({name: kept.get(name) for name in ("_refit_now", "_model")})
-            return buffers
+        def finish_weight_update(self) -> WeightReport:
+            report: WeightReport = super().finish_weight_update()
+            return replace(report, checksums={name: value + 1 for name, value in report.checksums.items()})
 
     return Broken
 
 
-@mutant("half_a_refit_borne", "The engine generates in the middle of a refit, with partly updated weights.", _MID_REFIT)
-def _generates_mid_refit(part: Any) -> type:
+@mutant("report_of_another_version", "The report has the version of the update before.", _HANDLES, _GROUP, _OFFER)
+def _report_of_another_version(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
-        module: Any = None
+        def finish_weight_update(self) -> WeightReport:
+            report: WeightReport = super().finish_weight_update()
+            return replace(report, version=report.version - 1)
 
-        def attach(self, model: Any) -> None:
-            super().attach(model)
-            self.module = model
+    return Broken
 
-        def generate(self, data: Any, greedy: bool = False) -> Any:
-            try:
-                return super().generate(data, greedy)
-            except UserError:
-                sound: Any = type(self).__mro__[1]
-                engine: Any = sound.__new__(sound)
-                engine.__dict__.update(vars(self), _refit_now=None, _refit_failed="")
-                engine.attach(self.module)
-                return engine.generate(data, greedy)
+
+@mutant(
+    "undeclared_calls_ignored",
+    "A refit that the engine does not support does nothing and reports success.",
+    "test_calls_that_are_not_declared_are_rejected",
+    break_record=lambda record: replace(
+        record, capabilities=record.capabilities - {Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}
+    ),
+)
+def _undeclared_ignored(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def init_collective(self, *_: Any, **__: Any) -> None: ...
+
+        def update_weights_from_collective(self) -> bool:
+            return True
+
+        def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
+            return True
 
     return Broken

@@ -2,87 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rlframework.conformance.mutants.generation_engine.base import broken_output, broken_settings, in_mode
+from rlframework.conformance.mutants.generation_engine.base import broken_results, broken_sampling, model_of
 from rlframework.conformance.mutants.mutant import mutant
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 
 _SAMPLED = "test_logprobs_of_samples_are_at_the_sampling_temperature"
 _TRUNCATED = "test_logprobs_are_those_before_top_k_and_top_p"
+_GREEDY = "test_greedy_completions_are_those_of_plain_decoding"
 
 
-def _rescored(engine: Any, output: Any, temperature: float, top_k: int | None = None) -> dict[str, Any]:
+def _rescored(
+    engine: Any, request: GenerationRequest, result: GenerationResult, temperature: float, top_k: int | None = None
+) -> Mapping[str, Any]:
     """Recompute `logprobs` at `temperature`, over the `top_k` most likely tokens if given."""
-    logprobs = torch.zeros_like(output["logprobs"])
-    for row, ids in enumerate(output["output_ids"]):
-        end = int(output["unpadded_sequence_lengths"][row])
-        start = end - int(output["generation_lengths"][row])
-        with torch.no_grad(), in_mode(engine.module, training=False):
-            logits = engine.module(input_ids=ids[None, :end].to(engine.module.device)).logits[0].cpu() / temperature
-        if top_k is not None:
-            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-        scored = torch.log_softmax(logits, -1)
-        logprobs[row, start:end] = scored[start - 1 : end - 1].gather(1, ids[start:end, None])[:, 0]
-    return {"logprobs": logprobs}
+    ids, start = torch.cat((request.prompt_ids, result.token_ids)), len(request.prompt_ids)
+    with torch.no_grad():
+        logits = model_of(engine.directory)(input_ids=ids[None]).logits[0, start - 1 : -1] / temperature
+    if top_k is not None:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    return {"logprobs": torch.log_softmax(logits, -1).gather(1, ids[start:, None])[:, 0]}
 
 
 _temperature_ignored = mutant(
     "temperature_ignored",
     "Samples are drawn and scored at temperature 1.",
     "test_samples_are_as_frequent_as_the_model_says",
-    "test_a_temperature_of_zero_is_greedy",
     _SAMPLED,
-)(broken_settings(lambda config: {"temperature": 1.0}))
+)(broken_sampling(lambda engine, request: {"temperature": min(1.0, 1e6 * request.sampling.temperature)}))
 
 
 @mutant(
     "temperature_on_one_side",
-    "Samples are drawn at the configured temperature but scored at temperature 1.",
+    "Samples are drawn at the temperature of their request but scored at temperature 1.",
     _SAMPLED,
     _TRUNCATED,
 )
-@broken_output
-def _at_temperature_one(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
-    return {} if greedy or not engine.settings.temperature else _rescored(engine, output, 1.0)
+@broken_results
+def _at_temperature_one(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
+    return {} if request.sampling.greedy else _rescored(engine, request, result, 1.0)
+
+
+@mutant("greedy_scored_at_temperature", "Greedy completions are scored at a sampling temperature.", _GREEDY)
+@broken_results
+def _greedy_at_temperature(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
+    return _rescored(engine, request, result, 0.7) if request.sampling.greedy else {}
 
 
 @mutant(
-    "greedy_scored_at_temperature",
-    "Greedy completions are scored at the sampling temperature.",
-    "test_greedy_logprobs_are_at_temperature_one",
-)
-@broken_output
-def _greedy_at_temperature(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
-    return _rescored(engine, output, engine.settings.temperature or 1.0) if greedy else {}
-
-
-@mutant("scored_after_top_k", "Log-probabilities are renormalized over the k most likely tokens.", _TRUNCATED)
-@broken_output
-def _after_top_k(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
-    settings = engine.settings
-    return {} if greedy or not settings.top_k else _rescored(engine, output, settings.temperature, settings.top_k)
-
-
-@mutant(
-    "logprobs_off_by_one",
-    "Log-probabilities are shifted one position to the left.",
-    _SAMPLED,
+    "scored_after_top_k",
+    "Log-probabilities are renormalized over the k most likely tokens, another truncation than the trainer's.",
     _TRUNCATED,
-    "test_greedy_logprobs_are_at_temperature_one",
 )
-@broken_output
-def _shifted_left(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
-    return {"logprobs": output["logprobs"].roll(-1, dims=1)}
+@broken_results
+def _after_top_k(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
+    sampling = request.sampling
+    if sampling.greedy or sampling.top_k is None:
+        return {}
+    return _rescored(engine, request, result, sampling.temperature, sampling.top_k)
+
+
+@mutant("logprobs_off_by_one", "Log-probabilities are shifted one position to the left.", _SAMPLED, _TRUNCATED, _GREEDY)
+@broken_results
+def _shifted_left(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
+    return {"logprobs": result.logprobs.roll(-1)}
+
+
+@mutant("logprobs_in_bfloat16", "Log-probabilities have the precision of bfloat16.", _SAMPLED)
+@broken_results
+def _in_bfloat16(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
+    return {"logprobs": result.logprobs.bfloat16().float()}
 
 
 @mutant(
-    "logprobs_in_bfloat16",
-    "Log-probabilities come back in bfloat16.",
-    "test_results_have_their_types_and_are_on_the_cpu",
-    _SAMPLED,
+    "bound_of_fp32_for_bfloat16",
+    "The declared bound of bfloat16 is one that only fp32 keeps, so sound refits are rejected.",
+    "test_logprobs_in_bfloat16_are_within_the_declared_bound",
+    break_record=lambda record: replace(record, probe_bounds={"bfloat16": 1e-5}),  # type: ignore[call-arg]
 )
-@broken_output
-def _in_bfloat16(engine: Any, output: Any, greedy: bool) -> dict[str, Any]:
-    return {"logprobs": output["logprobs"].bfloat16()}
+def _bound_of_fp32(part: Any) -> type:
+    return type("Sound", (part,), {})

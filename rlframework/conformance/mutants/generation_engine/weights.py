@@ -1,162 +1,244 @@
-"""Mutants that sample with the wrong weights, or change the state of the module."""
+"""Mutants that use the wrong weights, or what was computed with them, or change the state of the module."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlframework.conformance.mutants.generation_engine.base import broken_generate, broken_weights
+from rlframework.conformance.mutants.generation_engine.base import (
+    broken_model,
+    broken_poll,
+    broken_results,
+    broken_weights,
+    observed,
+    saved_weights,
+)
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.errors import NotSupported
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.plugins.types import Capability
 
 _LIVE = "test_attached_weights_are_live"
-_LAST_REFIT = "test_the_weights_of_the_last_refit_count"
+_LAST_GIVEN = "test_weights_given_last_count_however_they_came"
+_LAST_UPDATE = "test_the_weights_of_the_last_update_count"
+_EVERY = "test_every_tensor_of_an_update_arrives"
 _ONE_BY_ONE = "test_weights_may_come_one_by_one_and_be_reused_by_the_sender"
-_CONTINUES = "test_generation_goes_on_after_it_was_finished"
+_OLDER = "test_nothing_computed_with_older_weights_is_used"
+_ADAPTERS = "test_adapters_are_added_to_the_weights_of_the_model"
+_EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
+_ONE, _OTHER = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+_SQUARE = "model.layers.0.self_attn.q_proj.weight"
 
 
-def _saved(directory: str) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
+# -- weights that do not arrive as they were sent ----------------------------------------------------------------------
 
-    return load_file(f"{directory}/model.safetensors")
+
+@mutant("tensor_missing", "One tensor is not updated.", _EVERY)
+@broken_weights
+def _tensor_missing(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    last = max(weights)
+    return weights if engine.earlier is None else {**weights, last: engine.earlier[last]}
+
+
+@mutant("tensors_reordered", "Two tensors of the same shape are exchanged.", _EVERY, _LAST_UPDATE)
+@broken_weights
+def _tensors_reordered(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return {**weights, _ONE: weights[_OTHER], _OTHER: weights[_ONE]} if {_ONE, _OTHER} <= weights.keys() else weights
+
+
+@mutant("tensor_transposed", "A square matrix is transposed.", _EVERY, _LAST_UPDATE)
+@broken_weights
+def _tensor_transposed(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return {**weights, _SQUARE: weights[_SQUARE].T.contiguous()} if _SQUARE in weights else weights
+
+
+@mutant("weights_rounded", "Weights are rounded to bfloat16 on their way.", _EVERY, _LAST_UPDATE)
+@broken_weights
+def _weights_rounded(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: tensor.bfloat16().to(tensor.dtype) for name, tensor in weights.items()}
+
+
+@mutant(
+    "stale_after_update", "Updates after the first report their version, but change no weight.", _LAST_UPDATE, _EVERY
+)
+@broken_weights
+def _stale_after_update(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return weights if engine.earlier is None else {name: engine.earlier[name] for name in weights}
+
+
+@mutant("adapters_undelivered", "Adapters are counted as received, but not added to the weights.", _ADAPTERS)
+@broken_weights
+def _adapters_undelivered(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: torch.zeros_like(tensor) if "lora_B" in name else tensor for name, tensor in weights.items()}
+
+
+@mutant(
+    "files_instead",
+    "An update loads the weights of the model's directory instead of the given ones.",
+    _LAST_UPDATE,
+    _ONE_BY_ONE,
+)
+@broken_weights
+def _files_instead(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    saved = saved_weights(engine.directory)
+    return {name: saved.get(name, tensor) for name, tensor in weights.items()}
+
+
+@mutant(
+    "references_kept", "The engine keeps references to the sender's tensors, which the sender overwrites.", _ONE_BY_ONE
+)
+def _references_kept(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def load_weights(self, weights: Any) -> None:
+            super().load_weights(dict(weights).items())
+
+    return Broken
+
+
+# -- a model that is not the trainer's ---------------------------------------------------------------------------------
+
+
+@mutant("tied_head_stale", "The head that is tied to the embeddings keeps their first values.", _EVERY, needs=_EMBEDDED)
+@broken_model
+def _tied_head_stale(engine: Any, module: Any) -> None:
+    if module.config.tie_word_embeddings:
+        engine.first_head = getattr(engine, "first_head", module.lm_head.weight.detach().clone())
+        module.lm_head.weight = torch.nn.Parameter(engine.first_head)
+
+
+@mutant(
+    "buffer_lost",
+    "A buffer that is not saved, of the rotary embeddings, is lost when the memory of weights is released.",
+    "test_memory_can_be_released_between_rollouts",
+    needs=_EMBEDDED,
+)
+def _buffer_lost(part: Any) -> type:
+    class Broken(broken_model(_without_buffer)(part)):  # type: ignore[misc]
+        released = False
+
+        def release(self, tags: Collection[Any] = ("weights", "kv_cache")) -> int:
+            self.released = "weights" in tags
+            return int(super().release(tags))
+
+    return Broken
+
+
+def _without_buffer(engine: Any, module: Any) -> None:
+    if engine.released:
+        module.model.rotary_emb.inv_freq.zero_()
+
+
+@mutant("cache_released_with_weights", "Releasing the memory of caches also changes weights.",
+        "test_memory_can_be_released_between_rollouts", needs=_EMBEDDED)  # fmt: skip
+def _weights_released(part: Any) -> type:
+    class Broken(observed(part)):  # type: ignore[misc]
+        def release(self, tags: Collection[Any] = ("weights", "kv_cache")) -> int:
+            with torch.no_grad():
+                self.given_module.model.norm.weight.zero_()
+            return int(super().release(tags))
+
+    return Broken
+
+
+@mutant("first_module_kept", "Attaching another module has no effect.", _OLDER, needs=_EMBEDDED)
+def _first_module_kept(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        kept: Any = None
+
+        def attach(self, model: Any, version: int) -> None:
+            self.kept = self.kept or model
+            super().attach(self.kept, version)
+
+    return Broken
+
+
+@mutant(
+    "loaded_weights_kept", "Attaching a module has no effect after weights were loaded.", _LAST_GIVEN, needs=_EMBEDDED
+)
+def _loaded_weights_kept(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        loaded = False
+
+        def load_weights(self, weights: Any) -> None:
+            super().load_weights(weights)
+            self.loaded = True
+
+        def attach(self, model: Any, version: int) -> None:
+            if not self.loaded:
+                super().attach(model, version)
+
+    return Broken
+
+
+@mutant("copied_at_attach", "The module is copied when it is attached for the first time.", _LIVE, needs=_EMBEDDED)
+def _copied_at_attach(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        copies: Any = None
+
+        def attach(self, model: Any, version: int) -> None:
+            self.copies = self.copies or {id(model): copy.deepcopy(model)}
+            super().attach(self.copies.get(id(model), model), version)
+
+    return Broken
 
 
 @mutant(
     "left_in_evaluation",
     "Generation leaves the module in evaluation mode, so training continues without dropout.",
     "test_generating_leaves_the_module_as_it_was",
+    needs=_EMBEDDED,
 )
-@broken_generate
-def _left_in_evaluation(engine: Any, sound: Any, data: Any, greedy: bool) -> Any:
-    output = sound(data, greedy=greedy)
-    engine.module.eval()
-    return output
+@broken_poll
+def _left_in_evaluation(engine: Any, sound: Any, timeout: float | None) -> list[GenerationResult]:
+    results: list[GenerationResult] = sound(timeout)
+    engine.given_module.eval()
+    return results
 
 
-@mutant("copied_at_attach", "The attached module is copied, so training does not change the samples.", _LIVE)
-def _copied_at_attach(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def attach(self, model: Any) -> None:
-            super().attach(copy.deepcopy(model))
+# -- caches of older weights -------------------------------------------------------------------------------------------
+
+
+@mutant("stale_prefix_cache", "Keys and values of prompts that were computed with the first weights are used again.",
+        _OLDER, needs=_EMBEDDED)  # fmt: skip
+def _stale_prefix_cache(part: Any) -> type:
+    class Broken(broken_results(_with_first_keys_and_values)(part)):  # type: ignore[misc]
+        first_module: Any = None
+
+        def attach(self, model: Any, version: int) -> None:
+            super().attach(model, version)
+            self.first_module = self.first_module or copy.deepcopy(model).eval()
 
     return Broken
 
 
-@mutant(
-    "first_module_kept", "Attaching a second module has no effect.", "test_weights_given_last_count_however_they_came"
-)
-def _first_attached_kept(part: Any) -> type:
+@torch.no_grad()
+def _with_first_keys_and_values(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
+    """Complete the prompt greedily, with the keys and values of the first module."""
+    prompt, module = request.prompt_ids[None], copy.deepcopy(engine.given_module).eval()
+    cache = engine.first_module(input_ids=prompt[:, :-1], use_cache=True).past_key_values
+    tokens, logprobs, last = [], [], prompt[:, -1:]
+    for _ in range(len(result.token_ids)):
+        logits = module(input_ids=last, past_key_values=cache, use_cache=True).logits[0, -1]
+        last = logits.argmax().view(1, 1)
+        tokens.append(int(last))
+        logprobs.append(float(torch.log_softmax(logits, -1)[tokens[-1]]))
+    return {"token_ids": torch.tensor(tokens), "logprobs": torch.tensor(logprobs)}
+
+
+@mutant("stale_encoder_cache", "Input embeddings, as those of an encoder, are cached and used after an update.",
+        _OLDER, needs=_EMBEDDED)  # fmt: skip
+def _stale_encoder_cache(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
-        kept: Any = None
+        first: Tensor | None = None
 
-        def attach(self, model: Any) -> None:
-            self.kept = self.kept or model
-            super().attach(self.kept)
-
-    return Broken
-
-
-@mutant("stale_after_refit", "Only the first refit takes effect.", _LAST_REFIT, "test_every_tensor_of_a_refit_arrives")
-@broken_weights
-def _first_refit_only(engine: Any, sound: Any, weights: Any) -> None:
-    if engine.loaded is None:
-        engine.loaded = {name: tensor.clone() for name, tensor in weights}
-        sound(engine.loaded.items())
-
-
-@mutant("one_tensor_skipped", "One tensor is not updated by a refit.", "test_every_tensor_of_a_refit_arrives")
-@broken_weights
-def _one_skipped(engine: Any, sound: Any, weights: Any) -> None:
-    given = {name: tensor.clone() for name, tensor in weights}
-    last = max(given)
-    if engine.loaded is not None:
-        given[last] = engine.loaded[last]
-    engine.loaded = given
-    sound(given.items())
-
-
-@mutant(
-    "references_kept", "The engine keeps references to the sender's tensors, which the sender overwrites.", _ONE_BY_ONE
-)
-@broken_weights
-def _references_kept(engine: Any, sound: Any, weights: Any) -> None:
-    sound(dict(weights).items())
-
-
-@mutant(
-    "missing_from_disk",
-    "Weights missing from a refit are read from the model directory.",
-    "test_missing_weights_are_refused_by_name",
-)
-@broken_weights
-def _missing_from_disk(engine: Any, sound: Any, weights: Any) -> None:
-    sound({**_saved(engine.model_name), **dict(weights)}.items())
-
-
-@mutant(
-    "given_weights_ignored",
-    "A refit loads the weights in the model directory instead of the given ones.",
-    "test_loaded_weights_are_sampled_with",
-    _LAST_REFIT,
-)
-@broken_weights
-def _given_ignored(engine: Any, sound: Any, weights: Any) -> None:
-    for _ in weights:
-        pass
-    sound(_saved(engine.model_name).items())
-
-
-@mutant(
-    "begins_with_saved_weights",
-    "Without weights, the engine silently loads those in the model directory.",
-    "test_generating_without_weights_is_refused",
-)
-def _starts_with_saved(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        given = False
-
-        def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
-            super().__init__(config, tokenizer, **place)
-            self.saved = place["model_name"]
-
-        def attach(self, model: Any) -> None:
-            self.given = True
-            super().attach(model)
-
-        def generate(self, data: Any, greedy: bool = False) -> Any:
-            if not self.given:
-                self.load_weights(_saved(self.saved).items())
-            return super().generate(data, greedy)
-
-    return Broken
-
-
-@mutant("finish_says_nothing", "`finish_generation` returns None, which reads as not ready.", _CONTINUES)
-def _finish_returns_none(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-            super().finish_generation(*args, **kwargs)
-
-    return Broken
-
-
-@mutant(
-    "refit_pretended",
-    "An unsupported refit over a process group does nothing and reports success.",
-    "test_refit_that_is_not_declared_is_refused",
-    break_record=lambda record: replace(record, capabilities=frozenset()),
-)
-def _refit_ignored(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def init_collective(self, *_: Any, **__: Any) -> None:
-            raise NotSupported("this engine does not receive weights")
-
-        prepare_refit_info = update_weights_from_ipc_handles = init_collective
-
-        def update_weights_from_collective(self) -> bool:
-            return True
+        def attach(self, model: Any, version: int) -> None:
+            encoded = copy.deepcopy(model)
+            embeddings = encoded.get_input_embeddings()
+            self.first = embeddings.weight.detach().clone() if self.first is None else self.first
+            embeddings.weight = torch.nn.Parameter(self.first)
+            super().attach(encoded, version)
 
     return Broken

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import torch
+
 from rlframework.conformance import cases
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.generation.harness import (
@@ -9,62 +14,51 @@ from rlframework.conformance.suites.generation.harness import (
     PROMPTS,
     SPREAD,
     GenerationHarness,
-    completions,
-    rows_of,
+    tokens_of,
 )
+from rlframework.conformance.suites.plain_decoding import PlainDecoder
+from rlframework.files import replacing_directory
+from rlframework.huggingface.model_directories import quiet_transformers
+from rlframework.plugins.types import Capability
 
 
 class Decoding(Suite):
-    """`generate` computes what the model computes."""
+    """Completions and log-probabilities are what the model computes."""
 
     @holds(3)
-    def test_greedy_answers_are_those_of_plain_decoding(self, harness: GenerationHarness) -> None:
-        """Greedy completions must match plain decoding token by token, for ragged prompts and any sampling settings."""
-        output = harness.engine(max_new_tokens=16, temperature=0.7, top_k=2).generate(rows_of(PROMPTS), greedy=True)
-        expected = [harness.plain().greedy(prompt, {END}, 16) for prompt in PROMPTS]
-        harness.require_completions("greedy", output, PROMPTS, expected)
+    def test_greedy_completions_are_those_of_plain_decoding(self, harness: GenerationHarness) -> None:
+        """Greedy completions must match plain decoding token by token, for ragged prompts, with log-probabilities at
+        temperature 1.
+        """
+        results = harness.complete(harness.engine(), PROMPTS, max_new_tokens=16, temperature=0.0, top_k=2)
+        harness.require_greedy("temperature 0", PROMPTS, results, harness.plain())
+        lengths = [len(harness.plain().greedy(prompt, {END}, 16)) for prompt in PROMPTS]
+        harness.equal("lengths of the completions", [len(result.token_ids) for result in results], lengths)
 
     @holds(3)
-    def test_a_temperature_of_zero_is_greedy(self, harness: GenerationHarness) -> None:
-        """A temperature of 0 must decode greedily, with log-probabilities at temperature 1."""
-        output = harness.engine(max_new_tokens=12, temperature=0.0).generate(rows_of(PROMPTS))
-        expected = [harness.plain().greedy(prompt, {END}, 12) for prompt in PROMPTS]
-        harness.require_completions("temperature 0", output, PROMPTS, expected)
-        harness.require_logprobs("temperature 0", output, harness.plain(), 1.0)
-
-    @holds(3)
-    def test_positions_are_told_from_the_prompts_own_start(self, harness: GenerationHarness) -> None:
+    def test_positions_count_from_the_first_token_of_the_prompt(self, harness: GenerationHarness) -> None:
         """Positions must count from the prompt's first token, not from padding.
 
         Tested with learned positions, because rotary positions are relative and hide the error.
         """
-        path = cases.model("learned_positions", harness.models)
-        engine = harness.engine(path=path, tokenizer=cases.tokenizer(), max_new_tokens=10)
-        output = engine.generate(rows_of(PROMPTS), greedy=True)
-        expected = [harness.plain(path).greedy(prompt, {END}, 10) for prompt in PROMPTS]
-        harness.require_completions("learned positions", output, PROMPTS, expected)
-        harness.require_logprobs("learned positions", output, harness.plain(path), 1.0)
+        path = _learned_positions(harness)
+        results = harness.complete(harness.engine(path=path), PROMPTS, max_new_tokens=10, temperature=0.0)
+        harness.require_greedy("learned positions", PROMPTS, results, harness.plain(path))
 
-    @holds(3)
+    @holds(3, Capability.EMBEDDED_GENERATION)
     def test_dropout_is_off_while_generating(self, harness: GenerationHarness) -> None:
         """Generation must disable dropout, even if the trainer passes a module in training mode."""
         path = cases.model("untied", harness.models)
-        engine = harness.engine(path=path, tokenizer=cases.tokenizer(), max_new_tokens=10)
-        output = engine.generate(rows_of(PROMPTS), greedy=True)
-        harness.require_logprobs("dropout 0.5, training mode", output, harness.plain(path), 1.0)
+        results = harness.complete(harness.engine(path=path), PROMPTS, max_new_tokens=10, temperature=0.0)
+        harness.require_logprobs("dropout 0.5, training mode", PROMPTS, results, harness.plain(path))
 
     @holds(3)
     def test_logprobs_of_samples_are_at_the_sampling_temperature(self, harness: GenerationHarness) -> None:
-        """Log-probabilities must be of the distribution that was sampled from, and 0 on prompts and padding."""
+        """Log-probabilities must be of the distribution that was sampled from, also if requests differ in it."""
+        engine, plain = harness.engine(), harness.plain()
         for temperature in (0.6, 1.0, 1.7):
-            output = harness.engine(max_new_tokens=12, temperature=temperature).generate(rows_of(PROMPTS))
-            harness.require_logprobs(f"temperature {temperature}", output, harness.plain(), temperature)
-
-    @holds(3)
-    def test_greedy_logprobs_are_at_temperature_one(self, harness: GenerationHarness) -> None:
-        """Greedy log-probabilities must be at temperature 1, so that validation is comparable across runs."""
-        output = harness.engine(max_new_tokens=12, temperature=0.5).generate(rows_of(PROMPTS), greedy=True)
-        harness.require_logprobs("greedy, sampling temperature 0.5", output, harness.plain(), 1.0)
+            results = harness.complete(engine, PROMPTS, max_new_tokens=12, temperature=temperature)
+            harness.require_logprobs(f"temperature {temperature}", PROMPTS, results, plain, temperature)
 
     @holds(3)
     def test_logprobs_are_those_before_top_k_and_top_p(self, harness: GenerationHarness) -> None:
@@ -72,16 +66,32 @@ class Decoding(Suite):
 
         The trainer computes them from the full vocabulary; anything else would look like drift.
         """
+        engine = harness.engine()
         for settings in ({"top_k": 3}, {"top_p": 0.8}):
-            output = harness.engine(max_new_tokens=12, temperature=0.9, **settings).generate(rows_of(PROMPTS))
-            harness.require_logprobs(f"temperature 0.9, {settings}", output, harness.plain(), 0.9)
+            results = harness.complete(engine, PROMPTS, max_new_tokens=12, temperature=0.9, **settings)
+            harness.require_logprobs(f"temperature 0.9, {settings}", PROMPTS, results, harness.plain(), 0.9)
 
+    @holds(10)
+    def test_logprobs_in_bfloat16_are_within_the_declared_bound(self, harness: GenerationHarness) -> None:
+        """With bfloat16 weights, log-probabilities must be within `probe_bounds` of fp32 arithmetic, in the mean.
 
-_SEEDS = (11, 2**62, 5, -3, 0, 7, 5, 2**33 + 7, 4)
+        A refit whose probes differ by more is rejected, so a bound that is too small would stop sound runs.
+        """
+        weights = {name: weight.bfloat16() for name, weight in harness.weights().items()}
+        engine = harness.bare_engine(precision="bfloat16")
+        harness.update(engine, weights, 1)
+        results = harness.complete(engine, PROMPTS, max_new_tokens=12)
+        plain = PlainDecoder(harness.path(), {name: weight.float().cpu() for name, weight in weights.items()})
+        errors = [
+            (result.logprobs - plain.logprobs([*prompt, *tokens_of(result)], len(prompt))[len(prompt) :]).abs()
+            for prompt, result in zip(PROMPTS, results, strict=True)
+        ]
+        bound = harness.record.probe_bounds["bfloat16"]
+        harness.scalar("mean log-probability with rounding", 1.0 + float(torch.cat(errors).mean()), 1.0, bound)
 
 
 class Sampling(Suite):
-    """`generate` samples from the model's distribution."""
+    """Tokens are drawn from the model's distribution, as the request's seed determines."""
 
     @holds(3)
     def test_samples_are_as_frequent_as_the_model_says(self, harness: GenerationHarness) -> None:
@@ -89,56 +99,35 @@ class Sampling(Suite):
 
         Pairs show whether the two draws are independent.
         """
-        engine = harness.engine(max_new_tokens=2, temperature=0.7, batch_size=1000)
-        output = engine.generate(rows_of([SPREAD] * 3000))
+        engine = harness.engine(batch_size=1000)
+        results = harness.complete(engine, [SPREAD] * 3000, max_new_tokens=2, temperature=0.7)
         shares = harness.plain().two_tokens(SPREAD, END, 0.7)
-        harness.require_frequencies("3000 pairs of tokens at temperature 0.7", output, shares)
+        harness.require_frequencies("3000 pairs of tokens at temperature 0.7", results, shares)
 
     @holds(3)
     def test_top_k_leaves_the_k_most_likely_tokens(self, harness: GenerationHarness) -> None:
         """Top-k must sample from the k most likely tokens in proportion to their probabilities."""
-        engine = harness.engine(max_new_tokens=1, temperature=2.0, top_k=3, batch_size=1000)
-        shares = _shares_of_three(harness)
-        harness.require_frequencies("1000 tokens with top_k=3", engine.generate(rows_of([SPREAD] * 1000)), shares)
+        engine = harness.engine(batch_size=1000)
+        results = harness.complete(engine, [SPREAD] * 1000, max_new_tokens=1, temperature=2.0, top_k=3)
+        harness.require_frequencies("1000 tokens with top_k=3", results, _shares_of_three(harness))
 
     @holds(3)
     def test_top_p_leaves_the_nucleus(self, harness: GenerationHarness) -> None:
         """Top-p must sample from the fewest most likely tokens whose mass reaches top_p, here three, in proportion."""
         best = harness.plain().next(SPREAD, 2.0).exp().topk(3).values
         top_p = float(best[0] + best[1] + best[2] / 2)
-        engine = harness.engine(max_new_tokens=1, temperature=2.0, top_p=top_p, batch_size=1000)
-        shares = _shares_of_three(harness)
-        output = engine.generate(rows_of([SPREAD] * 1000))
-        harness.require_frequencies(f"1000 tokens with top_p={top_p:.3f}", output, shares)
+        engine = harness.engine(batch_size=1000)
+        results = harness.complete(engine, [SPREAD] * 1000, max_new_tokens=1, temperature=2.0, top_p=top_p)
+        harness.require_frequencies(f"1000 tokens with top_p={top_p:.3f}", results, _shares_of_three(harness))
 
-    @holds(1)
-    def test_a_row_does_not_depend_on_the_rows_beside_it(self, harness: GenerationHarness) -> None:
-        """A sample must not depend on the other rows of the batch or on the order of rows."""
-        engine = harness.engine(max_new_tokens=12)
-        whole = engine.generate(rows_of(PROMPTS, _SEEDS))
-        order = [4, 7, 0, 8, 2, 6, 1, 5, 3]
-        turned = engine.generate(rows_of([PROMPTS[row] for row in order], [_SEEDS[row] for row in order]))
-        harness.require_same_rows("in another order", turned, whole, order)
-        for row in (0, 2, 7):
-            alone = engine.generate(rows_of([PROMPTS[row]], [_SEEDS[row]]))
-            harness.require_same_rows("alone", alone, whole, [row])
-
-    @holds(1)
-    def test_a_row_does_not_depend_on_how_rows_are_split(self, harness: GenerationHarness) -> None:
-        """A sample must not depend on `batch_size`, the number of rows decoded at a time."""
-        whole = harness.engine(max_new_tokens=12, batch_size=256).generate(rows_of(PROMPTS, _SEEDS))
-        for batch_size in (1, 2, 4):
-            split = harness.engine(max_new_tokens=12, batch_size=batch_size).generate(rows_of(PROMPTS, _SEEDS))
-            harness.require_same_rows(f"batch_size {batch_size}", split, whole, range(len(PROMPTS)))
-
-    @holds(1)
+    @holds(9)
     def test_the_seed_decides(self, harness: GenerationHarness) -> None:
-        """Equal seeds must give equal samples in every call, and every bit of a seed must matter."""
-        engine = harness.engine(max_new_tokens=12, temperature=1.5)
-        small = list(range(8))
+        """Equal seeds must give equal samples, again and beside each other, and every bit of a seed must matter."""
+        engine, small = harness.engine(), list(range(8))
 
         def sample(seeds: list[int]) -> list[list[int]]:
-            return completions(engine.generate(rows_of([SPREAD] * len(seeds), seeds)))
+            results = harness.complete(engine, [SPREAD] * len(seeds), seeds, max_new_tokens=12, temperature=1.5)
+            return [tokens_of(result) for result in results]
 
         first = sample(small)
         harness.equal("the same seeds again", sample(small), first)
@@ -153,3 +142,21 @@ def _shares_of_three(harness: GenerationHarness) -> dict[tuple[int, ...], float]
     """Return the renormalized probabilities of the three most likely tokens after `SPREAD` at temperature 2."""
     best, tokens = harness.plain().next(SPREAD, 2.0).exp().topk(3)
     return {(token,): share for token, share in zip(tokens.tolist(), (best / best.sum()).tolist(), strict=True)}
+
+
+def _learned_positions(harness: GenerationHarness) -> Path:
+    """Return the directory of a 2-layer GPT-2."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = harness.models / "generation_learned_positions"
+    if not path.exists():
+        sizes: dict[str, int] = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+        config = GPT2Config(vocab_size=len(harness.tokenizer), **sizes, **ends, initializer_range=0.3)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = GPT2LMHeadModel(config)
+        with replacing_directory(path) as folder, quiet_transformers():
+            model.save_pretrained(folder)
+            harness.tokenizer.save_pretrained(folder)
+    return path

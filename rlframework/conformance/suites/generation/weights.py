@@ -1,105 +1,113 @@
-"""Which weights are sampled with: attached ones are live, loaded ones are those received last."""
+"""Which weights are used: attached ones are live, loaded ones are those received last."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.generation.harness import END, PROMPTS, GenerationHarness, rows_of
+from rlframework.conformance.suites.generation.harness import (
+    PROMPTS,
+    GenerationHarness,
+    specs_of,
+)
 from rlframework.conformance.suites.plain_decoding import PlainDecoder
-from rlframework.errors import UserError
+from rlframework.plugins.types import Capability
 
-_MOST = 4
-_PROMPTS = PROMPTS[:5]
+CACHED = ([7, 2, 13] * 12, [*[7, 2, 13] * 12, 5], [3, 9, 4, 12] * 17)
+"""Prompts with a long common prefix, which caches hold; longer than one and two blocks of 32 tokens."""
 
 
 class Weights(Suite):
-    """`attach`, `load_weights`, and the calls between rollouts."""
+    """`attach`, weight updates, and the memory of weights and caches."""
 
-    @holds(6)
+    @holds(6, Capability.EMBEDDED_GENERATION)
     def test_attached_weights_are_live(self, harness: GenerationHarness) -> None:
-        """Attached weights must be used live: changes of the trainer's module in place take effect."""
+        """Attached weights must be used without a copy: changes of the trainer's module take effect."""
         module = harness.module()
-        engine = harness.engine(module=module, max_new_tokens=_MOST)
-        _samples_with(harness, "the attached weights", engine, harness.plain())
+        engine = harness.bare_engine()
+        engine.attach(module, 1)
+        samples_with(harness, "the attached weights", engine, harness.plain())
         _copy_into(module, harness.module(harness.path(1)))
-        _samples_with(harness, "weights changed in place", engine, harness.plain(harness.path(1)))
+        engine.attach(module, 2)
+        samples_with(harness, "weights changed in place", engine, harness.plain(harness.path(1)))
 
-    @holds(6)
-    def test_loaded_weights_are_sampled_with(self, harness: GenerationHarness) -> None:
-        """Loaded weights must be used, regardless of the files in the model's directory."""
-        engine = harness.bare_engine(max_new_tokens=_MOST)
-        engine.load_weights(harness.weights(1).items())
-        _samples_with(harness, "loaded weights", engine, harness.plain(harness.path(1)))
-
-    @holds(6)
-    def test_the_weights_of_the_last_refit_count(self, harness: GenerationHarness) -> None:
-        """Each refit must replace the weights of the previous one."""
-        engine = harness.bare_engine(max_new_tokens=_MOST)
-        for step, seed in enumerate((0, 1, 0)):
-            engine.load_weights(harness.weights(seed).items())
-            _samples_with(harness, f"refit {step + 1}", engine, harness.plain(harness.path(seed)))
-
-    @holds(6)
+    @holds(6, Capability.EMBEDDED_GENERATION)
     def test_weights_given_last_count_however_they_came(self, harness: GenerationHarness) -> None:
         """The weights given last must be used, whether attached or loaded."""
-        engine = harness.bare_engine(max_new_tokens=_MOST)
-        engine.load_weights(harness.weights(1).items())
-        engine.attach(harness.module())
-        _samples_with(harness, "a module attached after weights were loaded", engine, harness.plain())
-        engine.load_weights(harness.weights(1).items())
-        _samples_with(harness, "weights loaded after a module was attached", engine, harness.plain(harness.path(1)))
+        engine = harness.bare_engine()
+        loaded, other = harness.weights(harness.path(1)), harness.plain(harness.path(1))
+        harness.update(engine, loaded, 1)
+        engine.attach(harness.module(), 2)
+        samples_with(harness, "a module attached after weights were loaded", engine, harness.plain())
+        harness.update(engine, loaded, 3)
+        samples_with(harness, "weights loaded after a module was attached", engine, other)
 
     @holds(6)
-    def test_every_tensor_of_a_refit_arrives(self, harness: GenerationHarness) -> None:
-        """Every tensor must be updated by a refit; one tensor at a time is changed."""
-        engine, weights = harness.bare_engine(max_new_tokens=_MOST), harness.weights()
-        engine.load_weights(weights.items())
-        for name in sorted(weights):
-            changed = {**weights, name: weights[name] * 1.5 + 0.1}
-            engine.load_weights(changed.items())
-            output = engine.generate(rows_of(_PROMPTS), greedy=True)
-            decoder = PlainDecoder(harness.path(), {key: tensor.cpu() for key, tensor in changed.items()})
-            harness.require_logprobs(f"{name} changed", output, decoder, 1.0)
+    def test_the_weights_of_the_last_update_count(self, harness: GenerationHarness) -> None:
+        """Each update must replace the weights of the previous one, regardless of the files in the model's directory.
+
+        The report has the version.
+        """
+        engine = harness.bare_engine()
+        for version, seed in enumerate((1, 0, 1)):
+            path = harness.path(seed)
+            report = harness.update(engine, harness.weights(path), version)
+            harness.equal("version of the report", report.version, version)
+            samples_with(harness, f"update {version}", engine, harness.plain(path))
+
+    @holds(6)
+    def test_every_tensor_of_an_update_arrives(self, harness: GenerationHarness) -> None:
+        """Every tensor must be updated, in its place, orientation and precision; one tensor at a time is changed.
+
+        Tested with a tied head, which follows the embeddings, and with one of its own.
+        """
+        for path in (harness.path(), harness.path(tied=False)):
+            engine, weights = harness.bare_engine(path=path), harness.weights(path)
+            harness.update(engine, weights, 0)
+            names = sorted(weights) if path == harness.path() else ["lm_head.weight", "model.embed_tokens.weight"]
+            for version, name in enumerate(names, start=1):
+                changed = {**weights, name: weights[name] * 1.5 + 0.1}
+                harness.update(engine, changed, version)
+                decoder = PlainDecoder(path, {key: tensor.cpu() for key, tensor in changed.items()})
+                samples_with(harness, f"{name} changed", engine, decoder, PROMPTS[1:3])
 
     @holds(6)
     def test_weights_may_come_one_by_one_and_be_reused_by_the_sender(self, harness: GenerationHarness) -> None:
-        """`load_weights` must copy each tensor before requesting the next one.
+        """`load_weights` must copy each tensor before requesting the next one, and may be called several times.
 
         The sender gathers all tensors into the same buffer.
         """
-        engine = harness.bare_engine(max_new_tokens=_MOST)
-        given = harness.weights(1)
+        engine, path = harness.bare_engine(), harness.path(1)
 
-        def stream() -> Any:
-            for name, tensor in given.items():
+        def stream(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights.items():
                 yield name, tensor
                 tensor.zero_()
 
-        for _ in range(2):
-            given = harness.weights(1)
-            engine.load_weights(stream())
-            _samples_with(harness, "streamed weights", engine, harness.plain(harness.path(1)))
+        for version in range(2):
+            given = harness.weights(path)
+            engine.begin_weight_update(version, specs_of(given))
+            names = list(given)
+            for part in (names[:5], names[5:]):
+                engine.load_weights(stream({name: given[name] for name in part}))
+            engine.finish_weight_update()
+            samples_with(harness, "streamed weights", engine, harness.plain(path))
 
-    @holds(8)
-    def test_missing_weights_are_refused_by_name(self, harness: GenerationHarness) -> None:
-        """A missing weight must raise an error that names it, at the first refit and at later ones."""
-        engine, weights = harness.bare_engine(max_new_tokens=_MOST), harness.weights()
-        name = "model.layers.1.mlp.up_proj.weight"
-        partial = {key: tensor for key, tensor in weights.items() if key != name}
-        harness.raises(UserError, lambda: engine.load_weights(partial.items()), "a first refit without a name", name)
-        engine.load_weights(weights.items())
-        harness.raises(UserError, lambda: engine.load_weights(partial.items()), "a later refit without a name", name)
+    @holds(10)
+    def test_nothing_computed_with_older_weights_is_used(self, harness: GenerationHarness) -> None:
+        """Prefixes cached with earlier weights must not be used, whether the prompts are equal or of one session."""
+        engine = harness.engine()
+        for version, seed in enumerate((0, 1, 0), start=1):
+            path = harness.path(seed)
+            harness.give(engine, path, version)
+            for what in ("first", "again"):  # the second time from the cache
+                samples_with(harness, f"version {version}, {what}", engine, harness.plain(path), CACHED, session=True)
 
-    @holds(8)
-    def test_generating_without_weights_is_refused(self, harness: GenerationHarness) -> None:
-        """`generate` before any weights must raise a `UserError`, not use those in the model's directory."""
-        engine = harness.bare_engine(max_new_tokens=_MOST)
-        harness.raises(UserError, lambda: engine.generate(rows_of(PROMPTS)), "generate before any weights", "weights")
-
-    @holds(4)
+    @holds(4, Capability.EMBEDDED_GENERATION)
     def test_generating_leaves_the_module_as_it_was(self, harness: GenerationHarness) -> None:
         """Generation must leave the module's modes, weights and `requires_grad` unchanged, and a backward must still
         work.
@@ -108,7 +116,9 @@ class Weights(Suite):
         module.model.layers[1].eval()
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         modes = [part.training for part in module.modules()]
-        harness.engine(module=module, max_new_tokens=_MOST).generate(rows_of(PROMPTS))
+        engine = harness.bare_engine()
+        engine.attach(module, 1)
+        harness.complete(engine, PROMPTS)
         harness.equal("training modes of the modules", [part.training for part in module.modules()], modes)
         for name, tensor in module.state_dict().items():
             harness.exact(f"{name} after generating", tensor, before[name])
@@ -118,23 +128,37 @@ class Weights(Suite):
         loss.backward()
         harness.require(module.model.norm.weight.grad is not None, "a backward works after generating")
 
-    @holds(6)
-    def test_generation_goes_on_after_it_was_finished(self, harness: GenerationHarness) -> None:
-        """`finish_generation` must free caches only, so that the next rollout works; both calls return True."""
-        for engine in (harness.engine(max_new_tokens=_MOST), harness.bare_engine(max_new_tokens=_MOST)):
-            engine.load_weights(harness.weights().items())
-            for rollout in (1, 2):
-                harness.require(engine.prepare_for_generation() is True, "prepare_for_generation returns True")
-                _samples_with(harness, f"rollout {rollout}", engine, harness.plain())
-                harness.require(engine.finish_generation() is True, "finish_generation returns True")
+    @holds(10)
+    def test_memory_can_be_released_between_rollouts(self, harness: GenerationHarness) -> None:
+        """Without the cache's memory the engine must keep its weights; without that of weights, it works again after
+        an update. Both calls return bytes.
+        """
+        engine, weights = harness.engine(), harness.weights()
+        samples_with(harness, "before", engine, harness.plain())
+        _release(harness, engine, ("kv_cache",))
+        samples_with(harness, "after the cache was released", engine, harness.plain())
+        _release(harness, engine, ("weights", "kv_cache"))
+        harness.update(engine, weights, 2)
+        samples_with(harness, "after an update", engine, harness.plain())
 
 
-def _samples_with(harness: GenerationHarness, what: str, engine: Any, decoder: PlainDecoder) -> None:
-    """Require greedy completions of `_MOST` tokens and their log-probabilities to be the plain decoder's."""
-    output = engine.generate(rows_of(_PROMPTS), greedy=True)
-    harness.require_logprobs(what, output, decoder, 1.0)
-    expected = [decoder.greedy(prompt, {END}, _MOST) for prompt in _PROMPTS]
-    harness.require_completions(what, output, _PROMPTS, expected)
+def samples_with(
+    harness: GenerationHarness,
+    what: str,
+    engine: Any,
+    decoder: PlainDecoder,
+    prompts: Any = PROMPTS[:5],
+    **options: Any,
+) -> None:
+    """Require greedy completions of 4 tokens and their log-probabilities to be the plain decoder's."""
+    results = harness.complete(engine, prompts, temperature=0.0, **options)
+    harness.require_greedy(what, prompts, results, decoder)
+
+
+def _release(harness: GenerationHarness, engine: Any, tags: tuple[str, ...]) -> None:
+    for name in ("release", "restore"):
+        size = getattr(engine, name)(tags)
+        harness.require(isinstance(size, int) and size >= 0, f"{name} returns bytes", got=size)
 
 
 @torch.no_grad()

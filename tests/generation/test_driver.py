@@ -1,0 +1,112 @@
+"""The driver's handle on embedded engines: shards, order, padding, ranks without rows. The workers are stand-ins."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.policy import ParallelismConfig, PolicyConfig
+from rlframework.config.sections import GenerationConfig
+from rlframework.errors import BatchError
+from rlframework.generation.driver import Generation
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.interfaces.named_sharding import policy_sharding
+from rlframework.interfaces.worker_group import MultiWorkerFuture
+from rlframework.workers.dispatch import Dispatch, DispatchingWorkerGroup
+
+
+class Group(DispatchingWorkerGroup):
+    """Workers on a grid; each completes a row of length n by n tokens, `100 + first token`."""
+
+    def __init__(self, data_parallel: int, tensor_parallel: int = 1) -> None:
+        parallelism = ParallelismConfig(tensor=tensor_parallel)
+        super().__init__(policy_sharding(data_parallel * tensor_parallel, parallelism))
+        self.requests: list[list[GenerationRequest]] = [[] for _ in range(self.sharding.size)]
+        self.finished = 0
+
+    def _run(self, method_name: str, plan: Dispatch) -> MultiWorkerFuture:
+        answer = getattr(self, f"_{method_name}")
+        results = [answer(rank, **kwargs) for rank, kwargs in zip(plan.called, plan.kwargs, strict=True)]
+        return MultiWorkerFuture(results, plan.returned, plan.called)
+
+    def _finish_generation(self, rank: int) -> bool:
+        self.finished += 1
+        return True
+
+    def _exchange(self, rank: int, requests: Any, abort_ids: Any, timeout: float) -> Incoming:
+        self.requests[rank] += requests
+        return Incoming([completed(request) for request in requests])
+
+    def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
+        by_rank = dict(zip(future.called_workers or [], future.futures, strict=True))
+        return [by_rank[rank] for rank in future.return_from_workers or []]
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
+        return True
+
+
+def completed(request: GenerationRequest) -> GenerationResult:
+    count = len(request.prompt_ids)
+    tokens = torch.full((count,), 100 + int(request.prompt_ids[0]))
+    reason: Any = "length" if count > 2 else "stop"
+    return GenerationResult(request.request_id, tokens, -torch.ones(count), reason, ())
+
+
+@pytest.fixture
+def make(tiny: Any) -> Any:
+    """Return a handle on the engines of a group, whose limits are those of the tiny model."""
+
+    def of(group: Group, **settings: Any) -> Generation:
+        config = SimpleNamespace(generation=GenerationConfig(**settings), policy=PolicyConfig(model_name=tiny.path))
+        policy: Any = SimpleNamespace(worker_group=group, config=config)
+        return Generation(policy, tiny.tokenizer)
+
+    return of
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, [5]), (2, [3, 2]), (4, [2, 1, 1, 1]), (7, [1, 1, 1, 1, 1, 0, 0])])
+def test_rows_come_back_in_order(make: Any, tiny: Any, batch: Any, ranks: int, sizes: list[int]) -> None:
+    """Each rank gets adjacent rows, also where it may have one at a time."""
+    for settings in ({}, {"max_in_flight": 1}):
+        group = Group(ranks)
+        output = make(group, **settings).generate(batch([[3], [4, 4], [5, 5, 5], [6], [7]]), greedy=True)
+        pad = int(tiny.tokenizer.pad_token_id)
+        expected = [[3, 103], [4, 4, 104, 104], [5, 5, 5, 105, 105, 105], [6, 106], [7, 107]]
+        assert [len(each) for each in group.requests] == sizes
+        assert output["output_ids"].tolist() == [row + [pad] * (6 - len(row)) for row in expected]
+        assert output["unpadded_sequence_lengths"].tolist() == [2, 4, 6, 2, 2]
+        assert output["truncated"].tolist() == [False, False, True, False, False]
+        assert output["logprobs"][1].tolist() == [0, 0, -1, -1, 0, 0]
+        assert all(request.sampling.greedy for each in group.requests for request in each)
+
+
+def test_only_the_first_rank_of_a_replica_gets_requests(make: Any, batch: Any) -> None:
+    group = Group(2, tensor_parallel=2)
+    assert make(group).generate(batch([[3], [4], [5]])).size == 3
+    assert [len(each) for each in group.requests] == [2, 0, 1, 0]
+
+
+def test_a_tensor_is_sent_without_the_batch_it_is_a_view_of() -> None:
+    ids = torch.arange(100_000).view(100, 1000)
+    request = GenerationRequest("a", ids[1, :5], 7, 4, media={"images": ids[0, :2]})
+    sent = pickle.dumps(request, protocol=5)
+    received = pickle.loads(sent)  # noqa: S301 - sent by this test
+    assert len(sent) < 2000
+    assert (received.prompt_ids.tolist(), received.seed) == (ids[1, :5].tolist(), 7)
+
+
+def test_the_calls_around_a_rollout_and_no_rows(make: Any) -> None:
+    group = Group(2)
+    generation = make(group)
+    assert generation.prepare_for_generation()
+    with pytest.raises(BatchError, match="generate got no rows"):
+        generation.generate(BatchedDataDict({"input_ids": torch.zeros(0, 3), "input_lengths": torch.zeros(0)}))
+    assert generation.finish_generation()
+    assert generation.shutdown()
+    assert group.finished == 2
