@@ -39,7 +39,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
 
 
 def describe(config: RunConfig) -> str:
-    """Return one line about the environment of the engines, for `rlframework doctor`."""
+    """Return the version of vLLM and the Python of the engines, for `rlframework doctor`."""
     workers = config.generation.workers
     found = environment((workers.python if workers else None) or sys.executable)
     return f"vLLM {found['version'] or 'is not installed'} in {found['python']}"
@@ -78,8 +78,6 @@ def _settings(config: RunConfig, section: VllmGenerationConfig) -> Iterator[Prob
     low, high = TEMPERATURES
     if section.temperature and not low <= section.temperature <= high:
         yield Problem("generation.temperature", f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}.")
-    if config.policy.lora is not None and config.policy.lora.refit == "adapters":
-        yield Problem("policy.lora.refit", "vllm takes merged weights.", "Set it to merged.")
 
 
 def _model(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, GenerationEngineRecord
-from rlframework_vllm.checks import check
-from rlframework_vllm.config import VllmGenerationConfig
+from rlframework_vllm.checks import check, describe
+from rlframework_vllm.config import VllmGenerationConfig, VllmKeys
 
 
 @hookimpl
@@ -17,8 +17,10 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             target="rlframework_vllm.engine:VllmEngine",
             summary="vLLM in processes of its own, in the same Python environment or in another one",
             api_version=2,
-            capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
+            capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.IN_FLIGHT_UPDATE}),
             config_model=VllmGenerationConfig,
             check=check,
+            gpus_per_engine=lambda section: getattr(section, "vllm", VllmKeys()).tensor_parallel_size,
+            describe=describe,
         )
     ]
