@@ -59,7 +59,7 @@ class VllmEngine(ReceivesWeights):
         self._keys = config.vllm if isinstance(config, VllmGenerationConfig) else VllmKeys()
         self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
         self._rows: dict[str, _Row] = {}
-        self._new: list[str] = []
+        self._new: dict[str, None] = {}  # the rows that vLLM does not have yet
         self._results: list[GenerationResult] = []
         self._paused = False
         self._sink: weights.StagedWeights | None = None
@@ -87,7 +87,7 @@ class VllmEngine(ReceivesWeights):
             if given and not low <= given <= high:
                 raise RequestError(f"request {name!r} has temperature={given:g}; vLLM takes 0 and {low:g} to {high:g}")
         self._rows |= {request.request_id: _Row(request) for request in requests}
-        self._new += [request.request_id for request in requests]
+        self._new |= dict.fromkeys(request.request_id for request in requests)
 
     def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
         """See `GenerationEngine.poll`. A forward is not interrupted when the time has passed."""
@@ -104,7 +104,7 @@ class VllmEngine(ReceivesWeights):
         """See `GenerationEngine.abort`."""
         for name in [name for name in request_ids if name in self._rows]:
             if name in self._new:
-                self._new.remove(name)
+                del self._new[name]
             else:
                 self._vllm.abort([name])
             self._results.append(self._rows.pop(name).result("aborted"))
@@ -170,12 +170,12 @@ class VllmEngine(ReceivesWeights):
         }
 
     def refit_sink(self, info: WeightInfo) -> WeightSink:
-        """See `ReceivesWeights.refit_sink`."""
+        """See `ReceivesWeights.refit_sink`. The first time, vLLM starts."""
         if self._sink is None or self._sink.info != info:
             weights.require_fit(info, read_config(self._model_name))
             several = self._keys.tensor_parallel_size > 1
             self._sink = weights.StagedWeights(info, torch.device("cpu") if several else self.refit_device, self._load)
-        sink = self._sink
+        sink, self._started = self._sink, self._vllm
         if self.refit_device.type == "cuda":
             self._sink = None  # its memory is another copy of the weights
         return sink

@@ -88,7 +88,12 @@ class Runtime:
             outputs = self._engine.step()
         for output in outputs:
             (row,) = output.outputs
-            yield Progress(output.request_id, list(row.token_ids), row.logprobs.logprobs, _REASONS[row.finish_reason])
+            yield Progress(
+                output.request_id,
+                list(row.token_ids),
+                row.logprobs.logprobs if row.logprobs else [],
+                _REASONS[row.finish_reason],
+            )
 
     def abort(self, names: Collection[str]) -> None:
         """End requests without results."""
