@@ -13,33 +13,24 @@ from rlframework.config.sections import GenerationConfig
 
 Bytes = Annotated[int, Field(gt=0, le=10**14)]
 
-_REQUESTS, _TOKENS = "requests say how to sample", "requests are tokens, so the engine loads no tokenizer"
-_CODE, _LOGPROBS = "it loads code", "each sampled token has the log-probability that the loss needs"
-OWNED: Mapping[str, str] = {
-    "async_scheduling": "the engine works only inside `poll`",
-    "data_parallel_size": "generation.workers.num_workers decides",
-    "distributed_executor_backend": "it follows from tensor_parallel_size",
-    "dtype": "policy.precision and generation.refit.dtype decide",
-    "enable_lora": "adapters arrive merged (policy.lora.refit=merged)",
-    "enable_sleep_mode": "it is on for GPUs, as `release` needs it",
-    "generation_config": _REQUESTS,
-    "load_format": "weights arrive by refits",
-    "logits_processors": _LOGPROBS,
-    "logprobs_mode": _LOGPROBS,
-    "max_logprobs": _LOGPROBS,
-    "max_num_seqs": "generation.batch_size decides",
-    "model": "policy.model_name decides",
-    "override_generation_config": _REQUESTS,
-    "pipeline_parallel_size": "pipelines are not supported",
-    "quantization": "quantised weights are not supported",
-    "seed": "each request has its own seed",
-    "skip_tokenizer_init": _TOKENS,
-    "speculative_config": "speculative decoding is not supported",
-    "tokenizer": _TOKENS,
-    "trust_remote_code": "the engine runs no code from a model's folder",
-    "worker_cls": _CODE,
-    "worker_extension_cls": _CODE,
+_REASONS: Mapping[str, str] = {
+    "policy.model_name decides": "model",
+    "policy.precision and generation.refit.dtype decide": "dtype",
+    "generation.batch_size decides": "max_num_seqs",
+    "generation.workers.num_workers decides": "data_parallel_size",
+    "each request has its own seed": "seed",
+    "requests say how to sample": "generation_config override_generation_config",
+    "requests are tokens, so the engine loads no tokenizer": "tokenizer skip_tokenizer_init",
+    "each sampled token has the log-probability that the loss needs": "logprobs_mode max_logprobs logits_processors",
+    "weights arrive by refits": "load_format",
+    "adapters arrive merged (policy.lora.refit=merged)": "enable_lora",
+    "it follows from tensor_parallel_size": "distributed_executor_backend",
+    "the engine works only inside `poll`": "async_scheduling",
+    "it is on for GPUs, as `release` needs it": "enable_sleep_mode",
+    "it is not supported": "pipeline_parallel_size quantization speculative_config",
+    "it loads code": "trust_remote_code worker_cls worker_extension_cls",
 }
+OWNED: Mapping[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
 """Keys of vLLM that this plugin decides, and how."""
 
 
