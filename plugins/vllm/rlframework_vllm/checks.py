@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,12 @@ def check(config: RunConfig, device: str) -> list[Problem]:
     if workers is None or workers.group == "inline":
         message = "vLLM changes the process that it runs in, so it needs one of its own."
         return [Problem("generation.workers", message, "Set generation.workers.group to processes or ray.")]
-    found = environment(workers.python or sys.executable)
-    problems = (_environment_problems(found, section, device), _model(config, section, found, device))
-    return [*_settings(config, section), *chain.from_iterable(problems)]
+    found, (low, high) = environment(workers.python or sys.executable), TEMPERATURES
+    problems = [*_environment_problems(found, section, device), *_model(config, section, found, device)]
+    if section.temperature and not low <= section.temperature <= high:
+        message = f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}."
+        problems.append(Problem("generation.temperature", message))
+    return problems
 
 
 def describe(config: RunConfig) -> str:
@@ -48,16 +50,15 @@ def describe(config: RunConfig) -> str:
 @lru_cache(8)
 def environment(python: str) -> Mapping[str, Any]:
     """Return what `probe` finds out in the environment of `python`; `error`: why it could not."""
-    unknown = {"python": python, "version": "", "missing": []}
     command = [python, "-P", str(Path(__file__).with_name("probe.py"))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return dict(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {**unknown, "error": str(error)}
+        reason = str(error)
     except (ValueError, IndexError):
-        return {**unknown, "error": (done.stderr.strip() or "no output").splitlines()[-1]}
-    return answer
+        reason = (done.stderr.strip() or "no output").splitlines()[-1]
+    return {"python": python, "version": "", "missing": [], "error": reason}
 
 
 def _environment_problems(found: Mapping[str, Any], section: VllmGenerationConfig, device: str) -> Iterator[Problem]:
@@ -72,12 +73,6 @@ def _environment_problems(found: Mapping[str, Any], section: VllmGenerationConfi
         yield Problem("generation.name", message, hint)
     for key in sorted(keys.keys() - set(found.get("arguments") or keys)):
         yield Problem(f"generation.vllm.{key}", f"vLLM {found['version']} has no such argument.", "Remove the key.")
-
-
-def _settings(config: RunConfig, section: VllmGenerationConfig) -> Iterator[Problem]:
-    low, high = TEMPERATURES
-    if section.temperature and not low <= section.temperature <= high:
-        yield Problem("generation.temperature", f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}.")
 
 
 def _model(
@@ -97,9 +92,6 @@ def _model(
     if device == "cpu" and size and size not in HEAD_SIZES:
         message = f"its attention heads have size {size}; for a CPU, vLLM has {', '.join(map(str, HEAD_SIZES))}."
         yield Problem("policy.model_name", message, other.format("use a GPU"))
-    if (heads := model.get("num_attention_heads") or 0) % keys.tensor_parallel_size:
-        message = f"{keys.tensor_parallel_size} does not divide the model's {heads} attention heads."
-        yield Problem("generation.vllm.tensor_parallel_size", message)
     dtype = config.generation.refit.dtype
     precision = config.policy.precision if dtype == "auto" else dtype
     needed = _sequence_bytes(model, precision, keys.max_model_len) // keys.tensor_parallel_size

@@ -129,14 +129,14 @@ class VllmEngine(ReceivesWeights):
             self._vllm.add(request, self._limits.budget(request), top_k)
         self._new.clear()
         advanced = False
-        for progress in self._vllm.step():
-            row = self._rows[progress.name]
+        for name, tokens, logprobs, reason in self._vllm.step():
+            row = self._rows[name]
             row.starts.setdefault(version, len(row.tokens))
-            row.tokens += progress.tokens
-            row.logprobs += progress.logprobs
-            advanced |= bool(progress.tokens)
-            if progress.reason is not None:
-                self._results.append(self._rows.pop(progress.name).result(progress.reason))
+            row.tokens += tokens
+            row.logprobs += logprobs
+            advanced |= bool(tokens)
+            if reason is not None:
+                self._results.append(self._rows.pop(name).result(reason))
         return advanced
 
     # -- weights -------------------------------------------------------------------------------------------------------

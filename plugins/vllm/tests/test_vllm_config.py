@@ -119,10 +119,9 @@ def test_a_run_that_can_start_has_no_problems(problems):
 @pytest.mark.parametrize(
     ("key", "said", "given"),
     [
-        ("generation.workers", "process of its own", {"workers": {"group": "inline", "python": None}}),
+        ("generation.workers", "it needs one of its own", {"workers": {"group": "inline", "python": None}}),
         ("policy.model_name", "does not know the architecture BertModel", {"model": {"architectures": ["BertModel"]}}),
         ("policy.model_name", "attention heads have size 8", {"model": {"head_dim": 8}}),
-        ("generation.vllm.tensor_parallel_size", "3 does not divide", {"vllm": {"tensor_parallel_size": 3}}),
         (
             "generation.vllm.kv_cache_memory_bytes",
             "no room for one sequence",
