@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlframework.config.sections import GenerationConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, GenerationEngineRecord
-from rlframework_vllm.checks import check
+from rlframework_vllm.checks import check, describe
 from rlframework_vllm.config import VllmGenerationConfig
 
 
@@ -22,6 +22,7 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             config_model=VllmGenerationConfig,
             check=check,
             gpus_per_engine=_gpus,
+            describe=describe,
         )
     ]
 
