@@ -10,7 +10,7 @@ from refit_faults import FAULTS, partial_commit
 from tiny_refits import VOCABULARY, AdapterEngine, CollectingEngine, Run, TinyEngine, TinyModel
 from torch import Tensor
 
-from rlframework.errors import EngineNotReady, RefitError, WorkerLost
+from rlframework.errors import EngineLost, EngineNotReady, RefitError, WorkerLost
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams, WeightReport
 from rlframework.policy.lora_math import A, B, merge
 from rlframework.weight_sync.proof import Probes, compare_reports, sent_by_all
@@ -192,7 +192,7 @@ def test_an_engine_that_is_gone_fails_the_refit_by_name_and_not_the_trainer():
         raise WorkerLost("worker 0 died")
 
     start, run.handles[1].start = run.handles[1].start, lost
-    with pytest.raises(RefitError, match="engine 1: worker 0 died"):
+    with pytest.raises(EngineLost, match="engine 1: worker 0 died"):
         run.refitter.refit()
     assert run.refitter.version is None
     run.handles[1].start = start
