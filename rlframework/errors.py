@@ -91,6 +91,10 @@ class RefitError(RLFrameworkError):
     """A generation engine did not receive the trainer's exact weights; it refuses to generate until it does."""
 
 
+class EngineLost(RefitError, WorkerLost):
+    """A generation engine was lost during a refit, or did not answer. The next refit replaces it."""
+
+
 class RefitNotPrepared(UserError, AssertionError):
     """A refit method was called before its preparation. Also an `AssertionError`, for code written for NeMo-RL."""
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from rlframework.errors import DeadlineExceeded, EngineNotReady, RefitError, WorkerError
+from rlframework.errors import DeadlineExceeded, EngineLost, EngineNotReady, RefitError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 
 P = ParamSpec("P")
@@ -44,18 +44,19 @@ class StartedCall:
             self._error = error
 
     def result(self, deadline: float) -> Any:
-        """Wait up to `deadline` seconds; raise `RefitError` if the engine is gone, fails or takes longer."""
+        """Wait up to `deadline` seconds; raise `EngineLost` if the engine is gone or late, `RefitError` if it fails."""
         try:
             if self._error is not None:
                 raise self._error
             assert self._future is not None
             ((result, error),) = self.engine.results(self._future, deadline)
         except DeadlineExceeded as late:
-            raise RefitError(
+            raise EngineLost(
                 f"{self.engine.name} did not finish its part of a refit within generation.refit.deadline: {late}"
             ) from late
         except WorkerError as failed:
-            raise RefitError(f"{self.engine.name}: {failed}") from failed
+            lost = EngineLost if isinstance(failed, WorkerLost) else RefitError
+            raise lost(f"{self.engine.name}: {failed}") from failed
         if error:
             raise RefitError(f"{self.engine.name}: {error}")
         return result
@@ -125,5 +126,6 @@ class RefitCalls:
             except RefitError as error:
                 errors.append(error)
         if errors:
-            raise RefitError("; ".join(map(str, errors))) from errors[0]
+            worst = next((error for error in errors if isinstance(error, EngineLost)), errors[0])
+            raise type(worst)("; ".join(map(str, errors))) from worst
         return results

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -30,7 +31,7 @@ from rlframework.weight_sync.receiver import listed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LONG, _SHORT = 40, 8  # tokens; a long prompt fills a block of a prefix cache, which has up to 32
+_LONG, _SHORT = 40, 8  # tokens; the first prompt fills a block of a prefix cache, which has up to 32
 _POLL = 1.0  # seconds
 _REMEDY = "the engine does not use the weights of the trainer: see the page on generation workers, or report a bug"
 
@@ -72,7 +73,7 @@ class Probes:
     """
 
     def __init__(
-        self, count: int, tokens: Sequence[int], sampling: SamplingParams, bound: float, positions: int | None = None
+        self, count: int, tokens: ArrayLike, sampling: SamplingParams, bound: float, positions: int | None = None
     ) -> None:
         """`tokens`: those that prompts consist of. `positions`: the longest row of the model; None: unlimited."""
         self._count, self._tokens, self._sampling, self.bound = count, np.asarray(tokens), sampling, bound
@@ -111,7 +112,7 @@ class Probes:
     def _request(self, index: int, version: int, request_id: str) -> GenerationRequest:
         repeated = index % 2 == 0
         random = np.random.default_rng([index] if repeated else [index, version])
-        prompt = random.choice(self._tokens, self._lengths[0 if repeated else 1])
+        prompt = random.choice(self._tokens, self._lengths[0 if index == 0 else 1])
         seed = int(np.random.default_rng([index, version]).integers(0, 2**62))
         session = f"probe-{index}" if repeated else None
         return GenerationRequest(request_id, torch.from_numpy(prompt).long(), seed, 1, self._sampling, session)
