@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.policy import ParallelismConfig
-from rlframework.config.sections import RunConfig, WorkerGroupConfig
+from rlframework.config.sections import RunConfig
 from rlframework.errors import RefitError
 from rlframework.generation.batch import batch_of, requests_of
 from rlframework.generation.client import GenerationClient
-from rlframework.generation.engine_handle import EmbeddedEngines, EngineHandle, RemoteEngine
+from rlframework.generation.engine_handle import EmbeddedEngines, EngineHandle
+from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.stop_tokens import stop_tokens
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
-from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import PolicyWorker
-from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework.policy.batch_checks import BatchLimits
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
@@ -59,7 +57,8 @@ class Generation:
         self._pad_id = int(tokenizer.pad_token_id)
         self._stop_tokens = stop_tokens(run.generation, tokenizer, run.policy.model_name, run.policy.trust_remote_code)
         limit = run.generation.max_in_flight or 2 * run.generation.batch_size
-        self.client = GenerationClient(engines or [EmbeddedEngines(policy.worker_group, "generation")], limit=limit)
+        served_by = engines or [EmbeddedEngines(policy.worker_group, "generation")]
+        self.client = GenerationClient(served_by, limit=limit, require_ready=self._require_ready)
         """The client of the engines, for requests that finish one by one."""
 
     def prepare_for_generation(self) -> bool:
@@ -90,6 +89,9 @@ class Generation:
         requests = requests_of(data, self.config, self._stop_tokens, greedy=greedy)
         results = _run(self._complete(requests))
         return batch_of(results, [request.prompt_ids for request in requests], self._pad_id)
+
+    def _require_ready(self) -> None:
+        """Raise `EngineNotReady` if the engines have no weights to serve requests with."""
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         shards = np.array_split(np.arange(len(requests)), self.client.lanes)
@@ -127,12 +129,14 @@ class RemoteGeneration(Generation):
                 name for name, needed in _TRANSPORTS.items() if needed in policy.capabilities & record.capabilities
             ]
             only = common[0] if refit.transport == "auto" and len(common) == 1 else None
+            batching = config.policy.batching
+            longest = self._limits.positions, batching.logprob_tokens or batching.tokens
             probes = Probes.of(
                 config.generation,
                 tokenizer,
                 bounds=record.probe_bounds,
                 dtype=self._starter.dtype,
-                positions=self._limits.positions,
+                positions=min(filter(None, longest), default=None),
             )
         except BaseException:
             for engine in engines:
@@ -148,14 +152,13 @@ class RemoteGeneration(Generation):
             self.refit()
         elif self._released:
             for engine in self._usable():
-                engine.restore(("kv_cache",))
+                engine.call("prepare_for_generation", tags=("kv_cache",))
         self._released = False
         return True
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """See `Generation.generate`. Raises `EngineNotReady` before a refit, and after one that failed."""
+    def _require_ready(self) -> None:
+        """See `Generation._require_ready`. There are none before a refit, and after one that failed."""
         self.refitter.require_committed()
-        return super().generate(data, greedy)
 
     def finish_generation(self) -> bool:
         """Have engines that share a GPU with the trainer free their caches; others keep what they have computed."""
@@ -187,8 +190,10 @@ class RemoteGeneration(Generation):
 
     def shutdown(self) -> bool:
         """Shut the workers down; return False if one of them did not exit cleanly."""
-        with ThreadPoolExecutor(len(self.client.engines)) as threads:
-            return all(threads.map(EngineHandle.shutdown, self.client.engines))
+        first, *others = self.client.engines
+        with ThreadPoolExecutor(max(1, len(others))) as threads:
+            pending = [threads.submit(engine.shutdown) for engine in others]
+            return all([first.shutdown(), *(each.result() for each in pending)])
 
     def _usable(self) -> list[EngineHandle]:
         return [engine for engine in self.client.engines if not engine.lost]
@@ -205,93 +210,14 @@ class RemoteGeneration(Generation):
     def _replaced_engines(self) -> Sequence[EngineHandle]:
         """Return the engines, with a new one in place of each that was lost."""
         lost = [index for index, engine in enumerate(self.client.engines) if engine.lost]
-        for index, engine in zip(lost, self._starter.start(lost), strict=True):
+        for index in lost:
             self.client.engines[index].shutdown()
+        for index, engine in zip(lost, self._starter.start(lost), strict=True):
             self.client.replaced(index, engine)
         if lost:
             _LOG.warning("%d generation engine(s) were lost, and replaced", len(lost))
             self._metrics["generation/lost_engines"] = self._metrics.get("generation/lost_engines", 0.0) + len(lost)
         return self.client.engines
-
-
-class EngineStarter:
-    """Starts the engines of `generation.workers`, each in a worker group of its own."""
-
-    def __init__(
-        self,
-        worker: str,
-        config: RunConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        manager: PluginManager,
-        device: str,
-    ) -> None:
-        """`worker`: import path of the worker class."""
-        workers, dtype = config.generation.workers, config.generation.refit.dtype
-        assert workers is not None
-        self._config, self._workers, self._manager, self._device = config, workers, manager, device
-        self.dtype = config.policy.precision if dtype == "auto" else dtype
-        """The dtype of the engines' weights."""
-        engine = manager.select("generation_engine", config.generation.name).record
-        assert isinstance(engine, GenerationEngineRecord)
-        self._gpus = 1 if engine.gpus_per_engine is None else engine.gpus_per_engine(config.generation)
-        self._python = workers.python or engine.py_executable
-        self._target = worker
-        self._kwargs = {
-            "engine_target": engine.target,
-            "generation": config.generation,
-            "tokenizer": tokenizer,
-            "model_name": config.policy.model_name,
-            "precision": self.dtype,
-            "tf32": config.policy.tf32,
-            "cudnn_attention": config.policy.cudnn_attention,
-        }
-
-    def start_all(self) -> list[RemoteEngine]:
-        """Start all engines."""
-        return self.start(range(self._workers.num_workers))
-
-    def start(self, indices: Sequence[int]) -> list[RemoteEngine]:
-        """Start the engines of these indices; if one fails, the others are shut down.
-
-        The first one starts alone, as it may start what they share, such as Ray; the others at the same time.
-        """
-        engines: list[RemoteEngine] = []
-        try:
-            engines += map(self._start_one, indices[:1])
-            with ThreadPoolExecutor(max(1, len(indices) - 1)) as threads:
-                pending = [threads.submit(self._start_one, index) for index in indices[1:]]
-            engines += [each.result() for each in pending if each.exception() is None]
-            for each in pending:
-                each.result()
-        except BaseException:
-            for engine in engines:
-                engine.shutdown()
-            raise
-        return engines
-
-    def _start_one(self, index: int) -> RemoteEngine:
-        config, workers = self._config, self._workers
-        record = self._manager.select("worker_group", workers.group).record
-        group_class: Any = self._manager.load(record)
-        section: dict[str, Any] = {}
-        if config.worker_group.name == workers.group:  # the trainer's, without what describes its own workers
-            section = config.worker_group.model_dump(exclude_unset=True, exclude={"workers_per_node", "python"})
-        section |= {"name": workers.group, "num_workers": 1, "deadlines": workers.deadlines}
-        spec = WorkerSpec(
-            target=self._target,
-            kwargs={**self._kwargs, "index": index},
-            plugins=tuple(config.plugins),
-            # another environment need not have the backends installed
-            fingerprint=None if self._python else self._manager.fingerprint(),
-            py_executable=self._python,
-            replica=index,
-            replicas=workers.num_workers,
-            gpus=self._gpus,
-        )
-        model = record.config_model or WorkerGroupConfig
-        sharding = policy_sharding(1, ParallelismConfig())
-        group: WorkerGroup = group_class(spec, model(**section), sharding=sharding, device=self._device)
-        return RemoteEngine(group, f"generation engine {index}")
 
 
 def refit_policy_generation(

@@ -7,11 +7,10 @@ by one thread at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rlframework.interfaces.generation import Tag
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
@@ -85,22 +84,6 @@ class EngineHandle(ABC):
     @abstractmethod
     def _start_exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> MultiWorkerFuture:
         """Start `exchange` on the workers, with the entry of `outgoing` that belongs to each lane."""
-
-    def pause(self, mode: str = "keep", deadline: float | None = None) -> None:
-        """See `GenerationEngine.pause`."""
-        self.call("pause", deadline, mode=mode)
-
-    def resume(self, deadline: float | None = None) -> None:
-        """See `GenerationEngine.resume`."""
-        self.call("resume", deadline)
-
-    def release(self, tags: Collection[Tag], deadline: float | None = None) -> int:
-        """See `GenerationEngine.release`; return the bytes of all engines."""
-        return sum(self.call("release", deadline, tags=tuple(tags)))
-
-    def restore(self, tags: Collection[Tag], deadline: float | None = None) -> int:
-        """See `GenerationEngine.restore`; return the bytes of all engines."""
-        return sum(self.call("restore", deadline, tags=tuple(tags)))
 
     def shutdown(self) -> bool:
         """Shut the worker group down; return False if a worker did not exit cleanly."""

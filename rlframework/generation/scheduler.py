@@ -107,8 +107,9 @@ class Scheduler:
     def received(self, lane: int, incoming: Incoming) -> list[Outcome]:
         """Take what `lane` has answered. Raises `RLFrameworkError` for a result of a request that it does not have."""
         outcomes: list[Outcome] = []
-        found: list[Outcome] = [(result.request_id, result) for result in incoming.results]
-        for request_id, outcome in [*found, *incoming.rejected.items()]:
+        answers: list[Outcome] = [(result.request_id, result) for result in incoming.results]
+        answers += incoming.rejected.items()
+        for request_id, outcome in answers:
             own = self._lanes[lane]
             if request_id in own.stale:
                 own.stale.remove(request_id)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from rlframework.config.sections import GenerationConfig
 
+_ALL: tuple[Tag, ...] = ("weights", "kv_cache")
+_CACHE: tuple[Tag, ...] = ("kv_cache",)
+
 
 class GenerationWorker:
     """One process with one engine, which it constructs from `engine_target` (`module:Class`).
@@ -63,12 +66,12 @@ class GenerationWorker:
         rejected = submit_each(self.engine, requests, abort_ids)
         return Incoming(self.engine.poll(0.0 if rejected else timeout), rejected)
 
-    def prepare_for_generation(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> bool:
+    def prepare_for_generation(self, tags: Collection[Tag] = _ALL) -> bool:
         """Allocate what `finish_generation` freed; return True. The name is NeMo-RL's."""
         self.engine.restore(tags)
         return True
 
-    def finish_generation(self, tags: Collection[Tag] = ("kv_cache",)) -> bool:
+    def finish_generation(self, tags: Collection[Tag] = _CACHE) -> bool:
         """Free device memory between rollouts; return True. The name is NeMo-RL's."""
         self.engine.release(tags)
         return True

@@ -166,8 +166,9 @@ class PolicyWorker(ABC):
     def exchange(
         self, requests: Sequence[GenerationRequest], abort_ids: Collection[str], timeout: float | None
     ) -> Incoming:
-        """Abort and submit requests of the embedded engine, then serve for at most `timeout` seconds (None: no limit).
+        """Abort and submit requests of the embedded engine, then serve for at most `timeout` seconds.
 
+        None: until all have finished.
         Called on all ranks, because gathering the weights of a sharded model is collective; only the first rank of each
         replica gets requests. Results that are not returned now are returned by a later call.
         """

@@ -7,12 +7,14 @@ from collections.abc import Collection, Sequence
 
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import NotSupported
-from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, Tag
 from rlframework.interfaces.generation_exchange import Incoming, submit_each
 from rlframework.plugins.loading import load_target
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.profiling import GENERATE, trace_span
 from rlframework.policy.shared_state import Residency, TrainingProgress
+
+_CACHE: tuple[Tag, ...] = ("kv_cache",)
 
 
 class EmbeddedGeneration:
@@ -47,18 +49,19 @@ class EmbeddedGeneration:
         """See `PolicyWorker.exchange`."""
         require_head(self._engine.config, "language", "generate")
         self._residency.onload("model")
-        generator = self._updated()
+        generator = self.updated()
         with self._engine.generating(), trace_span(GENERATE):
             rejected = submit_each(generator, requests, abort_ids)
             self._unfinished |= {request.request_id for request in requests} - rejected.keys()
             return Incoming(self._served(generator, timeout), rejected)
 
     def _served(self, generator: GenerationEngine, timeout: float | None) -> list[GenerationResult]:
-        """Serve until `timeout`; a single rank returns with the first results, others have to wait for each other."""
+        """Serve until `timeout`; a single rank returns the first results, others would have to wait for each other."""
         until = None if timeout is None else time.monotonic() + timeout
         results: list[GenerationResult] = []
         unfinished, self._unfinished = self._unfinished, set()  # empty after an exception
-        while unfinished and not (results and self._engine.context.world_size == 1):
+        alone = timeout is not None and self._engine.context.world_size == 1
+        while unfinished and not (alone and results):
             left = None if until is None else max(0.0, until - time.monotonic())
             finished = generator.poll(left)
             results += finished
@@ -68,11 +71,12 @@ class EmbeddedGeneration:
         self._unfinished = unfinished
         return results
 
-    def _updated(self) -> GenerationEngine:
+    def updated(self) -> GenerationEngine:
+        """Return the engine, with the current weights of the model. Collective, if the model is sharded."""
         if self._generator is None:
             raise NotSupported("this worker was built without a generation engine; set generation_target")
         if self._released:
-            self._generator.restore(("kv_cache",))
+            self._generator.restore(_CACHE)
             self._released = False
         version = self._progress.weights_version
         if self._weights_version != version:
@@ -91,7 +95,7 @@ class EmbeddedGeneration:
     def finish(self) -> bool:
         """See `PolicyWorker.finish_generation`."""
         if self._generator is not None:
-            self._generator.release(("kv_cache",))
+            self._generator.release(_CACHE)
             self._released = True
         return True
 

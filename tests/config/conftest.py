@@ -116,7 +116,7 @@ def manager() -> FakeManager:
         AlgorithmRecord("copy", "x:Y", 1, config_model=CopyConfig),
         EnvironmentRecord("dice", "x:Y", 1, config_model=DiceConfig, check=dislikes_seven),
         EnvironmentRecord("cards", "x:Y", 1, config_model=CardsConfig),
-        GenerationEngineRecord("transformers", "x:Y", 1, config_model=GenerationConfig),
+        GenerationEngineRecord("transformers", "x:Y", 2, config_model=GenerationConfig),
         WorkerGroupRecord("inline", "x:Y", 1, config_model=WorkerGroupConfig),
         PolicyWorkerRecord("dtensor", "x:Y", 1, config_model=EngineConfig, capabilities=capabilities),
         PolicyWorkerRecord("needy", "x:Y", 1, config_model=NeedyConfig),

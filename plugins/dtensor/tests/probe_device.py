@@ -15,6 +15,7 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.conformance import cases
+from rlframework.generation.batch import generate
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_dtensor.worker import DTensorPolicyWorker
@@ -70,8 +71,11 @@ def results(
             "seeds": torch.tensor([1, 2, 3]),
         }
     )
-    out["generated"] = worker.generate(prompts)["output_ids"]
-    out["generated after a refit"] = refitted(worker, model, device).generate(prompts)["output_ids"]
+    for name, engine in (
+        ("generated", worker.generation.updated()),
+        ("generated after a refit", refitted(worker, model, device)),
+    ):
+        out[name] = generate(engine, prompts, GENERATION, frozenset(), pad_id=0)["output_ids"]
     for form in ("portable", "sharded") if "lora" not in settings else ("portable",):
         paths = str(folder / form / "weights"), str(folder / form / "optimizer")
         worker.save_checkpoint(*paths, form=form)
@@ -90,8 +94,9 @@ def refitted(worker: DTensorPolicyWorker, model: Path, device: str) -> Transform
     engine = TransformersEngine(
         GENERATION, cases.tokenizer(), model_name=str(model), device=device, precision="float32"
     )
-    engine.prepare_refit_info(worker.prepare_info_for_collective())
-    for _ in range(2):
+    for version in range(2):
+        engine.begin_weight_update(version, worker.prepare_info_for_collective())
         for name, _size in worker.prepare_weights_for_ipc()[0]:
             engine.update_weights_from_ipc_handles(worker.get_weights_ipc_handles([name]))
+        engine.finish_weight_update()
     return engine

@@ -17,6 +17,7 @@ from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.policies import InspectedPolicy, run_config
+from rlframework.generation.batch import generate
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.manager import create_manager
 from rlframework.policy import profiling
@@ -56,7 +57,8 @@ def test_scores_trains_and_generates(model_path, tokenizer, oracle, batch, mode,
             "input_lengths": torch.tensor([3, 3]),
             "seeds": torch.tensor([1, 2]),
         }
-        output = worker.generate(BatchedDataDict(prompts))
+        engine, settings = worker.generation.updated(), GenerationConfig(max_new_tokens=3)
+        output = generate(engine, BatchedDataDict(prompts), settings, frozenset(), pad_id=0)
         assert output["output_ids"].device.type == "cpu"
         assert output["generation_lengths"].max() <= 3
     finally:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from rlframework.config.sections import GenerationConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework_vllm.checks import check, describe
-from rlframework_vllm.config import VllmGenerationConfig, VllmKeys
+from rlframework_vllm.config import VllmGenerationConfig
 
 
 @hookimpl
@@ -17,10 +18,14 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             target="rlframework_vllm.engine:VllmEngine",
             summary="vLLM in processes of its own, in the same Python environment or in another one",
             api_version=2,
-            capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.IN_FLIGHT_UPDATE}),
+            capabilities=frozenset({Capability.IN_FLIGHT_UPDATE, Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
             config_model=VllmGenerationConfig,
             check=check,
-            gpus_per_engine=lambda section: getattr(section, "vllm", VllmKeys()).tensor_parallel_size,
+            gpus_per_engine=_gpus,
             describe=describe,
         )
     ]
+
+
+def _gpus(config: GenerationConfig) -> int:
+    return config.vllm.tensor_parallel_size if isinstance(config, VllmGenerationConfig) else 1
