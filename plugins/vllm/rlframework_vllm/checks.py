@@ -72,7 +72,10 @@ def _environment_problems(found: Mapping[str, Any], section: VllmGenerationConfi
     elif found["missing"]:
         command = INSTALL.format(python=python, extra="cpu" if device == "cpu" else "gpu")
         message = f"vllm needs {', '.join(found['missing'])}, not installed in the engines' environment ({python})."
-        hint = f"Run `{command}`, or name another environment's Python as generation.workers.python (docs/vllm.md)."
+        hint = (
+            "Run `make vllm` and set generation.workers.group=ray and generation.workers.python=.venv-vllm/bin/python, "
+            f"or install them there: `{command}` (docs/vllm.md)."
+        )
         yield Problem("generation.name", message, hint)
     for key in sorted(keys.keys() - set(found.get("arguments") or keys)):
         yield Problem(f"generation.vllm.{key}", f"vLLM {found['version']} has no such argument.", "Remove the key.")
