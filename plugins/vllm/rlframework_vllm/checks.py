@@ -37,6 +37,9 @@ def check(config: RunConfig, device: str) -> list[Problem]:
     if section.temperature and not low <= section.temperature <= high:
         message = f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}."
         problems.append(Problem("generation.temperature", message))
+    if section.cache_after_update != "recompute":
+        message = "vllm cannot keep what it computed with earlier weights."
+        problems.append(Problem("generation.cache_after_update", message, "Set it to recompute."))
     return problems
 
 
@@ -69,7 +72,10 @@ def _environment_problems(found: Mapping[str, Any], section: VllmGenerationConfi
     elif found["missing"]:
         command = INSTALL.format(python=python, extra="cpu" if device == "cpu" else "gpu")
         message = f"vllm needs {', '.join(found['missing'])}, not installed in the engines' environment ({python})."
-        hint = f"Run `{command}`, or name another environment's Python as generation.workers.python (docs/vllm.md)."
+        hint = (
+            "Run `make vllm` and set generation.workers.group=ray and generation.workers.python=.venv-vllm/bin/python, "
+            f"or install them there: `{command}` (docs/vllm.md)."
+        )
         yield Problem("generation.name", message, hint)
     for key in sorted(keys.keys() - set(found.get("arguments") or keys)):
         yield Problem(f"generation.vllm.{key}", f"vLLM {found['version']} has no such argument.", "Remove the key.")

@@ -26,6 +26,7 @@ _REASONS: Mapping[str, str] = {
     "adapters arrive merged (policy.lora.refit=merged)": "enable_lora",
     "it follows from tensor_parallel_size": "distributed_executor_backend",
     "the engine works only inside `poll`": "async_scheduling",
+    "on a CPU, vLLM cannot sample for prompts that it splits": "enable_chunked_prefill",
     "it is on for GPUs, as `release` needs it": "enable_sleep_mode",
     "it is not supported": "pipeline_parallel_size quantization speculative_config",
     "it loads code": "trust_remote_code worker_cls worker_extension_cls",

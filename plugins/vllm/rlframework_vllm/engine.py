@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from rlframework_vllm.config import VllmGenerationConfig, VllmKeys
 from rlframework_vllm.runtime import Runtime
 
 _BLOCK = 32  # tokens per block of the cache on a CPU: the smallest size that its kernels like
+_FORWARD = 4096  # tokens of a forward on a CPU
 
 
 @dataclass
@@ -153,6 +155,9 @@ class VllmEngine(ReceivesWeights):
         defaults: dict[str, Any] = {"enforce_eager": cpu}
         if cpu:
             cache = default_cache_bytes(config.get_text_config().to_dict(), self._precision, self._keys.max_model_len)
+            tokens = [one for one in self._limits.rows.bounds if one < math.inf]
+            tokens += [_FORWARD, self._config.batch_size]  # whole prompts, as generators of a CPU take no number back
+            defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": int(max(tokens))}
             defaults |= {"block_size": _BLOCK, "kv_cache_memory_bytes": cache}
         return {
             **defaults,

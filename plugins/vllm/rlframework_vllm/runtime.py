@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -117,6 +118,8 @@ class Runtime:
     def close(self) -> None:
         """End vLLM, and the processes that it started."""
         self._engine.engine_core.shutdown()
+        del self._engine
+        gc.collect()  # frees its semaphore while multiprocessing still counts it
 
 
 def folded(seed: int) -> int:

@@ -130,6 +130,7 @@ def test_a_run_that_can_start_has_no_problems(problems):
         ("generation.vllm.block_size", "has no such argument", {"vllm": {"block_size": 16}}),
         ("generation.vllm.numa_bind", "has no such argument", {"vllm": {"arguments": {"numa_bind": True}}}),
         ("generation.temperature", "takes 0 and 0.01 to 2", {"temperature": 2.5}),
+        ("generation.cache_after_update", "Set it to recompute", {"cache_after_update": "keep"}),
         ("generation.workers.python", "does not answer", {"workers": {"python": "/nowhere/python"}}),
     ],
 )

@@ -272,6 +272,14 @@ def test_more_requests_than_rows_and_a_short_cache_change_nothing(engine):
         torch.testing.assert_close(alone.logprobs, many[request.request_id].logprobs, atol=1e-4, rtol=0)
 
 
+def test_prompts_beyond_the_tokens_of_one_forward_change_nothing(engine, one_engine, model):
+    expected = serve(engine, requests(16, prompt=100))
+    small = one_engine.restart(max_num_batched_tokens=512)
+    update(small, 0, model.weights(0))
+    found = serve(small, requests(16, prompt=100))
+    assert all(torch.equal(found[name].token_ids, expected[name].token_ids) for name in expected)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -1,6 +1,6 @@
 """The engine `vllm` on a CPU: weights into it against a copy of the same bytes, and its speed against the embedded one.
 
-    .venv-vllm/bin/python benchmarks/vllm.py [--rows 16] [--tokens 64] [--rounds 5]
+    .venv-vllm/bin/python benchmarks/vllm_engine.py [--rows 16] [--tokens 64] [--rounds 5]
 
 In the environment of vLLM, one thread, a random Llama of the size of SmolLM2-135M (30 layers of 576, 49,152 tokens).
 Figures are of CPU time, because other processes work; rounds alternate, and medians are shown. An update is whole: a
