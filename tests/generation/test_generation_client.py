@@ -238,6 +238,9 @@ def test_nothing_is_exchanged_while_paused() -> None:
     run(test)
 
 
+LOST = "all generation engines are lost: killed"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_cancellations_failures_and_losses(seed: int) -> None:
     draw = random.Random(seed)
@@ -272,7 +275,8 @@ def test_random_cancellations_failures_and_losses(seed: int) -> None:
 
     async def test() -> None:
         outcomes, _ = await asyncio.gather(asyncio.gather(*map(one, range(150))), disturb())
-        assert outcomes.count("done") > 50
+        assert set(outcomes) <= {"done", "cancelled", "killed", "broken"} | {LOST}
+        assert "done" in outcomes
 
     begun = time.monotonic()
     run(test)
