@@ -204,23 +204,38 @@ def workers(context: Context, config: RunConfig) -> Iterator[Finding]:
 
 
 def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
-    """Whether a Python set for the workers has the same versions of Python and Ray, as Ray requires."""
+    """Whether a Python set for workers or engines has the same versions of Python and Ray, as Ray requires."""
     backend = context.manager.select("policy_worker", config.policy.backend).record
-    named = getattr(config.worker_group, "python", None) or backend.py_executable
-    if named is None:
-        return
+    engines = config.generation.workers.python if config.generation.workers is not None else None
+    for whose, named in (
+        ("workers", getattr(config.worker_group, "python", None) or backend.py_executable),
+        ("generation engines", engines),
+    ):
+        if named is not None:
+            yield _same_versions(whose, named)
+
+
+def generation_engine(context: Context, config: RunConfig) -> Iterator[Finding]:
+    """What the generation engine says about itself and its environment."""
+    record = context.manager.select("generation_engine", config.generation.name).record
+    describe = getattr(record, "describe", None)
+    if describe is not None:
+        yield ok(describe(config))
+
+
+def _same_versions(whose: str, named: str) -> Finding:
     here = [".".join(map(str, sys.version_info[:3])), metadata.version("ray")]
     try:
         there: list[str] = ask([named, "-c", _VERSIONS], PYTHON_SECONDS)
     except ProbeError as error:
-        text = f"cannot read the versions of the workers' Python {named}: {error}"
-        yield broken(text, "Install Ray in it, on each node")
-        return
+        return broken(
+            f"cannot read the versions of the {whose}' Python {named}: {error}", "Install Ray in it, on each node"
+        )
     text = (
-        f"the workers' Python {named} has Python {there[0]} and Ray {there[1]}; the driver has {here[0]} and {here[1]}"
+        f"the {whose}' Python {named} has Python {there[0]} and Ray {there[1]}; the driver has {here[0]} and {here[1]}"
     )
     facts = {"python": there[0], "ray": there[1]}
-    yield ok(text, facts=facts) if there == here else broken(text, "Install exactly the same versions", facts)
+    return ok(text, facts=facts) if there == here else broken(text, "Install exactly the same versions", facts)
 
 
 def _told(error: Exception) -> str:

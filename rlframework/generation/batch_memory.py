@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlframework.generation.cache import cache_bytes
-from rlframework.generation.decode import SAMPLED_ELEMENTS
+from rlframework.generation.sampling import SAMPLED_ELEMENTS
 
 _USABLE = 0.9
 """Share of the free memory that is planned with; the rest is left to fragmentation and to what is not counted."""

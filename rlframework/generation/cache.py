@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -56,6 +57,17 @@ class PreallocatedLayer(DynamicLayer):
         for buffer in buffers:  # `index_select` makes a copy first: rows may move in any order
             buffer[:rows, :, :length] = buffer[..., :length, :].index_select(0, beam_idx)
         self._show((buffers[0][:rows], buffers[1][:rows]), length)
+
+    def append_rows(self, other: PreallocatedLayer, length: int, longest: int) -> None:
+        """Add the rows of `other`; all then end at `length`, with zeros before those that are shorter.
+
+        Allocates `longest` further positions, if the capacity is known.
+        """
+        self._capacity = max(self._capacity, length + longest) if self._capacity else 0
+        self.keys, self.values = (
+            torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts])
+            for parts in ((self.keys, other.keys), (self.values, other.values))
+        )
 
     def _own_buffers(self) -> tuple[Tensor, Tensor] | None:
         """The tensors that `keys` and `values` are views of; None if there are none, or these were replaced."""

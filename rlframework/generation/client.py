@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from itertools import accumulate
@@ -22,8 +22,14 @@ class GenerationClient:
     had is given to the others. Belongs to one event loop at a time: to another one after all requests have an outcome.
     """
 
-    def __init__(self, engines: Sequence[EngineHandle], *, limit: int) -> None:
-        """`limit`: requests that an engine has at a time; more wait in the client."""
+    def __init__(
+        self, engines: Sequence[EngineHandle], *, limit: int, require_ready: Callable[[], object] = lambda: None
+    ) -> None:
+        """`limit`: requests that an engine has at a time; more wait in the client.
+
+        `require_ready()` is called for each request, and raises if the engines have no weights to serve it with.
+        """
+        self._require_ready = require_ready
         self.engines = list(engines)
         ends = list(accumulate(engine.lanes for engine in self.engines))
         self._lanes = [range(end - engine.lanes, end) for engine, end in zip(self.engines, ends, strict=True)]
@@ -44,6 +50,7 @@ class GenerationClient:
         `RequestError` for a request that the engine rejects, and what the engine has failed with; a request is given to
         another engine only if its engine was lost (`WorkerLost`) or does not answer (`DeadlineExceeded`).
         """
+        self._require_ready()
         self._scheduler.add(request, lane)
         loop, request_id = asyncio.get_running_loop(), request.request_id
         answer: asyncio.Future[GenerationResult] = loop.create_future()

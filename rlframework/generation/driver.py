@@ -57,7 +57,8 @@ class Generation:
         self._pad_id = int(tokenizer.pad_token_id)
         self._stop_tokens = stop_tokens(run.generation, tokenizer, run.policy.model_name, run.policy.trust_remote_code)
         limit = run.generation.max_in_flight or 2 * run.generation.batch_size
-        self.client = GenerationClient(engines or [EmbeddedEngines(policy.worker_group, "generation")], limit=limit)
+        served_by = engines or [EmbeddedEngines(policy.worker_group, "generation")]
+        self.client = GenerationClient(served_by, limit=limit, require_ready=self._require_ready)
         """The client of the engines, for requests that finish one by one."""
 
     def prepare_for_generation(self) -> bool:
@@ -88,6 +89,9 @@ class Generation:
         requests = requests_of(data, self.config, self._stop_tokens, greedy=greedy)
         results = _run(self._complete(requests))
         return batch_of(results, [request.prompt_ids for request in requests], self._pad_id)
+
+    def _require_ready(self) -> None:
+        """Raise `EngineNotReady` if the engines have no weights to serve requests with."""
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         shards = np.array_split(np.arange(len(requests)), self.client.lanes)
@@ -152,10 +156,9 @@ class RemoteGeneration(Generation):
         self._released = False
         return True
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """See `Generation.generate`. Raises `EngineNotReady` before a refit, and after one that failed."""
+    def _require_ready(self) -> None:
+        """See `Generation._require_ready`. There are none before a refit, and after one that failed."""
         self.refitter.require_committed()
-        return super().generate(data, greedy)
 
     def finish_generation(self) -> bool:
         """Have engines that share a GPU with the trainer free their caches; others keep what they have computed."""

@@ -104,9 +104,11 @@ class EngineModel(WeightSink):
             return CollectingSink(info, self._device, self._use_adapters)
         self._targets = {}
         if self._module is not None and self._names == set(info):
-            self._targets = self._views(self._module)
-            if all(name in self._targets and _accepts(self._targets[name], *info[name]) for name in info):
-                return self
+            views = self._views(self._module)
+            if all(name in views and views[name].shape == info[name][0] for name in info):  # or `load` names them
+                self._targets = views
+                if all(_accepts(views[name], *info[name]) for name in info):
+                    return self
         return _CastingSink(info, self._device, self._use, self._dtype, self._targets)
 
     def _use_adapters(self, adapters: Iterable[tuple[str, Tensor]]) -> None:

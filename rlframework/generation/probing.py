@@ -10,11 +10,13 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
-from rlframework.generation.decode import complete, row_uniforms
+from rlframework.generation.decoding import Row, RowBatch
+from rlframework.generation.packed_rows import PackedRows
 from rlframework.generation.row_forward import EqualRows, PaddedRows, RowForward, WholeRows
 from rlframework.generation.row_limits import RowLimits
 from rlframework.interfaces.generation import SamplingParams
 from rlframework.models.probing import tiny_model
+from rlframework.models.rotary import length_dependent
 
 SHOWN_BY_SHORT_ROWS = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
@@ -41,8 +43,10 @@ def row_forward(model: Any) -> type[RowForward]:
     tiny = tiny_model(config, model.config, attention if attention in ("sdpa", "eager") else None)
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     reason = ""
-    for forwards in (PaddedRows, EqualRows, WholeRows):
-        if forwards is PaddedRows and types - SHOWN_BY_SHORT_ROWS:
+    for forwards in (PackedRows, PaddedRows, EqualRows, WholeRows):
+        if forwards is PackedRows and not _packable(model):
+            continue
+        if not forwards.equal_lengths and types - SHOWN_BY_SHORT_ROWS:
             continue
         try:
             if _is_right(tiny, forwards):
@@ -53,23 +57,52 @@ def row_forward(model: Any) -> type[RowForward]:
     raise NotSupported(f"{type(model).__name__} is not supported by the generation engine: {reason}; use another model")
 
 
+def _packable(model: Any) -> bool:
+    """Return True on a CPU, if the attention can be replaced and no position depends on the length of its row."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return on_cpu and model.config._attn_implementation == "sdpa" and not length_dependent(model.config)
+
+
 @torch.no_grad()
 def _is_right(model: Any, forwards: type[RowForward]) -> bool:
     """Return whether the log-probabilities of decoded rows are those of plain forwards of the finished rows."""
     longest = max(2, int(min(LONGEST, *RowLimits.of(model.config).bounds)))
     prompts, pad = _prompts(model, [max(1, length * longest // LONGEST) for length in PROMPTS])
-    budgets = torch.tensor([min(new, longest - len(ids)) for new, ids in zip(BUDGETS, prompts, strict=True)])
-    uniforms, no_ends = row_uniforms(torch.arange(len(prompts)), max(BUDGETS)), torch.tensor([], dtype=torch.int64)
+    rows = [
+        Row(str(seed), prompt, seed, min(new, longest - len(prompt)))
+        for seed, (new, prompt) in enumerate(zip(BUDGETS, prompts, strict=True))
+    ]
     lengths = [len(prompt) if forwards.equal_lengths else 0 for prompt in prompts]
     for length in set(lengths):
-        rows = [row for row, own in enumerate(lengths) if own == length]
-        chosen = [prompts[row] for row in rows]
-        done = complete(model, chosen, uniforms[rows], budgets[rows], no_ends, SamplingParams(), pad, forwards)
-        for prompt, completion in zip(chosen, done, strict=True):
-            expected = _plain_logprobs(model, prompt, completion.tokens)
-            if not torch.allclose(completion.logprobs, expected, rtol=TOLERANCE, atol=TOLERANCE):
-                return False
+        _decode(model, forwards, pad, [row for row, own in zip(rows, lengths, strict=True) if own == length])
+    for row in rows:
+        expected = _plain_logprobs(model, row.prompt, row.tokens)
+        if not torch.allclose(row.logprobs, expected, rtol=TOLERANCE, atol=TOLERANCE):
+            return False
     return True
+
+
+def _decode(model: Any, forwards: type[RowForward], pad: int, rows: list[Row]) -> None:
+    """Complete `rows`, of which half join after some tokens of the others, if they can."""
+    batch = _batch(model, forwards, pad)
+    first, late = rows[: -(-len(rows) // 2)], rows[-(-len(rows) // 2) :]
+    batch.add(first)
+    for _ in range(2):
+        batch.step()
+    if late and not batch.rows:
+        batch = _batch(model, forwards, pad)
+    batches = [batch]
+    if late and (forwards.equal_lengths or not batch.add(late)):
+        batches.append(_batch(model, forwards, pad))
+        batches[-1].add(late)
+    for each in batches:
+        while each.rows:
+            each.step()
+
+
+def _batch(model: Any, forwards: type[RowForward], pad: int) -> RowBatch:
+    device = next(model.parameters()).device
+    return RowBatch(forwards(model, pad, device), SamplingParams(), device)
 
 
 def _prompts(model: Any, lengths: list[int]) -> tuple[list[Tensor], int]:

@@ -1,8 +1,9 @@
-"""Forwards of a decoding loop: of prompts padded on the left, of prompts of equal length, or of whole rows.
+"""Forwards of the decoding loop: of packed rows, of rows padded on the left, of rows of equal length, or of whole rows.
 
-Padding on the left needs fewest batches, but only some models compute the same with it: others count positions from the
-padding on, or have it in their state. Prompts of equal length need no padding, now or later, because each step appends
-a token to each row. Whole rows need no cache either: a forward of all tokens for each new one, as the trainer runs it.
+Packed rows (`packed_rows.py`) need neither padding nor masks, but only models whose tokens see others in nothing but
+attention compute the same with them. Padding on the left suits some more; others count positions from the padding on,
+or have it in their state. Rows of equal length need no padding, now or later, because each step appends a token to each
+row. Whole rows need no cache either: a forward of all tokens for each new one, as the trainer runs it.
 """
 
 from __future__ import annotations
@@ -13,42 +14,48 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.generation.attention import decoding_attention
-from rlframework.generation.cache import decoding_cache
+from rlframework.generation.cache import PreallocatedLayer, decoding_cache
 from rlframework.generation.head import logits_in_fp32
+
+Prefix = Sequence[tuple[Tensor, Tensor]]
+"""The keys and values `[heads, m, D]` of the first `m` tokens of a row, for each layer."""
+
+_TRIMMED = 4
+"""Columns that are padding in all rows are removed once they are 1 / `_TRIMMED` of the width: it copies the cache."""
 
 
 class RowForward(ABC):
-    """The model with what it keeps of a batch of rows. Each distinct prompt is computed once."""
+    """The model with what it keeps of the rows that it computes together. Equal prompts are computed once."""
 
     equal_lengths: ClassVar[bool] = True
-    """Whether the prompts of a batch must have equal lengths."""
+    """Whether all rows must have equal lengths."""
 
-    def __init__(self, model: Any, prompts: Sequence[Tensor], pad_id: int, longest: int, device: torch.device) -> None:
-        """`prompts`: 1-D int64 on the CPU; each row gets at most `longest` new tokens."""
-        self._model, self._device = model, device
+    compact: ClassVar[bool] = False
+    """Whether removing a row costs little, so that finished rows are removed at once."""
+
+    def __init__(self, model: Any, pad_id: int, device: torch.device) -> None:
+        self.model, self._pad_id, self._device = model, pad_id, device
         self._accepted = set(inspect.signature(model.forward).parameters)
-        distinct: dict[tuple[int, ...], int] = {}
-        numbers = [distinct.setdefault(tuple(prompt.tolist()), len(distinct)) for prompt in prompts]
-        self._prompt_of = torch.tensor(numbers).to(device)
-        ids = [torch.tensor(prompt) for prompt in distinct]
-        self._prompt_lengths = [len(prompt) for prompt in distinct]
-        self._ids = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left").to(device)
-
-    def prefill(self) -> Tensor:
-        """Return the logits `[n, V]` after the prompts."""
-        logits = self._first()
-        if len(self._ids) < len(self._prompt_of):
-            logits = logits[self._prompt_of]
-            self.keep(self._prompt_of)
-        return logits
 
     @abstractmethod
-    def _first(self) -> Tensor:
-        """Return the logits `[d, V]` after the distinct prompts."""
+    def start(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
+        """Begin with rows of `prompts`, 1-D int64 on the CPU; return the logits `[n, V]` after them.
+
+        Each row gets at most `longest` new tokens. `prefixes`: what `tokens_of` returned, of fewer tokens than the
+        prompt has.
+        """
+
+    def join(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor | None:
+        """Add rows after the present ones, and return as `start`; None if this model's rows cannot be added."""
+        return None
+
+    def tokens_of(self, row: int) -> Prefix | None:
+        """Return the keys and values of a row, for rows that continue it; None if they cannot be used by others."""
+        return None
 
     @abstractmethod
     def advance(self, tokens: Tensor) -> Tensor:
@@ -56,61 +63,98 @@ class RowForward(ABC):
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
-        """Continue with `rows [m]` only; a row may be repeated."""
+        """Continue with `rows [m]`, on the CPU, only; a row may be repeated."""
 
     def _call(self, ids: Tensor, **inputs: Any) -> Tensor:
         if "logits_to_keep" in self._accepted:
             inputs["logits_to_keep"] = 1
-        with decoding_attention(self._model.config, ids.device), logits_in_fp32(self._model, ids.device):
-            logits: Tensor = self._model(input_ids=ids, **inputs).logits[:, -1]
+        with decoding_attention(self.model.config, ids.device), logits_in_fp32(self.model, ids.device):
+            logits: Tensor = self.model(input_ids=ids, **inputs).logits[:, -1]
         return logits
+
+    def _distinct(self, prompts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Return the distinct ones of `prompts`, and for each of all which of these it is, `[n]` on the CPU."""
+        distinct: dict[tuple[int, ...], int] = {}
+        numbers = [distinct.setdefault(tuple(prompt.tolist()), len(distinct)) for prompt in prompts]
+        return [torch.tensor(prompt) for prompt in distinct], torch.tensor(numbers)
+
+    def _expanded(self, logits: Tensor, numbers: Tensor) -> Tensor:
+        """Repeat the computed rows as in `numbers [n]`, and their `logits`."""
+        if len(logits) == len(numbers):
+            return logits
+        self.keep(numbers)
+        return logits[numbers.to(logits.device)]
 
 
 class PaddedRows(RowForward):
-    """Prompts padded on the left, with an attention mask, positions and a cache."""
+    """Rows padded on the left, with an attention mask, positions and a cache."""
 
     equal_lengths = False
 
-    def __init__(self, model: Any, prompts: Sequence[Tensor], pad_id: int, longest: int, device: torch.device) -> None:
-        super().__init__(model, prompts, pad_id, longest, device)
-        masks = [torch.ones(length, dtype=torch.int64) for length in self._prompt_lengths]
-        mask = pad_sequence(masks, batch_first=True, padding_side="left")
-        self._width = mask.shape[1]
-        self._padded = not bool(mask.all())
-        self._mask = nn.functional.pad(mask, (0, longest), value=1).to(device)
-        self._lengths = mask.sum(-1).to(device)
-        self._cache = _cache(model, device, self._width + longest)
+    def start(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
+        """See `RowForward.start`."""
+        distinct, numbers = self._distinct(prompts)
+        ids = pad_sequence(distinct, batch_first=True, padding_value=self._pad_id, padding_side="left")
+        self._width = ids.shape[1]
+        self._cache = _cache(self.model, self._device, self._width + longest)
+        self._place([self._width - len(prompt) for prompt in distinct])
+        positions = torch.arange(self._width, device=self._device) - self._starts[:, None]
+        return self._expanded(self._cached(ids.to(self._device), positions.clamp_(min=0)), numbers)
 
-    def _first(self) -> Tensor:
-        return self._cached(self._ids, (self._mask[:, : self._width].cumsum(-1) - 1).clamp_(min=0))
+    def join(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor | None:
+        """See `RowForward.join`. Rows of a cache with other layers than `PreallocatedLayer` cannot be added."""
+        if not all(type(layer) is PreallocatedLayer for layer in self._cache.layers):
+            return None
+        other = PaddedRows(self.model, self._pad_id, self._device)
+        logits = other.start(prompts, longest)
+        width = max(self._width, other._width)
+        for mine, theirs in zip(self._cache.layers, other._cache.layers, strict=True):
+            mine.append_rows(theirs, width, longest)
+        paddings = [padding + width - rows._width for rows in (self, other) for padding in rows._paddings]
+        self._width = width
+        self._place(paddings)
+        return logits
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See `RowForward.advance`."""
-        positions = self._lengths[:, None]
-        self._lengths, self._width = self._lengths + 1, self._width + 1
+        positions = (self._width - self._starts)[:, None]
+        self._width += 1
         return self._cached(tokens[:, None], positions)
 
     def keep(self, rows: Tensor) -> None:
         """See `RowForward.keep`."""
-        self._cache.reorder_cache(rows)
-        self._mask, self._lengths = self._mask[rows], self._lengths[rows]
+        self._cache.reorder_cache(rows.to(self._device))
+        self._place([self._paddings[row] for row in rows.tolist()])
+        common = min(self._paddings)
+        if common * _TRIMMED >= self._width and all(type(layer) is PreallocatedLayer for layer in self._cache.layers):
+            for layer in self._cache.layers:
+                layer.keys, layer.values = layer.keys[..., common:, :], layer.values[..., common:, :]
+            self._width -= common
+            self._place([padding - common for padding in self._paddings])
+
+    def _place(self, paddings: list[int]) -> None:
+        """Set how many columns of padding each row has."""
+        self._paddings = paddings
+        self._starts = torch.tensor(paddings).to(self._device)
 
     def _cached(self, ids: Tensor, positions: Tensor) -> Tensor:
         inputs = {"position_ids": positions} if "position_ids" in self._accepted else {}
-        mask = self._mask[:, : self._width] if self._padded else None
+        mask = None
+        if any(self._paddings):
+            mask = (torch.arange(self._width, device=self._device) >= self._starts[:, None]).long()
         return self._call(ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, **inputs)
 
 
 class EqualRows(RowForward):
-    """Prompts of equal length with a cache, from which the model finds positions and attention masks itself."""
+    """Rows of equal length with a cache, from which the model finds positions and attention masks itself."""
 
-    def __init__(self, model: Any, prompts: Sequence[Tensor], pad_id: int, longest: int, device: torch.device) -> None:
-        super().__init__(model, prompts, pad_id, longest, device)
-        self._cache = _cache(model, device, self._ids.shape[1] + longest)
+    def start(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
+        """See `RowForward.start`."""
+        distinct, numbers = self._distinct(prompts)
+        ids = torch.stack(distinct).to(self._device)
+        self._cache = _cache(self.model, self._device, ids.shape[1] + longest)
         self._name = next((name for name in _CACHES if name in self._accepted), _CACHES[0])
-
-    def _first(self) -> Tensor:
-        return self._call(self._ids, use_cache=True, **{self._name: self._cache})
+        return self._expanded(self._call(ids, use_cache=True, **{self._name: self._cache}), numbers)
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See `RowForward.advance`."""
@@ -118,14 +162,19 @@ class EqualRows(RowForward):
 
     def keep(self, rows: Tensor) -> None:
         """See `RowForward.keep`."""
-        self._cache.reorder_cache(rows)
+        self._cache.reorder_cache(rows.to(self._device))
 
 
 class WholeRows(RowForward):
-    """Prompts of equal length without a cache: each forward computes the whole rows."""
+    """Rows of equal length without a cache: each forward computes the whole rows."""
 
-    def _first(self) -> Tensor:
-        return self._call(self._ids, use_cache=False)
+    compact = True
+
+    def start(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
+        """See `RowForward.start`."""
+        distinct, numbers = self._distinct(prompts)
+        self._ids = torch.stack(distinct).to(self._device)
+        return self._expanded(self._call(self._ids, use_cache=False), numbers)
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See `RowForward.advance`."""
@@ -134,7 +183,7 @@ class WholeRows(RowForward):
 
     def keep(self, rows: Tensor) -> None:
         """See `RowForward.keep`."""
-        self._ids = self._ids[rows]
+        self._ids = self._ids[rows.to(self._device)]
 
 
 _CACHES = "past_key_values", "cache_params"

@@ -154,17 +154,18 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
     if config.generation.temperature == 0:
         message = "greedy completions of a prompt are all identical, so GRPO has nothing to compare."
         problems.append(Problem("generation.temperature", message, "Set it to a positive value, such as 1.0."))
-    return problems + _truncated_sampling(config.generation)
+    return problems + check_sampling(config, device)
 
 
-def _truncated_sampling(generation: GenerationConfig) -> list[Problem]:
-    """Reject top-k and top-p: the log-probabilities of engine and trainer are those before truncation."""
+def check_sampling(config: RunConfig, device: str) -> list[Problem]:
+    """Reject top-k and top-p, for algorithms that train on rollouts: log-probabilities are those before truncation."""
+    generation = config.generation
     truncations = (("top_k", generation.top_k, None), ("top_p", generation.top_p, 1.0))
     return [
         Problem(
             f"generation.{key}",
-            f"{value} samples from a truncated distribution, while GRPO trains the log-probabilities of the whole one: "
-            "its ratios and gradients would be biased by the probability that the truncation removes.",
+            f"{value} samples from a truncated distribution, but log-probabilities are those of the whole one: ratios "
+            f"and gradients of {config.algorithm.name} would be biased by the probability that the truncation removes.",
             f"Set it to {'null' if off is None else off}, and generation.temperature below 1 for likelier tokens. "
             "`rlframework evaluate` and `generate` do accept it.",
         )

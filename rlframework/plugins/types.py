@@ -196,7 +196,8 @@ class GenerationEngineRecord(Record):
 
     `probe_bounds`: by dtype of the engine's weights, the largest mean difference between its log-probabilities and the
     trainer's for the same weights, over the probes of a refit (`generation.refit.probes`). `gpus_per_engine(config)`
-    returns how many GPUs an engine in a process of its own uses; None: one.
+    returns how many GPUs an engine in a process of its own uses; None: one. `describe(config)` returns a line about
+    what the engine needs and where it is, for `rlframework doctor`.
     """
 
     kind = "generation_engine"
@@ -207,6 +208,7 @@ class GenerationEngineRecord(Record):
 
     probe_bounds: Mapping[str, float] = field(default_factory=lambda: PROBE_BOUNDS)
     gpus_per_engine: Callable[[GenerationConfig], int] | None = None
+    describe: Callable[[RunConfig], str] | None = None
 
 
 class EnvironmentRecord(Record):

@@ -35,7 +35,9 @@ class StartedCall:
     """A call of an engine, or the error with which it could not be started."""
 
     def __init__(self, engine: RefitEngine, method: str, arguments: Mapping[str, Any]) -> None:
-        self.engine, self._future, self._error = engine, None, None
+        self.engine = engine
+        self._future: MultiWorkerFuture | None = None
+        self._error: WorkerError | None = None
         try:
             self._future = engine.start("attempt", method=method, arguments=arguments)
         except WorkerError as error:

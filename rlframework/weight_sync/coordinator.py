@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlframework.config.sections import RefitConfig
@@ -153,28 +153,30 @@ class Refitter:
             self._failure = str(error)
             raise
         self._version, self._failure = report.version, ""
-        return RefitReport(**{**vars(report), "seconds": time.perf_counter() - begun})
+        return replace(report, seconds=time.perf_counter() - begun)
 
     def _refit(self, transport: str | None, buffer_bytes: float | None, in_flight: bool) -> RefitReport:
         calls = self._calls(tuple(self._engines()))
-        now = _Round(
-            calls, calls.on_trainer(PolicyWorker.get_refit_state), calls.on_engines(ReceivesWeights.get_refit_state)
-        )
+        states = calls.start_engines(ReceivesWeights.get_refit_state)
+        now = _Round(calls, calls.on_trainer(PolicyWorker.get_refit_state), calls.of_engines(states))
         offload = Capability.CPU_OFFLOAD in self._trainer.capabilities and _share_gpu(now)
         info = calls.on_rank_0(PolicyWorker.prepare_info_for_collective)
         if offload:
             self._trainer.offload_before_refit()
-        calls.on_engines(GenerationEngine.restore, tags=_WEIGHTS)
+        started = [calls.start_engines(GenerationEngine.restore, tags=_WEIGHTS)]
         if in_flight:
-            calls.on_engines(GenerationEngine.pause, mode="keep")
-        calls.on_engines(GenerationEngine.begin_weight_update, version=now.version, specs=info)
+            started.append(calls.start_engines(GenerationEngine.pause, mode="keep"))
+        begin = GenerationEngine.begin_weight_update
+        for each in [*started, calls.start_engines(begin, version=now.version, specs=info)]:
+            calls.of_engines(each)
         chosen = transport or self._resolved_transport(now)
         if chosen == "ipc":
             self._by_ipc(now, buffer_bytes)
         else:
             self._by_collective(now)
-        reports = calls.on_engines(GenerationEngine.finish_weight_update)
+        finishing = calls.start_engines(GenerationEngine.finish_weight_update)
         sent = sent_by_all(calls.on_trainer(PolicyWorker.get_sent_checksums))
+        reports = calls.of_engines(finishing)
         for engine, report in zip(calls.engines, reports, strict=True):
             compare_reports(engine.name, report, now.version, info, sent)
         probed, finished = self._finish(now, offload, in_flight)

@@ -30,7 +30,7 @@ from rlframework.weight_sync.receiver import listed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LONG, _SHORT = 130, 16  # tokens; a long prompt fills a block of every engine's prefix cache
+_LONG, _SHORT = 40, 8  # tokens; a long prompt fills a block of a prefix cache, which has up to 32
 _POLL = 1.0  # seconds
 _REMEDY = "the engine does not use the weights of the trainer: see the page on generation workers, or report a bug"
 

@@ -90,8 +90,10 @@ class WeightUpdate:
     transfer = ""
     """The id of a transfer through handles; "" before its first group."""
 
-    def __init__(self, version: int, info: WeightInfo, sink: WeightSink) -> None:
+    def __init__(self, version: int, info: WeightInfo, sink: WeightSink, device: torch.device) -> None:
+        """`device`: that of the transport, which decides how checksums are computed."""
         self.version, self.info, self.sink, self.missing = version, info, sink, dict.fromkeys(info)
+        self._device = device
         self._sums: dict[str, int] = {}  # of the targets, computed while they were in a cache
 
     def receive(self, slot: Slot, raw: Tensor, sent: int) -> None:
@@ -144,8 +146,9 @@ class WeightUpdate:
         }
 
     def _as_sent(self, name: str, tensor: Tensor) -> bool:
-        """Whether a weight with this name, shape and dtype came from the trainer."""
-        return name in self._sums and (tuple(tensor.shape), tensor.dtype) == self.info[name]
+        """Whether a weight with this name, shape and dtype came from the trainer, on this type of device."""
+        same = name in self._sums and (tuple(tensor.shape), tensor.dtype) == self.info[name]
+        return same and tensor.device.type == self._device.type
 
     def _checksum(self, name: str, tensor: Tensor, filled: Mapping[int, str]) -> int:
         """Return the checksum of a tensor in use, which is not read again if it is the target of this weight."""
@@ -202,7 +205,7 @@ class ReceivesWeights(GenerationEngine, ABC):
         info = {name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()}
         self._update = None
         with self._failing():
-            self._update = WeightUpdate(version, info, self.refit_sink(info))
+            self._update = WeightUpdate(version, info, self.refit_sink(info), self.refit_device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `GenerationEngine.load_weights`. Exhausts `weights` in any case: reading it may be a collective."""

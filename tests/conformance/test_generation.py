@@ -156,17 +156,22 @@ def draw(logs: Any, chance: float, sampling: Any) -> int:
 
 
 def passes() -> list[Any]:
-    embedded = frozenset({Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE})
+    """The plain engine with all tests that it must pass, and the embedded one with those that this one need not."""
     record = create_manager().select("generation_engine", "transformers").record
-    parts = {PlainEngine: frozenset(), PlainEmbeddedEngine: embedded}
+    plain = replace(record, capabilities=frozenset())
+    embedded = frozenset({Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE})
+    tests = GenerationEngineSuite.tests()
     return [
-        pytest.param(engine, replace(record, capabilities=declared), test, id=f"{engine.__name__}-{test}")
-        for engine, declared in parts.items()
-        for test in GenerationEngineSuite.expected(replace(record, capabilities=declared), Layout(), "cpu")
+        *((PlainEngine, plain, test) for test in GenerationEngineSuite.expected(plain, Layout(), "cpu")),
+        *(
+            (PlainEmbeddedEngine, replace(record, capabilities=embedded), test)
+            for test, requirement in tests.items()
+            if frozenset() < requirement.capabilities <= embedded
+        ),
     ]
 
 
-@pytest.mark.parametrize(("engine", "record", "test"), passes())
+@pytest.mark.parametrize(("engine", "record", "test"), passes(), ids=lambda value: getattr(value, "__name__", None))
 def test_a_plain_engine_passes(engine: type, record: Any, test: str, tmp_path: Path, conformance_models: Path) -> None:
     """The suite requires what the interface specifies, not how the core implements it."""
     where = {"manager": create_manager(), "device": "cpu", "folder": tmp_path, "models": conformance_models}

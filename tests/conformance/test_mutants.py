@@ -42,3 +42,22 @@ def test_finding_a_mutant_imports_its_module_only():
         "['', '.mutant']",
         "['', '.data_processor', '.data_processor.base', '.data_processor.counts', '.mutant']",
     ]
+
+
+def test_mutants_that_need_a_capability_are_left_out_where_it_is_missing():
+    from rlframework.conformance.mutants.proof import MutantProof
+    from rlframework.plugins.types import Capability, GenerationEngineRecord
+
+    class Proof(MutantProof):
+        kind = "generation_engine"
+
+    embedded = frozenset({Capability.EMBEDDED_GENERATION})
+    without, with_it = (
+        {
+            mutant.name: mutant
+            for mutant, _ in Proof.cases(GenerationEngineRecord("x", "x:X", 2, capabilities=one), "cpu")
+        }
+        for one in (frozenset(), embedded)
+    )
+    assert not any(mutant.needs for mutant in without.values())
+    assert {"tied_head_stale", "stale_prefix_cache"} <= with_it.keys() - without.keys()

@@ -31,7 +31,7 @@ def test_methods_and_capabilities_that_are_named_are_there():
     assert set(GenerationEngine.__abstractmethods__) - {"__init__"} | optional <= words
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     named = {word for line in rows for word in re.findall(r"`([A-Z_]{4,})`", line)}
-    assert named == {"IPC_REFIT", "COLLECTIVE_REFIT", "IN_FLIGHT_UPDATE", "EMBEDDED_GENERATION"}
+    assert named == {"IPC_REFIT", "COLLECTIVE_REFIT", "LORA_REFIT", "IN_FLIGHT_UPDATE", "EMBEDDED_GENERATION"}
     assert named <= set(Capability.__members__)
 
 

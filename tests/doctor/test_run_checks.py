@@ -11,6 +11,8 @@ from probe_findings import levels
 
 from rlframework.doctor import run
 from rlframework.doctor.checks import Context, Level
+from rlframework.plugins.manager import Registered
+from rlframework.plugins.types import GenerationEngineRecord
 
 
 def test_without_a_configuration_that_loads_only_that_is_told(found, tmp_path):
@@ -140,3 +142,15 @@ def test_another_python_must_have_the_same_versions(found, with_config, tmp_path
     assert f"{other} has Python 3.9.1 and Ray 2.40.0; the driver has 3." in finding.text
     gone = with_config(ray, f"worker_group.python={tmp_path / 'gone'}")
     assert levels(found("run", "python of the workers", gone)) == [Level.BROKEN]
+    engines = with_config("generation.workers.group=ray", f"generation.workers.python={other}")
+    [finding] = found("run", "python of the workers", engines)
+    assert finding.text.startswith(f"the generation engines' Python {other} has Python 3.9.1 and Ray 2.40.0")
+
+
+def test_the_engine_that_a_run_selects_describes_itself(found, with_config, monkeypatch):
+    context = with_config()
+    assert found("run", "generation engine", context) == []
+    engine = GenerationEngineRecord("own", "m:C", 2, describe=lambda config: f"with {config.policy.backend}")
+    monkeypatch.setattr(context.manager, "select", lambda kind, name: Registered(engine, "own", "1", "own"))
+    [finding] = found("run", "generation engine", context)
+    assert (finding.level, finding.text) == (Level.OK, "with dtensor")

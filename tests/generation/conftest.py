@@ -26,10 +26,11 @@ class Tiny:
     model: Any
     tokenizer: Any
 
-    def engine(self, tokenizer: Any = None, model: Any = None, **config: Any) -> Batches:
-        """An engine on the model itself, or on `model`."""
+    def engine(self, tokenizer: Any = None, model: Any = None, attach: bool = True, **config: Any) -> Batches:
+        """An engine on the model itself, or on `model`, or without weights."""
         batches = Batches.of(self.path, tokenizer or self.tokenizer, **config)
-        batches.engine.attach(model or self.model, 0)
+        if attach:
+            batches.engine.attach(model or self.model, 0)
         return batches
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 from rlframework.generation import transformers_engine
 from rlframework.generation.batch_memory import free_bytes, row_bytes, rows_that_fit
 from rlframework.generation.cache import cache_bytes
+from rlframework.generation.decoding import RowBatch
 
 _SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 _SMALL |= {"num_hidden_layers": 3, "vocab_size": 16}
@@ -62,17 +63,19 @@ def test_rows_by_hand() -> None:
 
 
 def test_a_batch_is_what_fits(tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 7 rows 3 fit: three batches, with the rows of one batch."""
+    """Of 7 rows 3 fit, and are those that are decoded together."""
     data, engine = batch([[3, 9, 4]] * 4 + [[5]] * 3), tiny.engine(max_new_tokens=12)
     whole = engine.generate(data)
     config, sizes = tiny.model.config, {"prompt": 3, "total": 15, "width": 4}
-    free = (3.5 * row_bytes(config, **sizes) + 40 * 2**23) / 0.9
-    monkeypatch.setattr(transformers_engine, "free_bytes", lambda device: int(free))
-    batches, complete = [], transformers_engine.complete
-    monkeypatch.setattr(
-        transformers_engine, "complete", lambda *given: batches.append(len(given[1])) or complete(*given)
-    )
+    row, active, step = row_bytes(config, **sizes), [], RowBatch.step
+
+    def free(device: torch.device) -> int:
+        rows = sum(len(each) for _, each in engine.engine._batches)
+        return int((3.5 * row + 40 * 2**23) / 0.9) - rows * row
+
+    monkeypatch.setattr(transformers_engine, "free_bytes", free)
+    monkeypatch.setattr(RowBatch, "step", lambda rows: active.append(len(rows)) or step(rows))
     split = engine.generate(data)
-    assert batches == [3, 2, 2]
+    assert max(active) == 3
     assert torch.equal(split["output_ids"], whole["output_ids"])
     torch.testing.assert_close(split["logprobs"], whole["logprobs"], atol=1e-5, rtol=1e-5)

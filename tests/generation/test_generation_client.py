@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import DeadlineExceeded, RequestError, RLFrameworkError, WorkerLost
+from rlframework.errors import DeadlineExceeded, EngineNotReady, RequestError, RLFrameworkError, WorkerLost
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import EngineHandle
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
@@ -281,3 +281,15 @@ def test_random_cancellations_failures_and_losses(seed: int) -> None:
     begun = time.monotonic()
     run(test)
     assert time.monotonic() - begun < 10
+
+
+def test_nothing_is_served_while_the_engines_have_no_proven_weights():
+    engine = Engine(inline=True)
+
+    def require_ready() -> None:
+        raise EngineNotReady("refit them first")
+
+    client = GenerationClient([engine], limit=4, require_ready=require_ready)
+    with pytest.raises(EngineNotReady, match="refit them first"):
+        asyncio.run(client.generate(request(1)))
+    assert engine.seen == []

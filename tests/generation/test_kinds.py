@@ -16,9 +16,10 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import NotSupported, RequestError
-from rlframework.generation.decode import choose, row_uniforms
+from rlframework.generation.packed_rows import PackedRows
 from rlframework.generation.probing import row_forward
 from rlframework.generation.row_forward import EqualRows, PaddedRows, WholeRows
+from rlframework.generation.sampling import choose, row_uniforms
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import SamplingParams
@@ -26,7 +27,8 @@ from rlframework.interfaces.generation import SamplingParams
 LENGTHS, NEW = (11, 4, 7, 2, 7), 8
 STOPS, END = (5, 9, 17, 23), 1
 WAYS = {
-    **dict.fromkeys(("llama", "mistral", "gemma3_text", "bloom", "mpt", "olmo_hybrid", "lfm3"), PaddedRows),
+    **dict.fromkeys(("llama", "mistral", "gemma3_text"), PackedRows),
+    **dict.fromkeys(("bloom", "mpt", "olmo_hybrid", "lfm3"), PaddedRows),
     **dict.fromkeys(("bart", "mamba", "roformer", "deepseek_v4"), EqualRows),
     **dict.fromkeys(("rwkv", "roberta", "minimax", "openai-gpt"), WholeRows),
 }

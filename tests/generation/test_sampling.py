@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframework.generation import decode
-from rlframework.generation.decode import choose, draw, row_uniforms
+from rlframework.generation import sampling
+from rlframework.generation.sampling import choose, draw, row_uniforms
 from rlframework.interfaces.generation import SamplingParams
 
 finite_logits = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=20)
@@ -103,5 +103,5 @@ def test_rows_sampled_in_parts_are_those_sampled_together(
     logits = 3 * torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
     uniforms = None if rule.greedy else row_uniforms(torch.arange(7), 1)[:, 0]
     together = choose(logits, uniforms, rule)
-    monkeypatch.setattr(decode, "SAMPLED_ELEMENTS", 60)
+    monkeypatch.setattr(sampling, "SAMPLED_ELEMENTS", 60)
     assert all(map(torch.equal, choose(logits, uniforms, rule), together))

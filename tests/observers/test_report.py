@@ -302,7 +302,8 @@ def test_breakdowns_of_profiled_steps_and_of_the_step_with_the_highest_peak() ->
 
 def test_every_metric_has_a_chart_in_one_group() -> None:
     names = ["step", "time", "time/train", "time/step", "train/reward", "validation/reward", "train/lr",
-             "train/entropy", "train/completion_length", "memory/rss_mb", "my/own"]  # fmt: skip
+             "train/entropy", "train/completion_length", "memory/rss_mb", "my/own", "time/refit", "refit/version",
+             "refit/probe_error", "validation/refit_seconds"]  # fmt: skip
     arranged = {key: [chart.names for chart in charts] for key, _, charts in arrange(names)}
     assert arranged == {
         "outcome": [["train/reward", "validation/reward"]],
@@ -310,6 +311,7 @@ def test_every_metric_has_a_chart_in_one_group() -> None:
         "policy": [["train/entropy"]],
         "completions": [["train/completion_length"]],
         "speed": [["time/step"], ["memory/rss_mb"]],
+        "refit": [["refit/probe_error"], ["refit/version"], ["validation/refit_seconds"], ["time/refit"]],
         "other": [["my/own"]],
     }
 

@@ -73,6 +73,7 @@ def serve() -> Callable[[TransformersEngine], int]:
             (result,) = engine.poll(None)
         finally:
             engine.abort(["one"])
+            engine.poll()
         return result.spans[0].version
 
     return serve

@@ -68,7 +68,7 @@ def test_a_sound_engine_is_committed_and_serves_the_trainers_weights():
     assert report.metrics().keys() == {
         "time/refit", "refit/mb", "refit/version", "refit/dropped_tokens", "refit/probe_error"
     }  # fmt: skip
-    assert report.dropped_tokens == 2 * (2 * 130 + 2 * 16)
+    assert report.dropped_tokens == 2 * (2 * 40 + 2 * 8)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -218,7 +218,7 @@ def test_prompts_fit_the_model_and_repeat_in_part():
     one, two = probes.requests(1), probes.requests(2)
     same = [torch.equal(left.prompt_ids, right.prompt_ids) for left, right in zip(one, two, strict=True)]
     assert same == [True, False, True, False]
-    assert [len(each.prompt_ids) for each in one] == [19, 16, 19, 16]
+    assert [len(each.prompt_ids) for each in one] == [19, 8, 19, 8]
     assert all(int(each.prompt_ids.min()) >= 5 for each in one + two)
     assert not {each.request_id for each in one} & {each.request_id for each in probes.requests(1)}
 

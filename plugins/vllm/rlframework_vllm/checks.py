@@ -32,12 +32,16 @@ def check(config: RunConfig, device: str) -> list[Problem]:
     if workers is None or workers.group == "inline":
         message = "vLLM changes the process that it runs in, so it needs one of its own."
         return [Problem("generation.workers", message, "Set generation.workers.group to processes or ray.")]
-    found = environment(workers.python or sys.executable)
-    return [*_environment_problems(found, section, device), *_settings(config, section), *_model(config, found, device)]
+    found, (low, high) = environment(workers.python or sys.executable), TEMPERATURES
+    problems = [*_environment_problems(found, section, device), *_model(config, section, found, device)]
+    if section.temperature and not low <= section.temperature <= high:
+        message = f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}."
+        problems.append(Problem("generation.temperature", message))
+    return problems
 
 
 def describe(config: RunConfig) -> str:
-    """Return one line about the environment of the engines, for `rlframework doctor`."""
+    """Return the version of vLLM and the Python of the engines, for `rlframework doctor`."""
     workers = config.generation.workers
     found = environment((workers.python if workers else None) or sys.executable)
     return f"vLLM {found['version'] or 'is not installed'} in {found['python']}"
@@ -46,67 +50,55 @@ def describe(config: RunConfig) -> str:
 @lru_cache(8)
 def environment(python: str) -> Mapping[str, Any]:
     """Return what `probe` finds out in the environment of `python`; `error`: why it could not."""
-    unknown = {"python": python, "version": "", "missing": []}
     command = [python, "-P", str(Path(__file__).with_name("probe.py"))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return dict(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {**unknown, "error": str(error)}
+        reason = str(error)
     except (ValueError, IndexError):
-        return {**unknown, "error": (done.stderr.strip() or "no output").splitlines()[-1]}
-    return answer
+        reason = (done.stderr.strip() or "no output").splitlines()[-1]
+    return {"python": python, "version": "", "missing": [], "error": reason}
 
 
 def _environment_problems(found: Mapping[str, Any], section: VllmGenerationConfig, device: str) -> Iterator[Problem]:
-    python = found["python"]
-    command = INSTALL.format(python=python, extra="cpu" if device == "cpu" else "gpu")
+    python, keys = found["python"], section.vllm.given()
     if "error" in found:
         hint = "Give the Python of an environment with vLLM (docs/vllm.md)."
         yield Problem("generation.workers.python", f"{python} does not answer: {found['error']}.", hint)
     elif found["missing"]:
+        command = INSTALL.format(python=python, extra="cpu" if device == "cpu" else "gpu")
         message = f"vllm needs {', '.join(found['missing'])}, not installed in the engines' environment ({python})."
         hint = f"Run `{command}`, or name another environment's Python as generation.workers.python (docs/vllm.md)."
         yield Problem("generation.name", message, hint)
-    for key in sorted(section.vllm.given().keys() - set(found.get("arguments") or section.vllm.given())):
+    for key in sorted(keys.keys() - set(found.get("arguments") or keys)):
         yield Problem(f"generation.vllm.{key}", f"vLLM {found['version']} has no such argument.", "Remove the key.")
 
 
-def _settings(config: RunConfig, section: VllmGenerationConfig) -> Iterator[Problem]:
-    low, high = TEMPERATURES
-    if section.temperature and not low <= section.temperature <= high:
-        message = f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}."
-        yield Problem("generation.temperature", message)
-    if config.policy.lora is not None and config.policy.lora.refit == "adapters":
-        yield Problem("policy.lora.refit", "vllm takes merged weights.", "Set it to merged.")
-
-
-def _model(config: RunConfig, found: Mapping[str, Any], device: str) -> Iterator[Problem]:
-    name, keys = config.policy.model_name, config.generation.vllm  # type: ignore[attr-defined]
-    file = Path(name) / "config.json"
+def _model(
+    config: RunConfig, section: VllmGenerationConfig, found: Mapping[str, Any], device: str
+) -> Iterator[Problem]:
+    file, keys = Path(config.policy.model_name) / "config.json", section.vllm
     if not file.is_file():  # on the Hub: vLLM itself says so when it starts
         return
     model = json.loads(file.read_text(encoding="utf-8"))
+    names, known = model.get("architectures") or ["of no name"], set(found.get("architectures") or ())
     model |= model.get("text_config") or {}
-    known = found.get("architectures")
-    if known and not set(model.get("architectures") or ()) & set(known):
-        message = f"vLLM {found['version']} does not know the architecture {', '.join(model.get('architectures') or ['of no name'])}."
-        yield Problem("policy.model_name", message, "Set generation.name=transformers, or install a vLLM that has it.")
-    heads, size = model.get("num_attention_heads") or 1, _head_size(model)
+    other = "Set generation.name=transformers, or {}."
+    if known and not known & set(names):
+        message = f"vLLM {found['version']} does not know the architecture {', '.join(names)}."
+        yield Problem("policy.model_name", message, other.format("install a vLLM that has it"))
+    size = _head_size(model)
     if device == "cpu" and size and size not in HEAD_SIZES:
-        message = (
-            f"its attention heads have size {size}; on a CPU vLLM has kernels for {', '.join(map(str, HEAD_SIZES))}."
-        )
-        yield Problem("policy.model_name", message, "Set generation.name=transformers, or use a GPU.")
-    if heads % keys.tensor_parallel_size:
-        message = f"{keys.tensor_parallel_size} does not divide the model's {heads} attention heads."
-        yield Problem("generation.vllm.tensor_parallel_size", message)
-    needed = _sequence_bytes(model, _precision(config), keys.max_model_len) // keys.tensor_parallel_size
+        message = f"its attention heads have size {size}; for a CPU, vLLM has {', '.join(map(str, HEAD_SIZES))}."
+        yield Problem("policy.model_name", message, other.format("use a GPU"))
+    dtype = config.generation.refit.dtype
+    precision = config.policy.precision if dtype == "auto" else dtype
+    needed = _sequence_bytes(model, precision, keys.max_model_len) // keys.tensor_parallel_size
     if keys.kv_cache_memory_bytes is not None and keys.kv_cache_memory_bytes < needed:
         message = f"{keys.kv_cache_memory_bytes} bytes have no room for one sequence, which takes {needed}."
-        yield Problem(
-            "generation.vllm.kv_cache_memory_bytes", message, "Raise it, or lower generation.vllm.max_model_len."
-        )
+        hint = "Raise it, or lower generation.vllm.max_model_len."
+        yield Problem("generation.vllm.kv_cache_memory_bytes", message, hint)
 
 
 def default_cache_bytes(model: Mapping[str, Any], precision: str, max_model_len: int | None) -> int:
@@ -117,16 +109,9 @@ def default_cache_bytes(model: Mapping[str, Any], precision: str, max_model_len:
 def _sequence_bytes(model: Mapping[str, Any], precision: str, max_model_len: int | None) -> int:
     """Return the bytes of the cache of one sequence; 0 if the configuration has other keys than most."""
     heads = model.get("num_key_value_heads") or model.get("num_attention_heads") or 0
-    tokens = max_model_len or model.get("max_position_embeddings") or 0
-    blocks = -(-tokens // 32) + 1
-    return int(2 * (model.get("num_hidden_layers") or 0) * heads * _head_size(model) * blocks * 32 * _WIDTHS[precision])
+    tokens = (max_model_len or model.get("max_position_embeddings") or 0) + 32  # a block more
+    return int(2 * (model.get("num_hidden_layers") or 0) * heads * _head_size(model) * tokens * _WIDTHS[precision])
 
 
 def _head_size(model: Mapping[str, Any]) -> int:
-    heads = model.get("num_attention_heads") or 1
-    return int(model.get("head_dim") or (model.get("hidden_size") or 0) // heads)
-
-
-def _precision(config: RunConfig) -> str:
-    dtype = config.generation.refit.dtype
-    return config.policy.precision if dtype == "auto" else dtype
+    return int(model.get("head_dim") or (model.get("hidden_size") or 0) // (model.get("num_attention_heads") or 1))

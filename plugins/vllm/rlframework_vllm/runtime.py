@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -23,13 +23,8 @@ _VARIABLES = {
 _REASONS: Mapping[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
 
 
-class Progress(NamedTuple):
-    """New tokens of a request, with their log-probabilities; `reason`: why it finished, if it did."""
-
-    name: str
-    tokens: list[int]
-    logprobs: list[float]
-    reason: FinishReason | None
+Progress = tuple[str, list[int], list[float], FinishReason | None]
+"""The name of a request, its new tokens, their log-probabilities, and why it finished, if it did."""
 
 
 class Runtime:
@@ -88,7 +83,8 @@ class Runtime:
             outputs = self._engine.step()
         for output in outputs:
             (row,) = output.outputs
-            yield Progress(output.request_id, list(row.token_ids), row.logprobs.logprobs, _REASONS[row.finish_reason])
+            logprobs = row.logprobs.logprobs if row.logprobs else []
+            yield output.request_id, list(row.token_ids), logprobs, _REASONS[row.finish_reason]
 
     def abort(self, names: Collection[str]) -> None:
         """End requests without results."""

@@ -26,7 +26,7 @@ class StagedWeights(WeightSink):
     """Memory for the weights of an update. vLLM gets them all at once.
 
     vLLM keeps references to weights until it has all those of a layer, so buffers that are used in turn would give it
-    wrong ones. On a CPU, and for several GPUs, the memory is shared; on one GPU it is on that GPU, and freed at the end.
+    wrong ones. On a CPU, and for several GPUs, the memory is shared; on one GPU it is there, and freed at the end.
     """
 
     def __init__(self, info: WeightInfo, device: torch.device, load: Callable[[Source], Held]) -> None:
@@ -34,8 +34,7 @@ class StagedWeights(WeightSink):
         self._slots = {slot.name: slot for slot in assign_slots(info, info)}
         size = max((slot.offset + slot.size for slot in self._slots.values()), default=1)
         self._shared = SharedMemory(size) if device.type == "cpu" else None
-        on_gpu = self._shared is None
-        self._raw = torch.empty(size, dtype=torch.uint8, device=device) if on_gpu else self._shared.raw  # type: ignore[union-attr]
+        self._raw = self._shared.raw if self._shared else torch.empty(size, dtype=torch.uint8, device=device)
 
     def target(self, name: str) -> Tensor:
         """See `WeightSink.target`."""
@@ -47,9 +46,7 @@ class StagedWeights(WeightSink):
 
     def finish(self) -> Held:
         """See `WeightSink.finish`."""
-        return self._load(
-            Source(tuple(self._slots.values()), self._raw if self._shared is None else self._shared.handle)
-        )
+        return self._load(Source(tuple(self._slots.values()), self._shared.handle if self._shared else self._raw))
 
 
 def view(slot: Slot, raw: Tensor) -> Tensor:

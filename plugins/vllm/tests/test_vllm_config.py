@@ -90,8 +90,9 @@ def test_the_record_and_the_checks_import_neither_torch_nor_vllm():
 
 @pytest.mark.parametrize("key", OWNED)
 def test_a_key_that_the_plugin_decides_is_rejected_with_what_decides_it(key):
-    with pytest.raises(ValueError, match=f"{key} cannot be set here: "):
-        VllmKeys(**{key: "x"})
+    for given in ({key: "x"}, {"arguments": {key: "x"}}):
+        with pytest.raises(ValueError, match=f"{key} cannot be set here: "):
+            VllmKeys(**given)
     assert key not in VllmKeys.model_fields
 
 
@@ -103,7 +104,8 @@ def test_an_unknown_key_is_rejected_by_name():
 
 
 def test_only_given_keys_are_passed_on():
-    assert VllmKeys(max_model_len=64).given() == {
+    assert VllmKeys(max_model_len=64, arguments={"cpu_offload_gb": 2}).given() == {
+        "cpu_offload_gb": 2,
         "tensor_parallel_size": 1,
         "enable_prefix_caching": True,
         "max_model_len": 64,
@@ -117,16 +119,16 @@ def test_a_run_that_can_start_has_no_problems(problems):
 @pytest.mark.parametrize(
     ("key", "said", "given"),
     [
-        ("generation.workers", "process of its own", {"workers": {"group": "inline", "python": None}}),
+        ("generation.workers", "it needs one of its own", {"workers": {"group": "inline", "python": None}}),
         ("policy.model_name", "does not know the architecture BertModel", {"model": {"architectures": ["BertModel"]}}),
         ("policy.model_name", "attention heads have size 8", {"model": {"head_dim": 8}}),
-        ("generation.vllm.tensor_parallel_size", "3 does not divide", {"vllm": {"tensor_parallel_size": 3}}),
         (
             "generation.vllm.kv_cache_memory_bytes",
             "no room for one sequence",
             {"vllm": {"kv_cache_memory_bytes": 9999}},
         ),
         ("generation.vllm.block_size", "has no such argument", {"vllm": {"block_size": 16}}),
+        ("generation.vllm.numa_bind", "has no such argument", {"vllm": {"arguments": {"numa_bind": True}}}),
         ("generation.temperature", "takes 0 and 0.01 to 2", {"temperature": 2.5}),
         ("generation.workers.python", "does not answer", {"workers": {"python": "/nowhere/python"}}),
     ],
@@ -153,7 +155,7 @@ def test_an_environment_without_vllm_is_an_error_with_the_command_that_installs_
 def test_the_default_cache_has_room_for_a_sequence():
     assert checks.default_cache_bytes(LLAMA, "float32", None) == 1 << 30
     long = {**LLAMA, "max_position_embeddings": 1 << 22}
-    tokens = 2 * 2 * 2 * 32 * 4
-    assert checks.default_cache_bytes(long, "float32", None) == tokens * ((1 << 22) + 32)
+    of_a_token = 2 * 2 * 2 * 32 * 4
+    assert checks.default_cache_bytes(long, "float32", None) == of_a_token * ((1 << 22) + 32)
     assert checks.default_cache_bytes(long, "bfloat16", 64) == 1 << 30
     assert checks.default_cache_bytes({"model_type": "other"}, "float32", None) == 1 << 30

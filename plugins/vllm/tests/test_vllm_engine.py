@@ -269,6 +269,7 @@ def test_more_requests_than_rows_and_a_short_cache_change_nothing(engine):
     for request in requests(40)[::13]:
         alone = serve(engine, [request])[request.request_id]
         assert torch.equal(alone.token_ids, many[request.request_id].token_ids)
+        torch.testing.assert_close(alone.logprobs, many[request.request_id].logprobs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rlframework.observers.jsonl import seconds_of
 from rlframework.observers.report.runs import Run, Sample, facts_of, headlines, settings_of
 
 GROUPS = (
-    ("refit", "Refits of the generation engines", r"^(refit/|time/refit$)"),
+    ("refit", "Refits of the generation engines", r"^(refit/|time/refit$|refit_seconds$)"),
     ("speed", "Speed and memory", r"^(throughput|memory|time)/"),
     ("outcome", "Reward and accuracy", r"reward|accuracy|pass[@_]|score|return|win_rate|correct"),
     ("optimisation", "Optimisation", r"loss|grad|(^|/|_)lr$|learning_rate|skipped|non_finite|weight_norm"),
@@ -54,6 +54,7 @@ TITLES = {
     "samples": "Held-out samples", "reward_std": "Reward spread in a group", "refit/mb": "Weights sent, MiB",
     "refit/version": "Version of the weights", "refit/probe_error": "Error of the probes' log-probabilities",
     "refit/dropped_tokens": "Cached tokens dropped", "time/refit": "Seconds per refit",
+    "refit_seconds": "Seconds of the refit before a validation",
 }  # fmt: skip
 
 BREAKDOWNS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -129,6 +130,21 @@ def broken_model(change: Callable[[Any, Any], None]) -> Break:
                 change(self, module)
                 self.attach(module, report.version)
                 return report
+
+        return Broken
+
+    return break_it
+
+
+def broken_module(change: Callable[[Any], None]) -> Break:
+    """Break the attached module: a copy is used, on which `change(module)` was called."""
+
+    def break_it(part: Any) -> type:
+        class Broken(part):  # type: ignore[misc]
+            def attach(self, model: Any, version: int) -> None:
+                module = copy.deepcopy(model)
+                change(module)
+                super().attach(module, version)
 
         return Broken
 

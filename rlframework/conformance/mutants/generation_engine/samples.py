@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rlframework.conformance.mutants.generation_engine.base import (
-    Break,
-    broken_poll,
+    broken_module,
     broken_requests,
     broken_sampling,
     observed,
@@ -110,72 +108,45 @@ def _arrivals(engine: Any) -> int:
     return int(engine.arrivals)
 
 
-# -- the forward of an attached module ---------------------------------------------------------------------------------
+# -- padding, positions and dropout ------------------------------------------------------------------------------------
 
 
-def _broken_forward(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
-    """Break the forward: the keyword arguments of the module are updated with `change(kwargs)`."""
+@mutant("padding_attended_to", "Prompts are padded on the left, and attend to the padding.", _GREEDY, _BESIDE)
+def _padding_attended_to(part: Any) -> type:
+    class Broken(part):  # type: ignore[misc]
+        def submit(self, requests: Sequence[GenerationRequest]) -> None:
+            width = max(len(request.prompt_ids) for request in requests)
+            super().submit([replace(request, prompt_ids=_padded(request.prompt_ids, width)) for request in requests])
 
-    def poll(engine: Any, sound: Any, timeout: float | None) -> list[GenerationResult]:
-        handle = engine.given_module.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, **change(kwargs)}), with_kwargs=True
-        )
-        try:
-            results: list[GenerationResult] = sound(timeout)
-            return results
-        finally:
-            handle.remove()
-
-    return broken_poll(poll)
+    return Broken
 
 
-_padding_attended_to = mutant(
-    "padding_attended_to", "Tokens attend to the padding of shorter prompts.", _GREEDY, _BESIDE, needs=_EMBEDDED
-)(_broken_forward(lambda kwargs: {"attention_mask": None}))
+def _padded(prompt: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(prompt, (width - len(prompt), 0))
 
 
-def _positions_with_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
-    mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
-    if mask is None:
-        return {}
-    positions = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1], device=ids.device)
-    return {"position_ids": positions.expand(ids.shape)}
+@broken_module
+def _second_position_first(module: Any) -> None:
+    positions = module.transformer.wpe.weight
+    positions.data = positions.data.roll(-1, dims=0)
 
 
 _padding_has_positions = mutant(
     "padding_has_positions",
-    "The positions of a prompt start at its padding.",
+    "The positions of a prompt start after one of padding.",
     "test_positions_count_from_the_first_token_of_the_prompt",
     needs=_EMBEDDED,
-)(_broken_forward(_positions_with_padding))
+)(_second_position_first)
 
 
-@mutant(
+@broken_module
+def _without_evaluation(module: Any) -> None:
+    module.train = lambda mode=True: module
+
+
+_dropout_left_on = mutant(
     "dropout_left_on",
     "The module stays in training mode while generating.",
     "test_dropout_is_off_while_generating",
     needs=_EMBEDDED,
-)
-@broken_poll
-def _in_training_mode(engine: Any, sound: Any, timeout: float | None) -> list[GenerationResult]:
-    def keep_training(module: Any, args: Any) -> None:
-        module.train()
-
-    with _same_modes(engine.given_module):
-        handle = engine.given_module.register_forward_pre_hook(keep_training)
-        try:
-            results: list[GenerationResult] = sound(timeout)
-            return results
-        finally:
-            handle.remove()
-
-
-@contextmanager
-def _same_modes(module: Any) -> Iterator[None]:
-    """Restore the modes of the modules afterwards."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    try:
-        yield
-    finally:
-        for submodule, mode in modes:
-            submodule.training = mode
+)(_without_evaluation)

@@ -60,7 +60,8 @@ def _committed_on_arrival(part: Any) -> type:
 def _earlier_weights_meanwhile(part: Any) -> type:
     class Broken(part):  # type: ignore[misc]
         def begin_weight_update(self, version: int, specs: _Specs) -> None:
-            self.begun, self.held = (version, specs), {}
+            self.begun = version, specs
+            self.held: dict[str, Tensor] = {}
 
         def load_weights(self, weights: Any) -> None:
             for name, tensor in weights:
@@ -217,7 +218,8 @@ def _remembering(part: Any) -> Any:
     class Remembering(observed(part)):  # type: ignore[misc]
         def begin_weight_update(self, version: int, specs: _Specs) -> None:
             super().begin_weight_update(version, specs)
-            self.specs, self.arrived = specs, {}
+            self.specs = specs
+            self.arrived: dict[str, Tensor | None] = {}
 
         def load_weights(self, weights: Any) -> None:
             super().load_weights(self._noted(weights))

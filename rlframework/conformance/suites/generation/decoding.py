@@ -19,7 +19,7 @@ from rlframework.conformance.suites.generation.harness import (
 from rlframework.conformance.suites.plain_decoding import PlainDecoder
 from rlframework.files import replacing_directory
 from rlframework.huggingface.model_directories import quiet_transformers
-from rlframework.plugins.types import Capability
+from rlframework.plugins.types import Capability, GenerationEngineRecord
 
 
 class Decoding(Suite):
@@ -86,6 +86,7 @@ class Decoding(Suite):
             (result.logprobs - plain.logprobs([*prompt, *tokens_of(result)], len(prompt))[len(prompt) :]).abs()
             for prompt, result in zip(PROMPTS, results, strict=True)
         ]
+        assert isinstance(harness.record, GenerationEngineRecord)
         bound = harness.record.probe_bounds["bfloat16"]
         harness.scalar("mean log-probability with rounding", 1.0 + float(torch.cat(errors).mean()), 1.0, bound)
 
@@ -150,7 +151,7 @@ def _learned_positions(harness: GenerationHarness) -> Path:
 
     path = harness.models / "generation_learned_positions"
     if not path.exists():
-        sizes: dict[str, int] = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        sizes: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
         ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
         config = GPT2Config(vocab_size=len(harness.tokenizer), **sizes, **ends, initializer_range=0.3)
         with torch.random.fork_rng(devices=[]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +43,7 @@ class GenerationHarness(Harness):
     """Models are created once in `models`; the plain decoder has its own copy of the weights."""
 
     _decoders: dict[Path, PlainDecoder] = field(default_factory=dict)
+    _engines: ExitStack = field(default_factory=ExitStack)
 
     @property
     def embedded(self) -> bool:
@@ -97,15 +99,21 @@ class GenerationHarness(Harness):
     # -- engines -------------------------------------------------------------------------------------------------------
 
     def bare_engine(self, *, path: Path | None = None, precision: str = "float32", **settings: Any) -> Any:
-        """Build an engine without weights, as a worker builds it."""
+        """Build an engine without weights, as a worker builds it, and close the one before: a worker has one."""
         from rlframework.config.sections import GenerationConfig
 
         config_model: Any = self.record.config_model or GenerationConfig
         config = config_model(**{"name": self.record.name, **self.section, **settings})
         place = {"model_name": str(path or self.path()), "device": self.device, "precision": precision}
+        self._engines.close()
         engine = self.load_class()(config, self.tokenizer, **place)
-        self.resources.callback(engine.close)
+        self._engines.callback(engine.close)
         return engine
+
+    def close(self) -> None:
+        """Close the engine, and release the other resources of the test."""
+        self._engines.close()
+        super().close()
 
     def engine(self, *, path: Path | None = None, **settings: Any) -> Any:
         """Build an engine with the weights at `path`, of version 1."""

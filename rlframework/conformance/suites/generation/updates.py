@@ -142,7 +142,8 @@ class Updates(Suite):
         """
         engine, base = harness.bare_engine(), harness.weights()
         for version in (1, 2):
-            generator, adapters, merged = torch.Generator().manual_seed(version), {}, dict(base)
+            generator, merged = torch.Generator().manual_seed(version), dict(base)
+            adapters: dict[str, Tensor] = {}
             for layer in _ADAPTED:
                 rows, columns = base[f"{layer}.weight"].shape
                 a, b = torch.randn(2, columns, generator=generator), torch.randn(rows, 2, generator=generator) / 4

@@ -20,6 +20,9 @@ from rlframework.plugins.types import Capability
 CACHED = ([7, 2, 13] * 12, [*[7, 2, 13] * 12, 5], [3, 9, 4, 12] * 17)
 """Prompts with a long common prefix, which caches hold; longer than one and two blocks of 32 tokens."""
 
+_MANY = 12
+"""Tokens of completions for which an engine may prepare copies of weights, which an update must renew."""
+
 
 class Weights(Suite):
     """`attach`, weight updates, and the memory of weights and caches."""
@@ -30,10 +33,11 @@ class Weights(Suite):
         module = harness.module()
         engine = harness.bare_engine()
         engine.attach(module, 1)
-        samples_with(harness, "the attached weights", engine, harness.plain())
+        samples_with(harness, "the attached weights", engine, harness.plain(), max_new_tokens=_MANY)
         _copy_into(module, harness.module(harness.path(1)))
         engine.attach(module, 2)
-        samples_with(harness, "weights changed in place", engine, harness.plain(harness.path(1)))
+        changed = harness.plain(harness.path(1))
+        samples_with(harness, "weights changed in place", engine, changed, max_new_tokens=_MANY)
 
     @holds(6, Capability.EMBEDDED_GENERATION)
     def test_weights_given_last_count_however_they_came(self, harness: GenerationHarness) -> None:
@@ -57,7 +61,7 @@ class Weights(Suite):
             path = harness.path(seed)
             report = harness.update(engine, harness.weights(path), version)
             harness.equal("version of the report", report.version, version)
-            samples_with(harness, f"update {version}", engine, harness.plain(path))
+            samples_with(harness, f"update {version}", engine, harness.plain(path), max_new_tokens=_MANY)
 
     @holds(6)
     def test_every_tensor_of_an_update_arrives(self, harness: GenerationHarness) -> None:
@@ -105,7 +109,8 @@ class Weights(Suite):
             path = harness.path(seed)
             harness.give(engine, path, version)
             for what in ("first", "again"):  # the second time from the cache
-                samples_with(harness, f"version {version}, {what}", engine, harness.plain(path), CACHED, session=True)
+                options = {"session": True, "max_new_tokens": _MANY}
+                samples_with(harness, f"version {version}, {what}", engine, harness.plain(path), CACHED, **options)
 
     @holds(4, Capability.EMBEDDED_GENERATION)
     def test_generating_leaves_the_module_as_it_was(self, harness: GenerationHarness) -> None:

@@ -1,0 +1,88 @@
+"""Keys and values of prompts and of rows, in memory that grows with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MIN_GROWTH = 32
+"""Positions that the memory grows by at least; a long one grows by a quarter."""
+
+
+class Slots:
+    """Keys and values by layer and slot: `[slots, heads, positions, D]`, of which a slot may use fewer positions."""
+
+    def __init__(self) -> None:
+        self._layers: list[list[Tensor]] = []
+
+    def put(self, layer: int, first: int, states: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write keys and values `[heads, m, D]` at the beginning of the slots from `first` on."""
+        longest = max(keys.shape[1] for keys, _ in states)
+        buffers = self._reserved(layer, first + len(states), longest, states[0])
+        for slot, pair in enumerate(states, first):
+            for buffer, state in zip(buffers, pair, strict=True):
+                buffer[slot, :, : state.shape[1]] = state
+
+    def append(self, layer: int, lengths: Tensor, *states: Tensor) -> None:
+        """Write `states [n, heads, D]` of the first `n` slots after `lengths [n]` positions."""
+        rows = torch.arange(len(lengths))
+        whole = [state.unsqueeze(2) for state in states]
+        buffers = self._reserved(layer, len(lengths), int(lengths.max()) + 1, whole)
+        for buffer, state in zip(buffers, states, strict=True):
+            buffer[rows, :, lengths] = state
+
+    def get(self, layer: int, slots: int, positions: int) -> tuple[Tensor, Tensor]:
+        """Return the first `slots`, up to `positions`."""
+        keys, values = self._layers[layer]
+        return keys[:slots, :, :positions], values[:slots, :, :positions]
+
+    def slot(self, slot: int, positions: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the first `positions` of a slot, keys and values `[heads, positions, D]`, for each layer."""
+        return [(keys[slot, :, :positions], values[slot, :, :positions]) for keys, values in self._layers]
+
+    def keep(self, kept: Tensor, positions: int) -> None:
+        """Continue with the slots `kept [m]`, each of which has up to `positions`, or was not written to yet."""
+        written = self._layers[0][0].shape[0] if self._layers else 0
+        moved = ((kept != torch.arange(len(kept))) & (kept < written)).nonzero()[:, 0]
+        if not len(moved):
+            return
+        sources = kept[moved]
+        for buffer in (buffer for layer in self._layers for buffer in layer):
+            buffer[moved, :, :positions] = buffer[sources, :, :positions]
+
+    def _reserved(self, layer: int, slots: int, positions: int, states: Sequence[Tensor]) -> list[Tensor]:
+        """Return the memory of a layer, with room for `slots` of `positions`; `states [..., heads, m, D]`."""
+        if layer == len(self._layers):
+            self._layers.append([state.new_empty(0, state.shape[-3], 0, state.shape[-1]) for state in states])
+        buffers = self._layers[layer]
+        have, room = buffers[0].shape[0], buffers[0].shape[2]
+        if slots > have or positions > room:
+            if slots > have:
+                have = max(slots, have + have // 4)
+            if positions > room:
+                room = positions + max(_MIN_GROWTH, positions // 4)
+            buffers[:] = [_enlarged(buffer, have, room) for buffer in buffers]
+        return buffers
+
+
+class KeyValues:
+    """Those of `prompts`, and those of `rows` after their prompts."""
+
+    def __init__(self) -> None:
+        self.prompts, self.rows = Slots(), Slots()
+
+    def row(self, slot: int, given: int, row: int, own: int) -> list[tuple[Tensor, Tensor]]:
+        """Return copies of `given` positions of a prompt and `own` of a row, `[heads, given + own, D]`, by layer."""
+        if not own:  # perhaps no row was written to yet
+            return [(keys.clone(), values.clone()) for keys, values in self.prompts.slot(slot, given)]
+        parts = zip(self.prompts.slot(slot, given), self.rows.slot(row, own), strict=True)
+        return [(torch.cat((early[0], late[0]), 1), torch.cat((early[1], late[1]), 1)) for early, late in parts]
+
+
+def _enlarged(buffer: Tensor, slots: int, positions: int) -> Tensor:
+    """A copy of `buffer` at the beginning of `[slots, heads, positions, D]`; the rest is zero."""
+    larger = buffer.new_zeros(slots, buffer.shape[1], positions, buffer.shape[3])
+    larger[: buffer.shape[0], :, : buffer.shape[2]] = buffer
+    return larger

@@ -1,0 +1,75 @@
+"""Linear layers of a model on a CPU with their weights in the order in which oneDNN multiplies them.
+
+The small products of decoding take half the time or less: 32 rows by 576 x 1536 in fp32 0.40 ms instead of 0.82. The
+copies take the memory of the linear layers' weights once more, and the time of one to two decoding steps to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedLinears:
+    """The packed weights of one model at a time. The model's own are not changed, and do not see later changes."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
+
+    @contextmanager
+    def used(self, model: nn.Module, *, pack: bool) -> Iterator[None]:
+        """Compute the linear layers of `model` with packed weights, if they are packed, or if `pack` makes it so."""
+        if self._model is not model:
+            self.drop()
+            if pack:
+                self._pack(model)
+        for module, forward in self._forwards.items():
+            vars(module)["forward"] = forward
+        try:
+            yield
+        finally:
+            for module in self._forwards:
+                del vars(module)["forward"]
+
+    def drop(self) -> int:
+        """Free the packed weights, because they are not needed or have changed; return their bytes."""
+        freed = sum(module.weight.nbytes for module in self._forwards)
+        self._model, self._forwards = None, {}
+        return freed
+
+    @torch.no_grad()
+    def _pack(self, model: nn.Module) -> None:
+        self._model = model
+        packed: dict[int, Tensor] = {}
+        for module in model.modules():
+            if not _packable(module):
+                continue
+            weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+            if weight.data_ptr() not in packed:
+                packed[weight.data_ptr()] = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            self._forwards[module] = _forward(packed[weight.data_ptr()], bias)
+
+
+def _forward(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+        return product
+
+    return forward
+
+
+def _packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return True for a plain linear layer, with its own forward and weights that oneDNN multiplies here."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or not torch.backends.mkldnn.is_available():
+        return False
+    weight = module.weight
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.device.type != "cpu":
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 and weight.numel() > 0

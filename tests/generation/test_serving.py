@@ -1,0 +1,245 @@
+"""Requests that come and go while others are decoded: rows, prefixes, weights, and what is computed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from causal_kinds import KINDS, tiny_model
+from torch import Tensor
+
+from rlframework.errors import EngineNotReady, RequestError
+from rlframework.generation.transformers_engine import TransformersEngine
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan
+
+SAMPLED, GREEDY = SamplingParams(), SamplingParams(0.0)
+PROMPTS = [[3, 9, 4], [7, 2, 13, 5, 5], [6], [3, 9, 4], [8, 8, 2, 11, 3, 4, 10]]
+
+
+def request(
+    name: str, prompt: list[int], new: int = 8, seed: int = 0, sampling: SamplingParams = SAMPLED, **given: Any
+) -> GenerationRequest:
+    return GenerationRequest(name, torch.tensor(prompt), seed, new, sampling, **given)
+
+
+def finish(engine: TransformersEngine) -> dict[str, GenerationResult]:
+    results: dict[str, GenerationResult] = {}
+    while polled := engine.poll(None):
+        results |= {result.request_id: result for result in polled}
+    return results
+
+
+def alone(engine: TransformersEngine, asked: GenerationRequest) -> GenerationResult:
+    engine.submit([asked])
+    return finish(engine)[asked.request_id]
+
+
+def same(one: GenerationResult, other: GenerationResult) -> None:
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def scored(model: Any, asked: GenerationRequest, result: GenerationResult) -> Tensor:
+    ids = torch.cat((asked.prompt_ids, result.token_ids))
+    logprobs = model(ids[None]).logits[0].log_softmax(-1)[len(asked.prompt_ids) - 1 : -1]
+    return logprobs.gather(1, result.token_ids[:, None])[:, 0]
+
+
+@pytest.fixture
+def forwards(tiny: Any) -> Iterator[list[int]]:
+    """The number of tokens of each forward."""
+    found: list[int] = []
+    handle = tiny.model.register_forward_pre_hook(
+        lambda module, args, kwargs: found.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    yield found
+    handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "bloom", "bart", "rwkv"])
+def test_rows_that_arrive_at_any_time_are_those_of_rows_alone(kind: str, tiny: Any) -> None:
+    """Requests arrive after each poll, in other orders; kinds that are packed, padded, of equal length, and whole."""
+    model = tiny_model(KINDS[kind])
+    engine = tiny.engine(model=model, batch_size=3).engine
+    asked = [
+        request(str(row), prompt, 3 + 2 * row, row, (GREEDY, SAMPLED)[row % 2]) for row, prompt in enumerate(PROMPTS)
+    ]
+    expected = {each.request_id: alone(engine, each) for each in asked}
+    found: dict[str, GenerationResult] = {}
+    for each in reversed(asked):
+        engine.submit([each])
+        found |= {result.request_id: result for result in engine.poll(0.0)}
+    found |= finish(engine)
+    for name, result in found.items():
+        same(result, expected[name])
+        assert result.finish_reason == "length"
+    assert len(found) == len(asked)
+    for each in asked:
+        if each.sampling is SAMPLED:
+            torch.testing.assert_close(found[each.request_id].logprobs, scored(model, each, found[each.request_id]))
+
+
+def test_a_finished_row_makes_room_at_once(tiny: Any, forwards: list[int]) -> None:
+    """Two rows at a time: three short ones pass by one long one, in no more steps than that has."""
+    engine = tiny.engine(batch_size=2).engine
+    engine.submit([request("long", [3], 30), *(request(f"short {row}", [4 + row, 2], 10) for row in range(3))])
+    order = []
+    while polled := engine.poll(None):
+        order += [result.request_id for result in polled]
+    assert set(order[:2]) < {"short 0", "short 1", "short 2"}
+    steps = [tokens for tokens in forwards if tokens <= 2]
+    assert len(steps) <= 30 + 3
+    assert max(forwards) <= 4
+
+
+def test_a_poll_returns_after_its_timeout_with_a_token_more(tiny: Any) -> None:
+    engine = tiny.engine().engine
+    engine.submit([request("a", [3, 4], 5)])
+    polls = 0
+    while not (results := engine.poll(0.0)):
+        polls += 1
+    assert polls == 4
+    assert results[0].spans == (WeightSpan(0, 5, 0),)
+    assert engine.poll(None) == []
+
+
+def test_an_equal_prompt_is_computed_once_also_later(tiny: Any, forwards: list[int]) -> None:
+    engine, prompt = tiny.engine().engine, [3, 9, 4, 7, 7, 2]
+    engine.submit([request("a", prompt, 6, 1), request("b", prompt, 6, 2)])
+    engine.poll(0.0)
+    engine.submit([request("c", prompt, 6, 3)])
+    found = finish(engine)
+    assert [tokens for tokens in forwards if tokens >= len(prompt)] == [len(prompt)]
+    for seed, name in enumerate("abc", 1):
+        same(found[name], alone(tiny.engine().engine, request(name, prompt, 6, seed)))
+
+
+def test_the_next_turn_of_a_session_computes_its_new_tokens(tiny: Any, forwards: list[int]) -> None:
+    engine, prompt = tiny.engine(session_cache_tokens=30).engine, list(range(2, 12))
+    first = alone(engine, request("1", prompt, 4, session_id="s"))
+    turn = [*prompt, *first.token_ids.tolist(), 5, 6]
+    other = [*prompt, 13, 13]
+    for name, ids, known in (("2", turn, len(turn) - 3), ("3", other, len(prompt)), ("4", [9, 9], 0)):
+        forwards.clear()
+        result = alone(engine, request(name, ids, 4, session_id="s"))
+        assert forwards[0] == len(ids) - known
+        same(result, alone(tiny.engine().engine, request(name, ids, 4)))
+    alone(engine, request("5", [7] * 29, 4, session_id="larger than the cache"))
+    assert engine.release() > 0 or not engine._sessions.tokens
+    engine.attach(tiny.model, 1)
+    forwards.clear()
+    alone(engine, request("6", turn, 1, session_id="s"))
+    assert forwards[0] == len(turn), "nothing computed with earlier weights may be used"
+
+
+def test_aborted_requests_return_what_they_have(tiny: Any) -> None:
+    engine = tiny.engine(batch_size=2).engine
+    engine.submit([request(name, [3 + row], 9, row) for row, name in enumerate("abc")])
+    engine.poll(0.0)
+    engine.poll(0.0)
+    engine.abort(["a", "c", "unknown"])
+    found = finish(engine)
+    assert [found[name].finish_reason for name in "abc"] == ["aborted", "length", "aborted"]
+    assert [len(found[name].token_ids) for name in "abc"] == [2, 9, 0]
+    assert found["a"].spans == (WeightSpan(0, 2, 0),)
+    assert found["c"].spans == ()
+    same(found["b"], alone(tiny.engine().engine, request("b", [4], 9, 1)))
+
+
+def test_nothing_is_served_while_paused(tiny: Any) -> None:
+    engine = tiny.engine().engine
+    engine.submit([request("a", [3], 4), request("b", [4], 4)])
+    engine.poll(0.0)
+    engine.pause()
+    assert engine.poll(None) == []
+    engine.pause("abort")
+    assert {result.finish_reason for result in engine.poll(None)} == {"aborted"}
+    engine.resume()
+    same(alone(engine, request("a", [3], 4)), alone(tiny.engine().engine, request("a", [3], 4)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+def test_weights_change_between_tokens(tiny: Any, cache: str, kind: str) -> None:
+    model, other = tiny_model(KINDS[kind]), tiny_model(KINDS[kind])
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    engine = tiny.engine(model=model, cache_after_update=cache).engine
+    asked = request("a", [3, 9, 4], 10)
+    engine.submit([asked])
+    for _ in range(4):
+        engine.poll(0.0)
+    engine.pause()
+    engine.attach(other, 7)
+    engine.resume()
+    result = finish(engine)["a"]
+    assert result.spans == (WeightSpan(0, 4, 0), WeightSpan(4, 10, 7))
+    torch.testing.assert_close(result.logprobs[:4], scored(model, asked, result)[:4], atol=1e-5, rtol=1e-5)
+    new = torch.allclose(result.logprobs[4:], scored(other, asked, result)[4:], atol=1e-5, rtol=1e-5)
+    assert new == (cache == "recompute")
+    rest = request("b", [3, 9, 4], 10)
+    same(alone(engine, rest), alone(tiny.engine(model=other).engine, rest))
+
+
+def test_weights_that_are_updated_in_place_are_those_that_are_used(tiny: Any) -> None:
+    """The packed copy of a linear layer's weight is made again."""
+    model = tiny_model(KINDS["llama"])
+    engine = tiny.engine(model=model).engine
+    asked = request("a", [3, 9, 4], 10)
+    alone(engine, asked)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    engine.attach(model, 1)
+    result = alone(engine, asked)
+    torch.testing.assert_close(result.logprobs, scored(model, asked, result), atol=1e-5, rtol=1e-5)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert engine.release() >= sum(layer.weight.nbytes for layer in model.modules() if type(layer) is torch.nn.Linear)
+
+
+def test_a_long_row_with_a_window_sees_only_that(tiny: Any) -> None:
+    """Prompts longer and shorter than the window, and rows that leave it behind."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 15}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=6, initializer_range=0.4)).eval()
+    engine = tiny.engine(model=model).engine
+    asked = [request(str(row), prompt, 14, row) for row, prompt in enumerate([*PROMPTS, list(range(2, 13))])]
+    engine.submit(asked[:3])
+    found = {result.request_id: result for _ in range(4) for result in engine.poll(0.0)}
+    engine.submit(asked[3:])
+    found |= finish(engine)
+    for each in asked:
+        result = found[each.request_id]
+        torch.testing.assert_close(result.logprobs, scored(model, each, result), atol=1e-5, rtol=1e-5)
+
+
+def test_requests_that_cannot_be_served(tiny: Any) -> None:
+    engine = tiny.engine().engine
+    engine.submit([request("a", [3])])
+    for bad, message in (
+        (request("a", [3]), "request 'a' was submitted before"),
+        (request("b", [3, 15]), "prompt of request 'b' has token 15; the model's tokens are 0 to 14"),
+        (request("b", [3], sampling=SamplingParams(-1.0)), "request 'b' has temperature=-1.0; it must be 0 or more"),
+        (request("b", [3], sampling=SamplingParams(top_k=0)), "request 'b' has top_k=0"),
+        (request("b", [3], media={"pixel_values": 1}), "request 'b' has media"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.submit([request("good", [3]), bad])
+    assert set(finish(engine)) == {"a"}
+
+
+def test_it_waits_for_weights(tiny: Any) -> None:
+    engine = tiny.engine(attach=False).engine
+    assert engine.poll(None) == []
+    engine.submit([request("a", [3])])
+    with pytest.raises(EngineNotReady, match="no weights yet"):
+        engine.poll(0.0)
+    engine.attach(tiny.model, 3)
+    assert finish(engine)["a"].spans[0].version == 3
