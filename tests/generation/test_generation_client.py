@@ -244,6 +244,8 @@ def test_random_cancellations_failures_and_losses(seed: int) -> None:
     engines = [Engine(lanes=draw.randint(1, 2), polls=draw.randint(1, 4), limit=3) for _ in range(3)]
     client = GenerationClient(engines, limit=3)
 
+    errors = {"killed", "broken"}
+
     async def disturb() -> None:
         for _ in range(6):
             await asyncio.sleep(0.003)
@@ -272,7 +274,13 @@ def test_random_cancellations_failures_and_losses(seed: int) -> None:
 
     async def test() -> None:
         outcomes, _ = await asyncio.gather(asyncio.gather(*map(one, range(150))), disturb())
-        assert outcomes.count("done") > 50
+        assert set(outcomes) <= {
+            "done",
+            "cancelled",
+            *errors,
+            *(f"all generation engines are lost: {e}" for e in errors),
+        }
+        assert "done" in outcomes
 
     begun = time.monotonic()
     run(test)
