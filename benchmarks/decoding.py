@@ -33,15 +33,15 @@ CHECKED_ROWS = 3
 # -- a side: a process that serves works, one a line -------------------------------------------------------------------
 
 
-def requests_of(work: str, tokens: int, seed: int) -> list[Any]:
-    """Return the requests of a work; equal seeds give equal ones."""
+def requests_of(work: str, tokens: int, seed: int, vocabulary: int) -> list[Any]:
+    """Return the requests of a work, with tokens of a `vocabulary`; equal seeds give equal ones."""
     import torch
 
     from rlframework.interfaces.generation import GenerationRequest
 
     rng = random.Random(seed)
     sizes = {"equal": [32] * 32, "groups": [96] * 4, "uneven": [rng.randint(8, 64) for _ in range(96)]}[work]
-    prompts = [torch.tensor([rng.randrange(100, 40_000) for _ in range(size)]) for size in sizes]
+    prompts = [torch.tensor([rng.randrange(vocabulary) for _ in range(size)]) for size in sizes]
     prompts = [prompt for prompt in prompts for _ in range(8 if work == "groups" else 1)]
     budgets = [rng.randint(1, tokens) if work == "uneven" else tokens for _ in prompts]
     return [
@@ -69,7 +69,7 @@ def serve(model_path: str, precision: str, tokens: int) -> None:
     print(flush=True)
     for version, line in enumerate(sys.stdin):
         work, seed = json.loads(line)
-        requests = requests_of(work, tokens, seed)
+        requests = requests_of(work, tokens, seed, model.config.vocab_size)
         engine.attach(model, version)
         started = time.process_time()
         engine.submit(requests)

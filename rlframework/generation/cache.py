@@ -64,10 +64,7 @@ class PreallocatedLayer(DynamicLayer):
         Allocates `longest` further positions, if the capacity is known.
         """
         self._capacity = max(self._capacity, length + longest) if self._capacity else 0
-        self.keys, self.values = (
-            torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts])
-            for parts in ((self.keys, other.keys), (self.values, other.values))
-        )
+        self.keys, self.values = _joined(self.keys, other.keys, length), _joined(self.values, other.values, length)
 
     def _own_buffers(self) -> tuple[Tensor, Tensor] | None:
         """The tensors that `keys` and `values` are views of; None if there are none, or these were replaced."""
@@ -78,6 +75,13 @@ class PreallocatedLayer(DynamicLayer):
         self.keys, self.values = (buffer[..., :length, :] for buffer in buffers)
         self._keys_view = self.keys
         return self.keys, self.values
+
+
+def _joined(upper: Tensor | None, lower: Tensor | None, length: int) -> Tensor:
+    """Stack rows `[n, heads, S, D]` of two lengths, with zeros before those that are shorter than `length`."""
+    assert upper is not None
+    assert lower is not None
+    return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (upper, lower)])
 
 
 def _enlarged(states: Tensor, positions: int) -> Tensor:

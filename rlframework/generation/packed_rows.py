@@ -45,6 +45,7 @@ class PackedRows(RowForward):
         """See `RowForward.start`."""
         register()
         self._kept = KeyValues()
+        self._plan: _SharedPrompts | None = None
         self._prompts: list[_Prompt] = []
         self._slots = torch.empty(0, dtype=torch.int64)  # of each row, its prompt
         self._lengths = torch.empty(0, dtype=torch.int64)  # of each row, its tokens after the prompt
@@ -69,9 +70,9 @@ class PackedRows(RowForward):
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See `RowForward.advance`."""
-        self._plan = self._plan or _SharedPrompts([prompt.length for prompt in self._prompts], self._slots)
-        positions = self._plan.lengths[self._slots] + self._lengths
-        layout = _NewTokens(self._kept, self._plan, self._lengths, positions)
+        plan = self._plan = self._plan or _SharedPrompts([prompt.length for prompt in self._prompts], self._slots)
+        positions = plan.lengths[self._slots] + self._lengths
+        layout = _NewTokens(self._kept, plan, self._lengths, positions)
         logits = self._packed(tokens, positions, layout)
         self._lengths = self._lengths + 1
         return logits
@@ -173,7 +174,8 @@ class _SharedPrompts:
         if not self.trivial:
             spread = rows.new_zeros(self.count * self.most, *rows.shape[1:])
             rows = spread.index_copy_(0, self.places, rows)
-        return rows.unflatten(0, (self.count, self.most))
+        arranged: Tensor = rows.unflatten(0, (self.count, self.most))
+        return arranged
 
     def scattered(self, gathered: Tensor) -> Tensor:
         """Invert `gathered`."""
