@@ -61,7 +61,8 @@ def is_secret_name(name: str) -> bool:
 
 def is_secret(name: str, value: str) -> bool:
     """Whether the variable `name` holds a secret, by its name or because its value has one in a known format."""
-    return is_secret_name(name) or _hide_formats(value) != value
+    # shells keep the current directory in PWD
+    return (is_secret_name(name) and name != "PWD") or _hide_formats(value) != value
 
 
 def hide_in_text(text: str, also: Iterable[str] = ()) -> str:

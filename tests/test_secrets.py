@@ -118,6 +118,12 @@ def test_a_secret_is_hidden_wherever_its_value_stands_and_in_every_form(monkeypa
     assert hide_secrets(values) == {"path": "https://***@host/x", "b": ["***"], "secret": "***", "c": "=***"}
 
 
+def test_the_current_directory_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/home/me/project")
+    monkeypatch.setenv("DB_PWD", "/hunter2/three")
+    assert hide_in_text("in /home/me/project, with /hunter2/three") == "in /home/me/project, with ***"
+
+
 def test_values_are_hidden_at_any_depth_and_the_original_is_unchanged() -> None:
     values = {"a": {"api_key": "k", "lr": 0.1}, "b": [{"password": 5}, "x"], "c": {"secret": {"inner": 1}}, "d": None}
     assert hide_secrets(values) == {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -165,7 +166,7 @@ def _place(function: Callable[..., Any]) -> str:
 def _import_error(path: str, module: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
         return (
-            f"{path!r}: there is no module {error.name!r} in the current directory ({sys.path[-1]}) or among the "
+            f"{path!r}: there is no module {error.name!r} in the current directory ({os.getcwd()}) or among the "
             "installed packages"
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

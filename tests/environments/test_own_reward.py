@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -368,6 +369,12 @@ def test_paths_that_do_not_work_are_rejected(folder: Path, source: str, path: st
         DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward=path), seed=0)
     assert str(error.value).startswith("environment.reward: ")
     sys.modules.pop("own", None)
+
+
+def test_a_missing_module_is_reported_with_the_current_directory(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path, "/elsewhere"])
+    with pytest.raises(ConfigError, match=re.escape(f"in the current directory ({Path.cwd()}) or among")):
+        DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward="no_such_module_here:score"), seed=0)
 
 
 PROGRAM = """

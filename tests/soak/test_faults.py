@@ -212,4 +212,4 @@ def test_a_program_that_ends_while_the_fork_server_imports(soak, chain, number):
         signal.SIGINT: (130, "interrupted\n"),
     }[number]
     assert (program.wait(), program.output) == (code, told)
-    assert not program.left(GONE_IN["processes"])
+    assert not program.left(30.0)  # a server whose program was killed sees that once its imports are done
