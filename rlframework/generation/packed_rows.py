@@ -227,7 +227,7 @@ class _NewTokens(RowLayout):
         return self._masks[key]
 
     def _own_mask(self, window: int | None) -> Tensor | None:
-        """What each row sees of the tokens after its prompt, `[n, 1, 1, L]` bool; None: all."""
+        """Mask of the tokens after its prompt that each row attends to, `[n, 1, 1, L]` bool; None: all."""
         if self._equal and window is None:
             return None
         columns, lengths = torch.arange(self._longest), self._lengths[:, None]
@@ -237,7 +237,7 @@ class _NewTokens(RowLayout):
         return visible[:, None, None]
 
     def _prompt_mask(self, window: int | None, shared: int) -> Tensor | None:
-        """What rows see of their prompts, `[d, 1, 1, P]` bool, or `[d, 1, m * shared, P]` with a window; None: all."""
+        """Mask of the prompt tokens that rows attend to, `[d, 1, 1, P]` bool (`[d, 1, m * shared, P]` with a window)."""
         plan, columns = self._plan, torch.arange(self._plan.longest)
         if window is None:
             return None if plan.equal else (columns < plan.lengths[:, None])[:, None, None]
