@@ -171,7 +171,7 @@ class ProbeAnswers:
 
     @property
     def rows(self) -> Rows:
-        """What the trainer scores: each prompt with each token that an engine sampled, once."""
+        """The rows that the trainer scores: each prompt with each token that an engine sampled, once."""
         rows = [torch.cat((self.requests[probe].prompt_ids, torch.tensor([token]))) for probe, token in self._columns()]
         lengths = torch.tensor([len(row) for row in rows])
         token_mask = torch.arange(int(lengths.max())) == lengths[:, None] - 1
