@@ -122,7 +122,7 @@ class GenerationResult(_SentBetweenProcesses):
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What an engine says about its weights after an update.
+    """An engine's statement of the weights that it holds after an update.
 
     `checksums`: of each weight that it holds under the name and in the bytes in which it was sent, as in
     `rlframework.weight_sync.buffers.checksum`; weights that it fused, sharded or repacked are left out.

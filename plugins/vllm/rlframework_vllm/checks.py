@@ -1,4 +1,4 @@
-"""What can be known to fail before vLLM starts. Imports neither torch nor vLLM."""
+"""Checks that find errors before vLLM starts. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
