@@ -6,7 +6,7 @@
 Work, with one thread and random prompts: `equal`, 32 prompts of 32 tokens; `groups`, 4 prompts of 96 tokens x 8;
 `uneven`, 96 prompts of 8 to 64 tokens, 32 decoded at a time, whose rows end anywhere up to the maximum. Temperature 1.
 
-A process for each side; interleaved rounds, CPU time of the process, which includes packing the weights (vLLM packs them
+A process for each side; interleaved rounds, CPU time of the process, which includes packing the weights (vLLM does that
 before, once); below 1 this checkout is faster. First, each side's log-probabilities of some rows are compared
 with those of a forward of the whole row: the largest difference is printed, and in fp32 must be at most 1e-4.
 """
