@@ -216,7 +216,7 @@ def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
 
 
 def generation_engine(context: Context, config: RunConfig) -> Iterator[Finding]:
-    """What the generation engine says about itself and its environment."""
+    """The generation engine's description of itself and its environment."""
     record = context.manager.select("generation_engine", config.generation.name).record
     describe = getattr(record, "describe", None)
     if describe is not None:

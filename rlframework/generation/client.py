@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from itertools import accumulate
 
-from rlframework.errors import DeadlineExceeded, WorkerLost
+from rlframework.errors import DeadlineExceeded, RLFrameworkError, WorkerLost
 from rlframework.generation.engine_handle import EngineHandle
 from rlframework.generation.scheduler import Outcome, Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.weight_sync.receiver import listed
 
 
 class GenerationClient:
@@ -27,7 +28,8 @@ class GenerationClient:
     ) -> None:
         """`limit`: requests that an engine has at a time; more wait in the client.
 
-        `require_ready()` is called for each request, and raises if the engines have no weights to serve it with.
+        `require_ready()` is called for each request and before each exchange, and raises if the engines have no weights
+        to serve requests with.
         """
         self._require_ready = require_ready
         self.engines = list(engines)
@@ -39,7 +41,6 @@ class GenerationClient:
         self._answers: dict[str, asyncio.Future[GenerationResult]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._exchanges: dict[int, Future[list[Incoming]]] = {}
-        self._pauses = 0
 
     async def generate(
         self, request: GenerationRequest, *, timeout: float | None = None, lane: int | None = None
@@ -70,50 +71,59 @@ class GenerationClient:
                 answer.exception()  # counts as seen, also where this task was cancelled meanwhile
             del self._answers[request_id]
 
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Context without exchanges, in which the engines may be called; requests wait meanwhile."""
-        self._pauses += 1
-        try:
-            await asyncio.gather(*self._tasks.values())
-            yield
-        finally:
-            self._pauses -= 1
-            self._drive()
+    async def drain(self) -> None:
+        """Wait until the engines have no requests; they may still have some whose task was cancelled.
+
+        Raises `RLFrameworkError` if a request is awaited.
+        """
+        if self._answers:
+            raise RLFrameworkError(
+                f"{len(self._answers)} generation requests are in progress ({listed(self._answers)}); await or cancel "
+                "them before the engines are given other weights"
+            )
+        self._drive()
+        while driven := [task for index, task in self._tasks.items() if self._driven(index)]:
+            await asyncio.wait(driven)
 
     def replaced(self, index: int, engine: EngineHandle) -> None:
         """Use `engine` instead of the lost one of this index."""
-        self.engines[index] = engine
+        lost, self.engines[index] = self.engines[index], engine
         self._exchanges.pop(index, None)
-        self._scheduler.replaced(self._lanes[index])
+        self._answer(self._scheduler.replaced(self._lanes[index], WorkerLost(f"{lost.name} was lost")))
 
     # -- engines -------------------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
         """Start a task for each engine with requests."""
         for index, lanes in enumerate(self._lanes):
-            task = self._tasks.get(index)
-            if (task is None or task.done()) and not self._pauses and any(map(self._scheduler.busy, lanes)):
+            if any(map(self._scheduler.busy, lanes)) and not self._driven(index):
                 self._tasks[index] = asyncio.get_running_loop().create_task(self._exchange_while_busy(index))
 
+    def _driven(self, index: int) -> bool:
+        """Whether an engine has a task. One of an event loop that was closed never ends, so it does not count."""
+        task = self._tasks.get(index)
+        return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
+
     async def _exchange_while_busy(self, index: int) -> None:
-        while not self._pauses and any(map(self._scheduler.busy, self._lanes[index])):
+        while any(map(self._scheduler.busy, self._lanes[index])):
             self._settle(await self._exchange(index))
 
     async def _exchange(self, index: int) -> Iterable[Outcome]:
         """Exchange once with an engine. An exchange that a cancelled task has left is completed first."""
-        engine, lanes = self.engines[index], self._lanes[index]
+        engine, lanes, outcomes = self.engines[index], self._lanes[index], list[Outcome]()
         try:
             if index not in self._exchanges:
                 outgoing = [self._scheduler.outgoing(lane) for lane in lanes]
+                self._require_ready()  # a refit may have failed since the requests were accepted
                 self._exchanges[index] = engine.exchange(outgoing, engine.interval)
             answers = await _result(self._exchanges[index])
             del self._exchanges[index]
-            received = [self._scheduler.received(lane, of) for lane, of in zip(lanes, answers, strict=True)]
-            return [outcome for outcomes in received for outcome in outcomes]
+            for lane, incoming in zip(lanes, answers, strict=True):
+                outcomes += self._scheduler.received(lane, incoming)
         except Exception as error:  # noqa: BLE001 - raised by `generate` of the requests that it concerns
             self._exchanges.pop(index, None)
-            return self._failed(index, error)
+            outcomes += self._failed(index, error)
+        return outcomes
 
     def _failed(self, index: int, error: Exception) -> list[Outcome]:
         engine, lanes = self.engines[index], self._lanes[index]
@@ -123,6 +133,10 @@ class GenerationClient:
         return outcomes + (self._scheduler.lost(lanes, error) if engine.lost else [])
 
     def _settle(self, outcomes: Iterable[Outcome]) -> None:
+        self._answer(outcomes)
+        self._drive()
+
+    def _answer(self, outcomes: Iterable[Outcome]) -> None:
         for request_id, outcome in outcomes:
             answer = self._answers.get(request_id)
             if answer is None or answer.done():
@@ -131,7 +145,6 @@ class GenerationClient:
                 answer.set_exception(outcome)
             else:
                 answer.set_result(outcome)
-        self._drive()
 
     def _expire(self, request_id: str) -> None:
         self._settle(self._scheduler.expire(request_id))

@@ -76,19 +76,27 @@ class Generation:
         return True
 
     def finish_generation(self) -> bool:
-        """Have the engines free their caches between rollouts."""
+        """Have the engines free their caches between rollouts. Raises like `GenerationClient.drain`."""
+        _run(self.client.drain())
         return all(all(engine.call("finish_generation")) for engine in self.client.engines)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Complete each row; input as in `rlframework.generation.batch.requests_of`, output as in `batch_of`.
 
         The engines get contiguous shards of nearly equal size, so adjacent equal prompts are mostly prefilled once.
-        Raises a `BatchError`, before an engine gets anything, for prompts that are not as described there.
+        Raises a `BatchError`, before an engine gets anything, for prompts that are not as described there, and a
+        `RefitError` for tokens sampled with other weights than those of `weights_version`.
         """
         self._limits.check_prompts(data)
         requests = requests_of(data, self.config, self._stop_tokens, greedy=greedy)
         results = _run(self._complete(requests))
+        _require_version(results, self.weights_version)
         return batch_of(results, [request.prompt_ids for request in requests], self._pad_id)
+
+    @property
+    def weights_version(self) -> int | None:
+        """The version of the weights in all engines; None if it is not known to the driver, but the same in all."""
+        return None
 
     def _require_ready(self) -> None:
         """Raise `EngineNotReady` if the engines have no weights to serve requests with."""
@@ -96,10 +104,16 @@ class Generation:
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         shards = np.array_split(np.arange(len(requests)), self.client.lanes)
         lanes = [lane for lane, rows in enumerate(shards) for _ in rows]
-        return await asyncio.gather(*map(self._complete_one, requests, lanes))
-
-    async def _complete_one(self, request: GenerationRequest, lane: int) -> GenerationResult:
-        return await self.client.generate(request, lane=lane)
+        tasks = [
+            asyncio.ensure_future(self.client.generate(request, lane=lane))
+            for request, lane in zip(requests, lanes, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # after an error, the others are aborted
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class RemoteGeneration(Generation):
@@ -156,6 +170,11 @@ class RemoteGeneration(Generation):
         self._released = False
         return True
 
+    @property
+    def weights_version(self) -> int | None:
+        """See `Generation.weights_version`; None also before a refit, and after one that failed."""
+        return self.refitter.version
+
     def _require_ready(self) -> None:
         """See `Generation._require_ready`. There are none before a refit, and after one that failed."""
         self.refitter.require_committed()
@@ -163,14 +182,17 @@ class RemoteGeneration(Generation):
     def finish_generation(self) -> bool:
         """Have engines that share a GPU with the trainer free their caches; others keep what they have computed."""
         if self._shares_gpu:
+            _run(self.client.drain())
             self._released = all(all(engine.call("finish_generation")) for engine in self._usable())
         return True
 
     def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
         """Send the policy's weights to the engines now, and replace engines that are lost or get lost meanwhile.
 
-        `transport` and `buffer_bytes` override `generation.refit`. Raises like `Refitter.refit`.
+        `transport` and `buffer_bytes` override `generation.refit`. Raises like `Refitter.refit`, and like
+        `GenerationClient.drain` while requests are in progress.
         """
+        _run(self.client.drain())
         try:
             report = self.refitter.refit(transport, buffer_bytes)
         except RefitError as error:
@@ -243,6 +265,17 @@ def start_generation(
     if config.generation.workers is None:
         return Generation(policy, tokenizer)
     return RemoteGeneration(config, policy, tokenizer, manager, device=device)
+
+
+def _require_version(results: Sequence[GenerationResult], version: int | None) -> None:
+    """Raise `RefitError` unless all tokens were sampled with the weights of `version`; None: of any single one."""
+    used = {span.version for result in results for span in result.spans}
+    if len(used) > 1 or (version is not None and used - {version}):
+        raise RefitError(
+            f"the engines sampled with weights of versions {sorted(used)}, but the batch needs "
+            f"{'a single version' if version is None else f'version {version}'}: refit the engines, and report a bug "
+            "of the engine's plugin if this happens again"
+        )
 
 
 def _run(task: Coroutine[Any, Any, R]) -> R:

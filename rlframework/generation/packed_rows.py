@@ -237,7 +237,7 @@ class _NewTokens(RowLayout):
         return visible[:, None, None]
 
     def _prompt_mask(self, window: int | None, shared: int) -> Tensor | None:
-        """Mask of the prompt tokens that rows attend to, `[d, 1, 1, P]` bool (`[d, 1, m * shared, P]` with a window)."""
+        """Mask of the prompt tokens to attend to, `[d, 1, 1, P]` bool (`[d, 1, m * shared, P]` with a window)."""
         plan, columns = self._plan, torch.arange(self._plan.longest)
         if window is None:
             return None if plan.equal else (columns < plan.lengths[:, None])[:, None, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -105,17 +105,23 @@ class Scheduler:
         return Outgoing(tuple(entry.request for entry in assigned.values()), ids)
 
     def received(self, lane: int, incoming: Incoming) -> list[Outcome]:
-        """Take what `lane` has answered. Raises `RLFrameworkError` for a result of a request that it does not have."""
-        outcomes: list[Outcome] = []
+        """Take what `lane` has answered.
+
+        Raises `RLFrameworkError`, taking nothing, for a result of a request that it does not have, or two of one.
+        """
+        own, outcomes = self._lanes[lane], list[Outcome]()
         answers: list[Outcome] = [(result.request_id, result) for result in incoming.results]
         answers += incoming.rejected.items()
+        for request_id, count in Counter(request_id for request_id, _ in answers).items():
+            if count > (request_id in own.stale) + (request_id in own.running):
+                raise RLFrameworkError(
+                    f"a generation engine returned request {request_id!r}, which it does not have, or did so twice"
+                )
         for request_id, outcome in answers:
-            own = self._lanes[lane]
             if request_id in own.stale:
                 own.stale.remove(request_id)
-            elif (entry := own.running.get(request_id)) is None:
-                raise RLFrameworkError(f"a generation engine returned request {request_id!r}, which it does not have")
             else:
+                entry = own.running[request_id]
                 self._forget(entry)
                 outcomes += [(request_id, outcome)] if entry.wanted else []
         self._assign()
@@ -136,8 +142,18 @@ class Scheduler:
 
     def lost(self, lanes: Collection[int], error: Exception) -> list[Outcome]:
         """Give what is with `lanes` to the others; it fails with `error` if none is left or at its third loss."""
-        self._loss, outcomes = error, list[Outcome]()
+        self._loss = error
         self._take_back(lanes, alive=False)
+        return self._wait_again(error)
+
+    def replaced(self, lanes: Iterable[int], error: Exception) -> list[Outcome]:
+        """Use `lanes` again: they have new engines, which get what the earlier ones had, unless at its third loss."""
+        self._take_back(lanes, alive=True)
+        return self._wait_again(error)
+
+    def _wait_again(self, error: Exception) -> list[Outcome]:
+        """Drop what waits and is not wanted, has expired or was lost too often; assign the rest."""
+        outcomes = list[Outcome]()
         waiting, self._waiting = self._waiting, deque()
         for entry in waiting:
             if entry.wanted and not entry.expired and self.alive and entry.losses < MOST_LOSSES:
@@ -149,11 +165,6 @@ class Scheduler:
                 outcomes.append(_aborted(entry) if entry.expired else (entry.request.request_id, error))
         self._assign()
         return outcomes
-
-    def replaced(self, lanes: Iterable[int]) -> None:
-        """Use `lanes` again: they have new engines, which get what the earlier ones had."""
-        self._take_back(lanes, alive=True)
-        self._assign()
 
     def busy(self, lane: int) -> bool:
         """Whether `lane` has requests."""

@@ -122,7 +122,7 @@ class GenerationResult(_SentBetweenProcesses):
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What an engine says about its weights after an update.
+    """An engine's statement of the weights that it holds after an update.
 
     `checksums`: of each weight that it holds under the name and in the bytes in which it was sent, as in
     `rlframework.weight_sync.buffers.checksum`; weights that it fused, sharded or repacked are left out.
@@ -183,8 +183,8 @@ class GenerationEngine(ABC):
     def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
         """Serve nothing until `resume`, so that weights may be updated. `abort` also aborts all requests.
 
-        With `keep`, requests go on with the new weights; `generation.cache_after_update` says whether their caches are
-        computed again. Idempotent.
+        With `keep`, requests go on with the new weights; their caches are computed again, except by an engine that is
+        configured to keep them. Idempotent.
         """
         raise NotSupported(f"{type(self).__name__} does not pause requests")
 

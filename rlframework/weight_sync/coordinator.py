@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rlframework.config.sections import RefitConfig
 from rlframework.errors import ConfigError, EngineNotReady, RefitError
-from rlframework.interfaces.generation import GenerationEngine, GenerationResult, Tag
+from rlframework.interfaces.generation import GenerationEngine, Tag
 from rlframework.interfaces.policy_worker import PolicyWorker, RefitState, Rows
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 from rlframework.plugins.types import Capability
@@ -56,7 +56,7 @@ class RefitReport:
 
     `size`: bytes of the transferred weights, counted once. `seconds`: time from the call to the commit.
     `probe_error`: the largest error of an engine's probes, None without probes. `dropped_tokens`: cached tokens of
-    earlier versions that the engines dropped. `finished`: results of other requests that came with those of the probes.
+    earlier versions that the engines dropped.
     """
 
     transport: str
@@ -65,7 +65,6 @@ class RefitReport:
     seconds: float
     probe_error: float | None = None
     dropped_tokens: int = 0
-    finished: tuple[GenerationResult, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step before which the refit took place."""
@@ -135,27 +134,24 @@ class Refitter:
             self._version
         )
 
-    def refit(
-        self, transport: str | None = None, buffer_bytes: float | None = None, *, in_flight: bool = False
-    ) -> RefitReport:
+    def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
         """Transfer the trainer's weights to all engines, and commit their version once it is proven.
 
-        `in_flight`: the engines have requests, which pause and go on with the new weights. Tokens that they sample
-        before the commit must not be used if the refit fails. Raises `RefitError`, naming the engine, if an engine is
+        Raises `RefitError`, naming the engine, if an engine is
         gone, takes too long, or does not hold or use the trainer's weights. That does not affect the trainer; nothing
         may be generated until the next refit.
         """
         begun = time.perf_counter()
         self._version, self._failure = None, "it did not finish"
         try:
-            report = self._refit(transport, buffer_bytes, in_flight)
+            report = self._refit(transport, buffer_bytes)
         except Exception as error:
             self._failure = str(error)
             raise
         self._version, self._failure = report.version, ""
         return replace(report, seconds=time.perf_counter() - begun)
 
-    def _refit(self, transport: str | None, buffer_bytes: float | None, in_flight: bool) -> RefitReport:
+    def _refit(self, transport: str | None, buffer_bytes: float | None) -> RefitReport:
         calls = self._calls(tuple(self._engines()))
         states = calls.start_engines(ReceivesWeights.get_refit_state)
         now = _Round(calls, calls.on_trainer(PolicyWorker.get_refit_state), calls.of_engines(states))
@@ -163,11 +159,9 @@ class Refitter:
         info = calls.on_rank_0(PolicyWorker.prepare_info_for_collective)
         if offload:
             self._trainer.offload_before_refit()
-        started = [calls.start_engines(GenerationEngine.restore, tags=_WEIGHTS)]
-        if in_flight:
-            started.append(calls.start_engines(GenerationEngine.pause, mode="keep"))
-        begin = GenerationEngine.begin_weight_update
-        for each in [*started, calls.start_engines(begin, version=now.version, specs=info)]:
+        restored = calls.start_engines(GenerationEngine.restore, tags=_WEIGHTS)
+        begun = calls.start_engines(GenerationEngine.begin_weight_update, version=now.version, specs=info)
+        for each in (restored, begun):
             calls.of_engines(each)
         chosen = transport or self._resolved_transport(now)
         if chosen == "ipc":
@@ -179,29 +173,26 @@ class Refitter:
         reports = calls.of_engines(finishing)
         for engine, report in zip(calls.engines, reports, strict=True):
             compare_reports(engine.name, report, now.version, info, sent)
-        probed, finished = self._finish(now, offload, in_flight)
+        probed = self._probe(now, offload)
         dropped, size = sum(report.dropped_tokens for report in reports), sum(size for _, size in sizes_of(info))
-        return RefitReport(chosen, now.version, size, 0.0, probed, dropped, finished)
+        return RefitReport(chosen, now.version, size, 0.0, probed, dropped)
 
-    def _finish(self, now: _Round, offload: bool, in_flight: bool) -> tuple[float | None, tuple[GenerationResult, ...]]:
+    def _probe(self, now: _Round, offload: bool) -> float | None:
         """Let the engines serve, and probe them; on a shared GPU, trainer and caches take turns in memory."""
         calls = now.calls
         if offload:
             self._trainer.offload_after_refit()
         calls.on_engines(GenerationEngine.restore, tags=_CACHE)
-        if in_flight:
-            calls.on_engines(GenerationEngine.resume)
         if self._probes is None:
-            return None, ()
+            return None
         asked = self._probes.ask(calls, now.version, self._config.deadline)
-        if offload and not in_flight:
+        if offload:
             calls.on_engines(GenerationEngine.release, tags=_CACHE)
         error = asked.compare(self._trainer.get_logprobs(asked.rows, positions="token_mask")["logprobs"])
         if offload:
             self._trainer.offload_after_refit()
-            if not in_flight:
-                calls.on_engines(GenerationEngine.restore, tags=_CACHE)
-        return error, asked.others
+            calls.on_engines(GenerationEngine.restore, tags=_CACHE)
+        return error
 
     def _calls(self, engines: tuple[RefitEngine, ...]) -> RefitCalls:
         return RefitCalls(self._trainer.worker_group, engines, self._config.deadline)

@@ -120,8 +120,8 @@ class Probes:
     def ask(self, calls: RefitCalls, version: int, deadline: float) -> ProbeAnswers:
         """Have all engines complete the prompts within `deadline` seconds."""
         requests = self.requests(version)
+        names = {request.request_id for request in requests}
         answers = {engine: dict[str, GenerationResult]() for engine in calls.engines}
-        others: list[GenerationResult] = []
         until, outgoing, waiting = time.monotonic() + deadline, requests, list(calls.engines)
         while waiting:
             left = until - time.monotonic()
@@ -134,14 +134,10 @@ class Probes:
             started = [StartedCall(engine, "exchange", arguments) for engine in waiting]
             for call, incoming in zip(started, calls.of_engines(started), strict=True):
                 self._require_accepted(call.engine, incoming.rejected)
-                for result in incoming.results:
-                    if result.request_id in (request.request_id for request in requests):
-                        answers[call.engine][result.request_id] = result
-                    else:
-                        others.append(result)
-            outgoing, waiting = [], [engine for engine in waiting if len(answers[engine]) < len(requests)]
+                answers[call.engine] |= {result.request_id: result for result in incoming.results}
+            outgoing, waiting = [], [engine for engine in waiting if not answers[engine].keys() >= names]
         by_name = {engine.name: [found[each.request_id] for each in requests] for engine, found in answers.items()}
-        return ProbeAnswers(version, self.bound, requests, by_name, tuple(others))
+        return ProbeAnswers(version, self.bound, requests, by_name)
 
     def _require_accepted(self, engine: RefitEngine, rejected: Mapping[str, Exception]) -> None:
         for error in rejected.values():
@@ -150,13 +146,12 @@ class Probes:
 
 @dataclass(frozen=True, eq=False)
 class ProbeAnswers:
-    """The tokens that engines sampled of the probes of `version`. `others`: results that came with them."""
+    """The tokens that engines sampled of the probes of `version`."""
 
     version: int
     bound: float
     requests: Sequence[GenerationRequest]
     answers: Mapping[str, Sequence[GenerationResult]]
-    others: tuple[GenerationResult, ...]
 
     def __post_init__(self) -> None:
         """Raise `RefitError` unless each answer is one token, sampled with the weights of `version`."""
@@ -171,7 +166,7 @@ class ProbeAnswers:
 
     @property
     def rows(self) -> Rows:
-        """What the trainer scores: each prompt with each token that an engine sampled, once."""
+        """The rows that the trainer scores: each prompt with each token that an engine sampled, once."""
         rows = [torch.cat((self.requests[probe].prompt_ids, torch.tensor([token]))) for probe, token in self._columns()]
         lengths = torch.tensor([len(row) for row in rows])
         token_mask = torch.arange(int(lengths.max())) == lengths[:, None] - 1

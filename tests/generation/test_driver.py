@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import BatchError
+from rlframework.errors import BatchError, RefitError
 from rlframework.generation.driver import Generation
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightSpan
 from rlframework.interfaces.generation_exchange import Incoming
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
@@ -90,6 +91,26 @@ def test_only_the_first_rank_of_a_replica_gets_requests(make: Any, batch: Any) -
     group = Group(2, tensor_parallel=2)
     assert make(group).generate(batch([[3], [4], [5]])).size == 3
     assert [len(each) for each in group.requests] == [2, 0, 1, 0]
+
+
+def test_tokens_of_several_versions_or_of_another_than_the_committed_one_are_rejected(make: Any, batch: Any) -> None:
+    class Versions(Group):
+        def _exchange(self, rank: int, requests: Any, abort_ids: Any, timeout: float) -> Incoming:
+            found = super()._exchange(rank, requests, abort_ids, timeout).results
+            spans = [(WeightSpan(0, len(each.token_ids), 4 + rank),) for each in found]
+            return Incoming([dataclasses.replace(each, spans=own) for each, own in zip(found, spans, strict=True)])
+
+    class Committed(Generation):
+        weights_version = 5
+
+    prompts = batch([[3], [4, 4]])
+    assert make(Versions(1)).generate(prompts).size == 2
+    with pytest.raises(RefitError, match=r"weights of versions \[4, 5\], but the batch needs a single version"):
+        make(Versions(2)).generate(prompts)
+    remote = make(Versions(1))
+    remote.__class__ = Committed
+    with pytest.raises(RefitError, match=r"weights of versions \[4\], but the batch needs version 5: refit"):
+        remote.generate(prompts)
 
 
 def test_a_tensor_is_sent_without_the_batch_it_is_a_view_of() -> None:

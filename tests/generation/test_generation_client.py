@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import threading
 import time
@@ -222,18 +223,49 @@ def test_results_that_arrive_after_the_end_of_an_event_loop_are_not_lost() -> No
     assert not engine.held[0]
 
 
-def test_nothing_is_exchanged_while_paused() -> None:
-    engine = Engine(polls=3)
-    client = GenerationClient([engine], limit=9)
+def test_draining_aborts_what_nobody_waits_for_and_rejects_what_is_awaited() -> None:
+    engine = Engine(polls=10**6)
+    client = GenerationClient([engine], limit=2)
+
+    async def cancelled() -> None:
+        tasks = [asyncio.ensure_future(client.generate(request(number))) for number in range(3)]
+        await until(lambda: len(engine.seen) == 2)
+        with pytest.raises(RLFrameworkError, match=r"3 generation requests are in progress \(r0, r1, r2\); await or"):
+            await client.drain()
+        for task in tasks:
+            task.cancel()
+
+    run(cancelled)
+    run(client.drain)
+    assert sorted(engine.aborted) == ["r0", "r1"]
+    assert not engine.held[0]
+    engine._polls = 1
+
+    async def again() -> None:
+        assert [int((await client.generate(request(number))).token_ids) for number in range(4)] == [0, 1, 2, 3]
+
+    run(again)
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "twice"])
+def test_a_wrong_answer_of_one_engine_keeps_the_right_ones_and_fails_the_rest(wrong: str) -> None:
+    class Wrong(Engine):
+        def _exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> list[Incoming]:
+            first, second = super()._exchange(outgoing, timeout)
+            if second.results:
+                extra = second.results[0]
+                extra = extra if wrong == "twice" else dataclasses.replace(extra, request_id="another")
+                second.results.append(extra)
+            return [first, second]
+
+    client = GenerationClient([Wrong(lanes=2)], limit=9)
 
     async def test() -> None:
-        first = asyncio.ensure_future(client.generate(request(0)))
-        await until(lambda: engine.seen)
-        async with client.paused():
-            second = asyncio.ensure_future(client.generate(request(1)))
-            await asyncio.sleep(0.02)
-            assert engine.seen == ["r0"]
-        await asyncio.gather(first, second)
+        tasks = [client.generate(request(number), lane=number) for number in (0, 1)]
+        right, failed = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert isinstance(right, GenerationResult)
+        assert isinstance(failed, RLFrameworkError)
+        assert "which it does not have, or did so twice" in str(failed)
 
     run(test)
 
@@ -297,3 +329,23 @@ def test_nothing_is_served_while_the_engines_have_no_proven_weights():
     with pytest.raises(EngineNotReady, match="refit them first"):
         asyncio.run(client.generate(request(1)))
     assert engine.seen == []
+
+
+def test_requests_that_wait_when_a_refit_fails_are_not_served():
+    engine = Engine(polls=10**6)
+    ready = [True]
+
+    def require_ready() -> None:
+        if not ready[0]:
+            raise EngineNotReady("their last refit failed")
+
+    client = GenerationClient([engine], limit=4, require_ready=require_ready)
+
+    async def test() -> None:
+        task = asyncio.ensure_future(client.generate(request(1)))
+        await until(lambda: engine.seen)
+        ready[0] = False
+        with pytest.raises(EngineNotReady, match="their last refit failed"):
+            await asyncio.wait_for(task, 10)
+
+    run(test)

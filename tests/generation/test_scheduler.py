@@ -70,7 +70,7 @@ def test_a_lost_lane_loses_nothing_while_another_is_left() -> None:
     assert sent(scheduler, 0) == ["a", "b"]
     assert scheduler.lost([0], LOST) == []
     assert sent(scheduler, 1) == ["a", "b"]
-    scheduler.replaced([0])
+    assert scheduler.replaced([0], LOST) == []
     assert sent(scheduler, 0) == ["c", "d"]
     assert sorted(names(scheduler.lost([0, 1], LOST))) == ["a", "b", "c", "d"]
     with pytest.raises(WorkerLost, match="all generation engines are lost: killed"):
@@ -161,12 +161,12 @@ def test_every_request_has_one_outcome_or_was_cancelled(seed: int) -> None:
             settle(scheduler.lost([lane], LOST))
         elif action < 0.7 and not alive[lane]:
             alive[lane] = True
-            scheduler.replaced([lane])
+            settle(scheduler.replaced([lane], LOST))
         elif alive[lane]:
             exchange(lane)
     for lane in range(lanes):
         if not alive[lane]:
-            scheduler.replaced([lane])
+            settle(scheduler.replaced([lane], LOST))
     for _ in range(2000):
         for lane in range(lanes):
             exchange(lane)

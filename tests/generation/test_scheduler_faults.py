@@ -62,7 +62,7 @@ class LostIsUsed(Scheduler):
 
     def lost(self, lanes, error):
         outcomes = super().lost(lanes, error)
-        self.replaced(lanes)
+        self.replaced(lanes, error)
         return outcomes
 
 

@@ -144,24 +144,6 @@ def test_an_engine_does_not_serve_during_an_update_nor_after_one_that_failed():
         engine.begin_weight_update(1, run.worker.info())
 
 
-def test_requests_in_flight_pause_and_go_on_with_the_new_weights():
-    run = Run()
-    run.refitter.refit()
-    engine = run.engines[0]
-    engine.submit([request()])
-    run.step()
-    report = run.refitter.refit(in_flight=True)
-    called = run.handles[0].group.worker.engine
-    assert not called.paused
-    (result,) = report.finished
-    assert result.request_id == "one"
-    assert [span.version for span in result.spans] == [2]
-    calls = run.handles[0].group.called
-    second = calls[calls.index("exchange") + 1 :]
-    assert second.index("pause") < second.index("begin_weight_update") < second.index("finish_weight_update")
-    assert second.index("finish_weight_update") < second.index("resume") < second.index("exchange")
-
-
 @pytest.mark.parametrize("delivered", [True, False])
 def test_adapters_alone_are_sent_under_the_name_of_their_version(delivered):
     """One that was loaded but is not used by requests is detected by the probes: its checksums are right."""

@@ -27,7 +27,7 @@ class Mutant:
     applies: Callable[[Mapping[str, Any]], bool] = lambda section: True
     """Whether the bug can occur in a part with this section. A missing file, for one, needs a part that reads files."""
     needs: frozenset[Capability] = frozenset()
-    """What the part must declare for the bug to occur, besides what the layout and the tests need."""
+    """Capabilities that the part must declare for the bug to occur, besides those of the layout and the tests."""
 
 
 def mutant(
