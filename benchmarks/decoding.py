@@ -8,8 +8,9 @@ Work, with one thread and random prompts: `equal`, 32 prompts of 32 tokens; `gro
 tiny models, 96 prompts of 4 to 7 tokens x 8, 768 decoded at a time, which end anywhere too. Temperature 1.
 
 A process for each side; interleaved rounds, CPU time of the process, which includes packing the weights (vLLM has them
-packed before the first round, and keeps them); below 1 this checkout is faster. In each round, each side's log-probabilities of some rows are compared with those of a forward of
-the whole row, outside the measured time: the largest difference is printed, and in fp32 must be at most 1e-4.
+packed before the first round, and keeps them); below 1 this checkout is faster. In each round, each side's
+log-probabilities of some rows are compared with those of a forward of the whole row, outside the measured time: the
+largest difference is printed, and in fp32 must be at most 1e-4.
 """
 
 from __future__ import annotations
