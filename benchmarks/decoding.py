@@ -1,14 +1,16 @@
-"""Speed of the embedded engine on a model, compared with another checkout of rlframework.
+"""Speed of the embedded engine on a model, compared with another checkout of rlframework, or with vLLM.
 
     python benchmarks/decoding.py MODEL --against CHECKOUT [--precision bfloat16] [--pairs 3] [--tokens 64] [--json F]
+    python benchmarks/decoding.py MODEL --vllm .venv-vllm/bin/python
 
 Work, with one thread and random prompts: `equal`, 32 prompts of 32 tokens; `groups`, 4 prompts of 96 tokens x 8;
 `uneven`, 96 prompts of 8 to 64 tokens, 32 decoded at a time, whose rows end anywhere up to the maximum; `short`, for
 tiny models, 96 prompts of 4 to 7 tokens x 8, 768 decoded at a time, which end anywhere too. Temperature 1.
 
-A process for each side; interleaved rounds, CPU time of the process, which includes packing the weights; below 1 this
-checkout is faster. In each round, each side's log-probabilities of some rows are compared with those of a forward of
-the whole row, outside the measured time: the largest difference is printed, and in fp32 must be at most 1e-4.
+A process for each side; interleaved rounds, CPU time of the process, which includes packing the weights (vLLM has them
+packed before the first round, and keeps them); below 1 this checkout is faster. In each round, each side's
+log-probabilities of some rows are compared with those of a forward of the whole row, outside the measured time: the
+largest difference is printed, and in fp32 must be at most 1e-4.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from interleave import Timings, interleave, machine, table, write_json
 
 WORKS = ("equal", "groups", "uneven", "short")
 SAMPLES = {"groups": 8, "short": 8}
-BATCH_SIZES = {"short": 768}
-OURS, OTHER = "this checkout", "the other"
+BATCH, BATCH_SIZES = 32, {"short": 768}
+OURS, OTHER, VLLM = "this checkout", "the other", "vllm"
 ROOT = Path(__file__).resolve().parents[1]
 CHECKED_ROWS = 3
 
@@ -55,31 +57,41 @@ def requests_of(work: str, tokens: int, seed: int, vocabulary: int) -> list[Any]
     ]
 
 
-def serve(model_path: str, precision: str, tokens: int) -> None:
+def engines_of(name: str, model: Any, tokenizer: Any, places: dict[str, str]) -> dict[str, Any]:
+    """Return the engine of each work; vLLM is one for all, as it starts once in a process, and has its weights."""
+    from rlframework.config.sections import GenerationConfig
+    from rlframework.generation.transformers_engine import TransformersEngine
+
+    if name != VLLM:
+        settings = {work: GenerationConfig(batch_size=BATCH_SIZES.get(work, BATCH)) for work in WORKS}
+        return {work: TransformersEngine(settings[work], tokenizer, **places) for work in WORKS}
+    from vllm_engine import CPU, IpcSender, VllmEngine, VllmGenerationConfig, update
+
+    engine = VllmEngine(VllmGenerationConfig(name="vllm", batch_size=BATCH), tokenizer, **places)
+    update(engine, IpcSender(CPU), dict(model.named_parameters()), 0)
+    return dict.fromkeys(WORKS, engine)
+
+
+def serve(model_path: str, precision: str, tokens: int, name: str) -> None:
     """Read (work, seed) from stdin; print CPU seconds, tokens, and the largest difference from a forward."""
     import time
 
     import torch
     import transformers
 
-    from rlframework.config.sections import GenerationConfig
-    from rlframework.generation.transformers_engine import TransformersEngine
-
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, precision)).eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model_path)
     places = {"model_name": model_path, "device": "cpu", "precision": precision}
-    engines = {
-        work: TransformersEngine(GenerationConfig(batch_size=BATCH_SIZES.get(work, 32)), tokenizer, **places)
-        for work in WORKS
-    }
+    engines = engines_of(name, model, tokenizer, places)
     print(flush=True)
     for version, line in enumerate(sys.stdin):
         work, seed = json.loads(line)
         engine = engines[work]
         requests = requests_of(work, tokens, seed, model.config.vocab_size)
-        engine.attach(model, version)
+        if name != VLLM:
+            engine.attach(model, version)
         started = time.process_time()
         engine.submit(requests)
         results: dict[str, Any] = {}
@@ -103,12 +115,13 @@ def difference(model: Any, request: Any, result: Any) -> float:
 
 
 class Side:
-    """The process of one checkout."""
+    """The process of one checkout, or of vLLM."""
 
-    def __init__(self, checkout: Path, given: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, str(given.model), "--serve", "--precision", given.precision]
+    def __init__(self, name: str, checkout: Path, python: str, given: argparse.Namespace) -> None:
+        command = [python, __file__, str(given.model), "--serve", name, "--precision", given.precision]
         command += ["--tokens", str(given.tokens)]
-        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(map(str, (checkout, checkout / "plugins" / "vllm")))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -153,28 +166,39 @@ def measure(sides: dict[str, Side], work: str, pairs: int) -> tuple[Timings, dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="model directory")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="root of the other checkout")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--against", type=Path, metavar="CHECKOUT", help="root of the other checkout")
+    other.add_argument("--vllm", metavar="PYTHON", help="the Python of an environment with vLLM, which has no `short`")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--pairs", type=int, default=3, help="interleaved rounds (default 3)")
     parser.add_argument("--tokens", type=int, default=64, help="maximum tokens of a row (default 64)")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS[:3]))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE as JSON")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", metavar="NAME", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve(str(given.model), given.precision, given.tokens)
+        serve(str(given.model), given.precision, given.tokens, given.serve)
         return
-    if given.against is None or min(given.pairs, given.tokens) < 1:
-        parser.error("--against is required; --pairs and --tokens must be 1 or more")
-    sides = {OURS: Side(ROOT, given), OTHER: Side(given.against.resolve(), given)}
-    rows, results = [["work", "tok/s", "other tok/s", "time ratio (quartiles)", "largest difference"]], {}
+    if not (given.against or given.vllm) or min(given.pairs, given.tokens) < 1:
+        parser.error("--against or --vllm is required; --pairs and --tokens must be 1 or more")
+    if given.vllm and "short" in given.works:
+        parser.error(
+            "`short` decodes more rows at a time than the other works, and vLLM starts with one number of them"
+        )
+    second = VLLM if given.vllm else OTHER
+    checkout = ROOT if given.vllm else given.against.resolve()
+    sides = {
+        OURS: Side(OURS, ROOT, sys.executable, given),
+        second: Side(second, checkout, given.vllm or sys.executable, given),
+    }
+    rows, results = [["work", "tok/s", f"{second} tok/s", "time ratio (quartiles)", "largest difference"]], {}
     for work in given.works:
         timings, differences = measure(sides, work, given.pairs)
         speeds = [f"{timings.rate(name):,.0f}" for name in sides]
         apart = " / ".join(f"{value:.1e}" for value in differences.values())
-        rows.append([work, *speeds, str(timings.ratio(OURS, OTHER)), apart])
+        rows.append([work, *speeds, str(timings.ratio(OURS, second)), apart])
         rates = {name: timings.rate(name) for name in sides}
-        results[work] = {"tokens_per_second": rates, "time_ratio": asdict(timings.ratio(OURS, OTHER))}
+        results[work] = {"tokens_per_second": rates, "time_ratio": asdict(timings.ratio(OURS, second))}
         results[work] |= {"differences": differences, "cpu_seconds": timings.seconds}
         print(table(rows), flush=True)
         if given.precision == "float32" and max(differences.values()) > 1e-4:
