@@ -87,8 +87,8 @@ VLLM_EXTRA ?= cpu
 VLLM_PIP = $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check --quiet
 vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), and the tests that need it
 	test -d $(VLLM_ENV) || $(BIN)/python -m venv $(VLLM_ENV)
-	$(VLLM_PIP) install -e . -e 'plugins/vllm[$(VLLM_EXTRA)]' "ray==$$($(BIN)/python -c 'import ray; print(ray.__version__)')" \
-		'pytest>=8.3,<9.2' pytest-timeout
+	$(VLLM_PIP) install -e . -e plugins/dtensor -e 'plugins/vllm[$(VLLM_EXTRA)]' \
+		"ray==$$($(BIN)/python -c 'import ray; print(ray.__version__)')" 'pytest>=8.3,<9.2' pytest-timeout
 	test $(VLLM_EXTRA) != cpu || \
 		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton opencv-python-headless
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest plugins/vllm/tests

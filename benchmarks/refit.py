@@ -1,12 +1,13 @@
 """Speed of sending weights from the trainer to a generation engine in another process, including checksums.
 
-    python benchmarks/refit.py [--mebibytes 400] [--rounds 15] [--json FILE]
+    python benchmarks/refit.py [--mebibytes 400] [--rounds 15] [--clock wall] [--json FILE]
 
 A trainer (dtensor, one worker process, a Llama in fp32) and one generation worker (the transformers engine, in its own
 process), as in a run; each round is a whole refit, from the driver's call until the version is committed. The weights
 are copied into the engine's own memory. `refit` is proven by checksums, of what arrived and of what is held; `proven
 refit` also by probes, and `probes` is the time of these alone: a token sampled by the engine after each of four
-prompts, and the trainer's forward of the same rows. Floors, with the same number of bytes:
+prompts, without cached prefixes as after a refit, and the trainer's forward of the same rows. Floors, with the same
+number of bytes:
 
 - `bare copy`: two processes with mapped shared memory. One copies all bytes of a tensor in and signals, the other
   copies them out into its own tensor, each with one `copy_`. No names, no checksums.
@@ -14,25 +15,34 @@ prompts, and the trainer's forward of the same rows. Floors, with the same numbe
   which is impossible while computing a checksum.
 - `bare copy, overlapped` and `bare memcpy, overlapped`: the same in chunks of 32 MiB with two alternating
   buffers, so that one process copies in while the other copies out, on two cores.
+- `bare write`: one process copies all bytes into the shared memory with one `copy_`, and signals: a refit that leaves
+  the weights in the engine's memory, without names, proof or calls.
+- `bare write, checksums`: the same in pieces of 128 MiB with checksums as in a refit: the writer's of its source, while
+  in the cache, and the reader's of each piece that has arrived. What it takes longer than `bare write` is their cost.
 - `bare broadcast`: one `torch.distributed.broadcast` of all bytes between two processes over gloo.
+- `one forward`: a plain transformers model in the driver's process computes one row with as many tokens as the prompts
+  of the probes, and the logits of as many of them as there are probes.
 
-First it checks that all sides give the same bytes. Rounds are interleaved and measure wall-clock time, because other
-processes work. A ratio is our time / floor, median (quartiles); the share is its inverse, our speed relative to the
-floor's.
+First it checks that all sides give the same bytes. Rounds are interleaved. `--clock wall` measures wall-clock time,
+which needs idle cores: several processes take part. `--clock cpu` adds up the CPU time of all processes, which depends
+less on other programs, and is not what a run waits for. A ratio is our time / floor, median (quartiles); the share is
+its inverse, our speed relative to the floor's.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from multiprocessing import shared_memory
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -44,8 +54,9 @@ from rlframework import create_manager, load_config
 from rlframework.conformance.policies import InspectedEngines
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.interfaces.generation import SamplingParams
+from rlframework.interfaces.generation import GenerationEngine, SamplingParams
 from rlframework.policy.client import Policy
+from rlframework.weight_sync import buffers, ipc
 from rlframework.weight_sync.calls import RefitCalls
 from rlframework.weight_sync.coordinator import Refitter
 from rlframework.weight_sync.proof import Probes
@@ -55,10 +66,19 @@ PROVEN, PROBES = "proven refit, ipc", "probes"
 BARE, MEMCPY = "bare copy", "bare copy, memcpy"
 OVERLAPPED, MEMCPY_OVERLAPPED = "bare copy, overlapped", "bare memcpy, overlapped"
 COPIES = BARE, MEMCPY, OVERLAPPED, MEMCPY_OVERLAPPED
-BROADCAST = "bare broadcast"
-PIECE = 32 << 20
+WRITE, CHECKED = "bare write", "bare write, checksums"
+BROADCAST, FORWARD = "bare broadcast", "one forward"
+PIECE, GROUP = 32 << 20, ipc.OFFERED_GROUP
+COUNT = 4  # probes
 HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
-PAIRS = (*((IPC, order) for order in COPIES), (COLLECTIVE, BROADCAST), (PROVEN, IPC), (PROBES, IPC))
+PAIRS = (
+    *((IPC, order) for order in (*COPIES, WRITE, CHECKED)),
+    (CHECKED, WRITE),
+    (COLLECTIVE, BROADCAST),
+    (PROVEN, IPC),
+    (PROBES, IPC),
+    (PROBES, FORWARD),
+)
 
 
 # -- floors: two processes each, controlled over pipes ---------------------------------------------------------
@@ -76,6 +96,10 @@ def copying(rank: int, name: str, size: int, driver: Any, other: Any) -> None:
         if order == "sum":
             driver.send(digest(own))
             continue
+        if order in (WRITE, CHECKED):
+            write(rank, own, memory, order, other)
+            driver.send("done")
+            continue
         whole = order in (BARE, MEMCPY)
         pieces = [(0, size)] if whole else [(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
         for number, (start, end) in enumerate(pieces):
@@ -92,6 +116,22 @@ def copying(rank: int, name: str, size: int, driver: Any, other: Any) -> None:
                     other.send_bytes(b"out")
         driver.send("done")
     place = memory = None  # otherwise the shared memory cannot be closed
+
+
+def write(rank: int, own: Any, memory: Any, order: str, other: Any) -> None:
+    """Rank 0 writes its bytes into the shared memory; with checksums, rank 1 verifies them there."""
+    size = len(own)
+    for start in range(0, size, size if order == WRITE else GROUP):
+        piece = slice(start, min(start + GROUP, size) if order == CHECKED else size)
+        if rank:
+            sent = other.recv()
+            assert order == WRITE or buffers.checksum(torch.from_numpy(memory[piece])) == sent
+        elif order == WRITE:
+            copy(memory[piece], own[piece], order)
+            other.send(None)
+        else:
+            target, source = torch.from_numpy(memory[piece]), torch.from_numpy(own[piece])
+            other.send(buffers.copy_bytes(target, source, of_source=True))
 
 
 def copy(target: Any, source: Any, order: str) -> None:
@@ -209,7 +249,7 @@ def check_weights(policy: Policy, engines: InspectedEngines, folder: Path) -> No
         assert torch.equal(held[name].view(torch.uint8), weight.view(torch.uint8)), name
 
 
-def measure(mebibytes: int, rounds: int, folder: Path) -> tuple[dict[str, Timings], int]:
+def measure(mebibytes: int, rounds: int, folder: Path, clock: Callable[[], float]) -> tuple[dict[str, Timings], int]:
     """Measure all contenders; return the timings and the bytes of a refit."""
     tokenizer = make_model(folder / "model", mebibytes)
     results: dict[str, Timings] = {}
@@ -227,15 +267,16 @@ def measure(mebibytes: int, rounds: int, folder: Path) -> tuple[dict[str, Timing
             floor.run(order)
             sums = floor.ask("sum")
             assert sums[0] == sums[1], order
-        probes = Probes(4, range(512), SamplingParams(), bound=0.02, positions=64)
+        probes = Probes(COUNT, range(512), SamplingParams(), bound=0.02, positions=64)
         proven = Refitter(policy, lambda: engines.client.engines, engines.config.refit, probes, "ipc")
         contenders = {
             IPC: lambda: float(engines.refitter.refit().size),
             PROVEN: lambda: float(proven.refit().size),
             PROBES: partial(_probe, policy, engines, probes, size),
-            **{order: partial(_timed, floor, order, size) for order in COPIES},
+            FORWARD: partial(_forward, plain_model(folder / "model"), probes, size),
+            **{order: partial(_timed, floor, order, size) for order in (*COPIES, WRITE, CHECKED)},
         }
-        results["shared memory"] = interleave(contenders, rounds, warmup=2, clock=time.perf_counter)
+        results["shared memory"] = interleave(contenders, rounds, warmup=2, clock=clock)
     with ExitStack() as stack:
         policy, engines = stack.enter_context(refitting(folder / "model", tokenizer, "collective"))
         for _ in range(2):
@@ -250,15 +291,42 @@ def measure(mebibytes: int, rounds: int, folder: Path) -> tuple[dict[str, Timing
             COLLECTIVE: lambda: float(engines.refitter.refit().size),
             BROADCAST: partial(_timed, floor, BROADCAST, size),
         }
-        results["process group"] = interleave(contenders, rounds, warmup=2, clock=time.perf_counter)
+        results["process group"] = interleave(contenders, rounds, warmup=2, clock=clock)
     return results, size
 
 
 def _probe(policy: Policy, engines: InspectedEngines, probes: Probes, size: int) -> float:
     version = engines.refitter.require_committed()
-    answers = probes.ask(RefitCalls(policy.worker_group, engines.client.engines, 60.0), version, 60.0)
+    calls = RefitCalls(policy.worker_group, engines.client.engines, 60.0)
+    calls.on_engines(GenerationEngine.release, tags=("kv_cache",))  # the prefixes of the round before
+    answers = probes.ask(calls, version, 60.0)
     answers.compare(policy.get_logprobs(answers.rows, positions="token_mask")["logprobs"])
     return float(size)
+
+
+def plain_model(path: Path) -> Any:
+    """The model of the trainer and the engine, as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def _forward(model: Any, probes: Probes, size: int) -> float:
+    prompts = torch.cat([request.prompt_ids for request in probes.requests(1)])
+    assert model(input_ids=prompts[None, :64], use_cache=False, logits_to_keep=COUNT).logits.shape[1] == COUNT
+    return float(size)
+
+
+def cpu_seconds() -> float:
+    """CPU time so far of this process and all that it started, of all threads."""
+    spent, waiting = 0, [os.getpid()]
+    while waiting:
+        for thread in Path(f"/proc/{waiting.pop()}/task").glob("*"):
+            with suppress(OSError):  # it has ended
+                spent += int((thread / "schedstat").read_text().split()[0])
+                waiting += map(int, (thread / "children").read_text().split())
+    return spent / 1e9
 
 
 def _timed(floor: Floor, order: str, size: int) -> float:
@@ -277,7 +345,19 @@ def report(results: Mapping[str, Timings]) -> str:
     return table(rows)
 
 
-def as_json(results: Mapping[str, Timings], size: int, rounds: int) -> dict[str, Any]:
+def proof(results: Mapping[str, Timings]) -> dict[str, float]:
+    """What checksums and probes cost: the former as a share of the refit, the latter in forwards; medians."""
+    timings = next(timings for timings in results.values() if IPC in timings.seconds)
+    refits, plain, checked, probes, forwards = (
+        timings.seconds[name] for name in (IPC, WRITE, CHECKED, PROBES, FORWARD)
+    )
+    return {
+        "checksums_of_refit": median((c - p) / r for r, p, c in zip(refits, plain, checked, strict=True)),
+        "probes_of_forward": median(p / f for p, f in zip(probes, forwards, strict=True)),
+    }
+
+
+def as_json(results: Mapping[str, Timings], size: int, rounds: int, clock: str) -> dict[str, Any]:
     cases = []
     for ours, floor in PAIRS:
         timings = next(timings for timings in results.values() if ours in timings.seconds)
@@ -293,25 +373,34 @@ def as_json(results: Mapping[str, Timings], size: int, rounds: int) -> dict[str,
             }
         )
     seconds = {name: values for timings in results.values() for name, values in timings.seconds.items()}
-    return {"machine": machine(), "bytes": size, "rounds": rounds, "cases": cases, "seconds": seconds}
+    found = {"machine": machine(), "clock": clock, "bytes": size, "rounds": rounds, "proof": proof(results)}
+    return {**found, "cases": cases, "seconds": seconds}
+
+
+CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": cpu_seconds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=400, help="approximate size of the weights (default 400)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default 15)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="time that is measured (default wall)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE as JSON")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.mebibytes < 1:
         parser.error("--rounds and --mebibytes must be 1 or more")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        results, size = measure(arguments.mebibytes, arguments.rounds, Path(directory))
+        results, size = measure(arguments.mebibytes, arguments.rounds, Path(directory), CLOCKS[arguments.clock])
     found = machine()
     print(f"{found['cpu']}, {found['cores']} cores, load {found['load_average']}, torch {found['torch']}")
-    print(f"{size / 2**20:.0f} MiB of weights in fp32; both sides gave the same bytes", "", report(results), sep="\n")
+    print(f"{size / 2**20:.0f} MiB of weights in fp32, {arguments.clock} time; both sides gave the same bytes")
+    costs = proof(results)
+    print("", report(results), "", sep="\n")
+    print(f"checksums: {100 * costs['checksums_of_refit']:.0f}% of the refit; ", end="")
+    print(f"probes: {costs['probes_of_forward']:.2f} forwards")
     if arguments.json:
-        write_json(arguments.json, as_json(results, size, arguments.rounds))
+        write_json(arguments.json, as_json(results, size, arguments.rounds, arguments.clock))
 
 
 if __name__ == "__main__":

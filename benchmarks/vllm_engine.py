@@ -5,7 +5,8 @@
 In the environment of vLLM, one thread, a random Llama of the size of SmolLM2-135M (30 layers of 576, 49,152 tokens).
 Figures are of CPU time, because other processes work; rounds alternate, and medians are shown. An update is whole: a
 sender packs the weights into the engine's shared memory, with checksums, and the engine verifies them, loads them into
-vLLM and reports the checksums of what it holds. The copy is numpy's, into memory whose pages are there.
+vLLM and reports the checksums of what it holds. Its parts are the sender's, until the bytes are in the engine's memory,
+the engine's verification there, and what vLLM does with them. The copy is numpy's, into memory whose pages are there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -33,6 +35,7 @@ from rlframework_vllm.config import VllmGenerationConfig
 from rlframework_vllm.engine import VllmEngine
 
 CPU = torch.device("cpu")
+PARTS = "sender", "verification", "vLLM"
 
 
 def main() -> None:
@@ -69,15 +72,15 @@ def measure(folder: str, precision: str, model: Any, arguments: argparse.Namespa
     embedded.attach(model.eval(), 0)
     size = sum(one.nbytes for one in weights.values())
     source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
-    update(vllm, weights, 0)
+    sender = IpcSender(CPU)
+    update(vllm, sender, weights, 0)
     copies, updates = [], []
     for version in range(1, arguments.rounds + 1):
         copies.append(timed(lambda: np.copyto(target, source)))
-        updates.append(timed(lambda version=version: update(vllm, weights, version)))
-    share = median(copies) / median(updates)
-    print(
-        f"{precision}: {size / 2**20:.0f} MiB, update {median(updates):.3f} s, copy {median(copies):.3f} s: {share:.2f}"
-    )
+        updates.append(update(vllm, sender, weights, version))
+    whole, copy = median(map(sum, updates)), median(copies)
+    parts = ", ".join(f"{name} {median(one[part] for one in updates):.3f} s" for part, name in enumerate(PARTS))
+    print(f"{precision}: {size / 2**20:.0f} MiB, update {whole:.3f} s ({parts}), copy {copy:.3f} s: {copy / whole:.2f}")
     rates = {}
     for name, engine in (("vllm", vllm), ("embedded", embedded)):
         serve(engine, 2, 4)
@@ -92,15 +95,19 @@ def measure(folder: str, precision: str, model: Any, arguments: argparse.Namespa
     vllm.close()
 
 
-def update(engine: Any, weights: dict[str, Any], version: int) -> None:
-    """A whole update through shared memory, by a sender in this process."""
-    info = {name: (tuple(one.shape), one.dtype) for name, one in weights.items()}
+def update(engine: Any, sender: IpcSender, weights: dict[str, Any], version: int) -> list[float]:
+    """A whole update through shared memory, by a sender in this process; return the seconds of each of `PARTS`."""
+    info, device = {name: (tuple(one.shape), one.dtype) for name, one in weights.items()}, device_id(CPU)
+    times = [time.process_time()]
     engine.begin_weight_update(version, info)
-    device, sender = device_id(CPU), IpcSender(CPU)
     sender.begin(info, engine.offer_refit_memory()[device], [device])
-    engine.update_weights_from_ipc_handles({device: sender.pack(list(info), iter(weights.items()))})
-    sender.close()
+    handles = {device: sender.pack(list(info), iter(weights.items()))}
+    times.append(time.process_time())
+    engine.update_weights_from_ipc_handles(handles)
+    times.append(time.process_time())
     assert engine.finish_weight_update().checksums
+    times.append(time.process_time())
+    return [end - start for start, end in pairwise(times)]
 
 
 def serve(engine: Any, rows: int, tokens: int) -> None:

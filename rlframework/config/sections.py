@@ -140,14 +140,19 @@ class GenerationConfig(Section):
     max_in_flight: Count | None = Field(
         None, description="maximum requests that an engine has at a time, others wait; null: twice batch_size"
     )
+    workers: GenerationWorkersConfig | None = Field(None, description="engine processes; null: use the policy workers")
+    refit: RefitConfig = RefitConfig()
+
+
+class TransformersGenerationConfig(GenerationConfig):
+    """Settings of the generation engine `transformers`."""
+
     session_cache_tokens: TokensOrZero = Field(
         32_768, description="tokens of sessions whose keys and values are kept for their next turns, on each worker"
     )
     cache_after_update: Literal["recompute", "keep"] = Field(
         "recompute", description="keys and values of requests that are in progress when weights are updated"
     )
-    workers: GenerationWorkersConfig | None = Field(None, description="engine processes; null: use the policy workers")
-    refit: RefitConfig = RefitConfig()
 
 
 class EnvironmentConfig(Section):
@@ -303,7 +308,7 @@ class RunConfig(Section):
     algorithm: SerializeAsAny[AlgorithmConfig]
     policy: SerializeAsAny[PolicyConfig]
     environment: SerializeAsAny[EnvironmentConfig]
-    generation: SerializeAsAny[GenerationConfig] = GenerationConfig()
+    generation: SerializeAsAny[GenerationConfig] = TransformersGenerationConfig()
     worker_group: SerializeAsAny[WorkerGroupConfig] = WorkerGroupConfig()
     observers: ObserversConfig = ObserversConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()

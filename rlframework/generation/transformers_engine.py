@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlframework.config.sections import GenerationConfig
+from rlframework.config.sections import GenerationConfig, TransformersGenerationConfig
 from rlframework.generation.batch_memory import free_bytes, rows_that_fit
 from rlframework.generation.decoding import Row, RowBatch
 from rlframework.generation.engine_model import EngineModel
@@ -88,7 +88,8 @@ class TransformersEngine(ReceivesWeights):
         device: str,
         precision: str,
     ) -> None:
-        self._config, self._model_name = config, model_name
+        own = config if isinstance(config, TransformersGenerationConfig) else TransformersGenerationConfig()
+        self._config, self._model_name, self._keep_caches = config, model_name, own.cache_after_update == "keep"
         self._pad_id = int(tokenizer.pad_token_id)
         self._engine_model = EngineModel(model_name, device, precision)
         self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
@@ -100,7 +101,7 @@ class TransformersEngine(ReceivesWeights):
         self._served: dict[str, _Served] = {}
         self._waiting: dict[str, _Served] = {}  # those in no batch, in the order in which they begin
         self._batches: list[tuple[_Kind, RowBatch]] = []
-        self._sessions = SessionPrefixes(config.session_cache_tokens)
+        self._sessions = SessionPrefixes(own.session_cache_tokens)
         self._results: list[GenerationResult] = []
         self._paused = False
 
@@ -257,7 +258,7 @@ class TransformersEngine(ReceivesWeights):
     def drop_caches(self) -> int:
         """See `ReceivesWeights.drop_caches`. Keeps the caches of active requests if `cache_after_update` is keep."""
         self._linears.drop()
-        recomputed = self._preempt() if self._config.cache_after_update == "recompute" else 0
+        recomputed = 0 if self._keep_caches else self._preempt()
         return self._sessions.drop() + recomputed
 
     def release(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:

@@ -189,8 +189,8 @@ class GenerationEngine(ABC):
     def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
         """Serve nothing until `resume`, so that weights may be updated. `abort` also aborts all requests.
 
-        With `keep`, requests go on with the new weights; `generation.cache_after_update` says whether their caches are
-        computed again. Idempotent.
+        With `keep`, requests go on with the new weights; their caches are computed again, except by an engine that is
+        configured to keep them. Idempotent.
         """
         raise NotSupported(f"{type(self).__name__} does not pause requests")
 

@@ -10,10 +10,10 @@ from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.sections import (
-    GenerationConfig,
     RayGroupConfig,
     RemoteGroupConfig,
     RunConfig,
+    TransformersGenerationConfig,
     WorkerGroupConfig,
 )
 from rlframework.errors import ConfigError
@@ -63,7 +63,8 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     summary = "generation with transformers, in the trainer's process or in separate ones"
     refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.LORA_REFIT})
     declared = refits | {Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE}
-    return [_core(GenerationEngineRecord, "transformers", target, summary, GenerationConfig, capabilities=declared)]
+    section = TransformersGenerationConfig
+    return [_core(GenerationEngineRecord, "transformers", target, summary, section, capabilities=declared)]
 
 
 @hookimpl

@@ -142,7 +142,11 @@ def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_jso
         "bare copy, memcpy",
         "bare copy, overlapped",
         "bare memcpy, overlapped",
+        "bare write",
+        "bare write, checksums",
         "bare broadcast",
         "refit, ipc",
+        "one forward",
     }
+    assert written["proof"]["probes_of_forward"] > 0.0
     assert all(case["ratio"]["median"] > 0.0 for case in written["cases"])

@@ -37,9 +37,6 @@ def check(config: RunConfig, device: str) -> list[Problem]:
     if section.temperature and not low <= section.temperature <= high:
         message = f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}."
         problems.append(Problem("generation.temperature", message))
-    if section.cache_after_update != "recompute":
-        message = "vllm cannot keep what it computed with earlier weights."
-        problems.append(Problem("generation.cache_after_update", message, "Set it to recompute."))
     return problems
 
 
