@@ -346,7 +346,7 @@ def report(results: Mapping[str, Timings]) -> str:
 
 
 def proof(results: Mapping[str, Timings]) -> dict[str, float]:
-    """What checksums and probes cost: the former as a share of the refit, the latter in forwards; medians."""
+    """The cost of checksums and probes: the former as a share of the refit, the latter in forwards; medians."""
     timings = next(timings for timings in results.values() if IPC in timings.seconds)
     refits, plain, checked, probes, forwards = (
         timings.seconds[name] for name in (IPC, WRITE, CHECKED, PROBES, FORWARD)
