@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MIN_GROWTH = 32
+_MIN_GROWTH = 8
 """Positions that the memory grows by at least; a long one grows by a quarter."""
 
 
