@@ -93,7 +93,7 @@ class GenerationWorkersConfig(Section):
 
 
 class RefitConfig(Section):
-    """How weights are sent from the trainer to generation engines in other processes."""
+    """The transfer of weights from the trainer to generation engines in other processes, and its proof."""
 
     transport: Literal["auto", "ipc", "collective"] = Field(
         "auto",

@@ -29,7 +29,7 @@ from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework.policy.batch_checks import BatchLimits
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
-from rlframework.weight_sync.ipc import GPU_PREFIX
+from rlframework.weight_sync.ipc import share_gpu
 from rlframework.weight_sync.proof import Probes
 from rlframework.workers.dispatch import WorkerCalls
 
@@ -227,7 +227,7 @@ class RemoteGeneration(Generation):
             state["device"] for state in WorkerCalls(self._policy.worker_group).on_all(PolicyWorker.get_refit_state)
         }
         engines = {state["device"] for engine in self._usable() for state in engine.call("get_refit_state")}
-        return any(device.startswith(GPU_PREFIX) for device in (trainer if "" in engines else trainer & engines))
+        return share_gpu(trainer, engines)
 
     def _replaced_engines(self) -> Sequence[EngineHandle]:
         """Return the engines, with a new one in place of each that was lost."""

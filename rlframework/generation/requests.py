@@ -59,6 +59,11 @@ def _check_sampling(name: str, sampling: SamplingParams) -> None:
 def _check_tokens(requests: Sequence[GenerationRequest], vocabulary: int | None) -> None:
     most = float("inf") if vocabulary is None else vocabulary - 1
     for request in requests:
+        stops = request.sampling.stop_token_ids
+        if unknown := sorted(token for token in stops if not 0 <= token <= most):
+            raise RequestError(
+                f"request {request.request_id!r} has stop token {unknown[0]}; the model's tokens are 0 to {most}"
+            )
         low, high = (int(end) for end in torch.aminmax(request.prompt_ids))
         if low < 0 or high > most:
             raise RequestError(

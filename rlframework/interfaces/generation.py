@@ -29,7 +29,7 @@ Tag = Literal["weights", "kv_cache"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """The choice of tokens.
 
     `temperature` 0 is greedy, with the log-probabilities of temperature 1. `stop_token_ids` are all tokens that end a
     completion: the engine adds none of its own.
@@ -85,12 +85,18 @@ class GenerationRequest(_SentBetweenProcesses):
     media: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise `RequestError` for an empty prompt, and for a request of no tokens."""
+        """Raise `RequestError` for an empty prompt, another dtype, a seed of more bits, and no tokens to generate."""
         if self.prompt_ids.ndim != 1 or not len(self.prompt_ids):
             raise RequestError(
                 f"request {self.request_id!r} has prompt_ids of shape {tuple(self.prompt_ids.shape)}; it needs at "
                 "least one token, in one dimension"
             )
+        if str(self.prompt_ids.dtype) != "torch.int64":
+            raise RequestError(
+                f"request {self.request_id!r} has prompt_ids in {self.prompt_ids.dtype}; they must be torch.int64"
+            )
+        if not -(2**63) <= self.seed < 2**63:
+            raise RequestError(f"request {self.request_id!r} has seed={self.seed}; it must be a signed 64-bit integer")
         if self.max_new_tokens < 1:
             raise RequestError(
                 f"request {self.request_id!r} has max_new_tokens={self.max_new_tokens}; it must be at least 1"

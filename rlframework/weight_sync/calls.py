@@ -18,7 +18,7 @@ class RefitEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """How messages call the engine."""
+        """The engine's name in messages."""
 
     @property
     def in_driver(self) -> bool:

@@ -155,7 +155,8 @@ class Refitter:
         calls = self._calls(tuple(self._engines()))
         states = calls.start_engines(ReceivesWeights.get_refit_state)
         now = _Round(calls, calls.on_trainer(PolicyWorker.get_refit_state), calls.of_engines(states))
-        offload = Capability.CPU_OFFLOAD in self._trainer.capabilities and _share_gpu(now)
+        shares = ipc.share_gpu(now.trainer_devices, now.engine_devices)
+        offload = shares and Capability.CPU_OFFLOAD in self._trainer.capabilities
         info = calls.on_rank_0(PolicyWorker.prepare_info_for_collective)
         if offload:
             self._trainer.offload_before_refit()
@@ -291,13 +292,6 @@ class Refitter:
         calls.of_engines(started, _GRACE)
         if failed is not None:
             raise failed
-
-
-def _share_gpu(now: _Round) -> bool:
-    """Return whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
-    trainer, engines = now.trainer_devices, now.engine_devices
-    shared = trainer if "" in engines else trainer & engines
-    return any(device.startswith(ipc.GPU_PREFIX) for device in shared)
 
 
 def _require_own_gpus(now: _Round) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -43,6 +43,11 @@ OFFERED_GROUP = 128 << 20
 _USABLE = 0.8  # fraction of the free memory that a refit may use
 GPU_PREFIX = "GPU-"  # prefix of the device ids of GPUs
 _CUDA_DEVICE = 6  # index of the device number among the arguments of torch's `rebuild_cuda_tensor`
+
+
+def share_gpu(trainer: Set[str], engines: Set[str]) -> bool:
+    """Return whether an engine runs on a GPU of the trainer, or may, because its device is unknown (`""`)."""
+    return any(device.startswith(GPU_PREFIX) for device in (trainer if "" in engines else trainer & engines))
 
 
 @cache

@@ -220,6 +220,24 @@ def test_a_long_row_with_a_window_sees_only_that(tiny: Any) -> None:
         torch.testing.assert_close(result.logprobs, scored(model, each, result), atol=1e-5, rtol=1e-5)
 
 
+def stopping(token: int) -> GenerationRequest:
+    return request("b", [3], sampling=SamplingParams(stop_token_ids=frozenset({token})))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt_ids": torch.tensor([1.5])}, "request 'b' has prompt_ids in torch.float32; they must be torch.int64"),
+        ({"prompt_ids": torch.tensor([], dtype=torch.int64)}, "request 'b' has prompt_ids of shape \\(0,\\); it needs"),
+        ({"seed": 2**63}, "request 'b' has seed=9223372036854775808; it must be a signed 64-bit integer"),
+        ({"max_new_tokens": 0}, "request 'b' has max_new_tokens=0; it must be at least 1"),
+    ],
+)
+def test_requests_that_cannot_be_constructed(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        GenerationRequest("b", **{"prompt_ids": torch.tensor([3]), "seed": 0, "max_new_tokens": 4, **given})
+
+
 def test_requests_that_cannot_be_served(tiny: Any) -> None:
     engine = tiny.engine().engine
     engine.submit([request("a", [3])])
@@ -229,6 +247,8 @@ def test_requests_that_cannot_be_served(tiny: Any) -> None:
         (request("b", [3], sampling=SamplingParams(-1.0)), "request 'b' has temperature=-1.0; it must be 0 or more"),
         (request("b", [3], sampling=SamplingParams(top_k=0)), "request 'b' has top_k=0"),
         (request("b", [3], media={"pixel_values": 1}), "request 'b' has media"),
+        (stopping(15), "request 'b' has stop token 15; the model's tokens are 0 to 14"),
+        (stopping(-1), "request 'b' has stop token -1"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.submit([request("good", [3]), bad])

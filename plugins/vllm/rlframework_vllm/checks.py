@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframework.config.sections import RunConfig
+from rlframework.doctor.checks import ProbeError, ask
 from rlframework.plugins.types import Problem
 from rlframework_vllm.config import VllmGenerationConfig
 
@@ -21,6 +21,7 @@ HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The sizes of an attention head that vLLM's kernels for CPUs have."""
 
 INSTALL = "{python} -m pip install -e . -e 'plugins/vllm[{extra}]'"
+_PATIENCE = 60.0
 _CACHE, _WIDTHS = 1 << 30, {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -50,15 +51,10 @@ def describe(config: RunConfig) -> str:
 @lru_cache(8)
 def environment(python: str) -> Mapping[str, Any]:
     """Return what `probe` finds out in the environment of `python`; `error`: why it could not."""
-    command = [python, "-P", str(Path(__file__).with_name("probe.py"))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
-    except (ValueError, IndexError):
-        reason = (done.stderr.strip() or "no output").splitlines()[-1]
-    return {"python": python, "version": "", "missing": [], "error": reason}
+        return dict(ask([python, "-P", str(Path(__file__).with_name("probe.py"))], _PATIENCE))
+    except ProbeError as error:
+        return {"python": python, "version": "", "missing": [], "error": str(error)}
 
 
 def _environment_problems(found: Mapping[str, Any], section: VllmGenerationConfig, device: str) -> Iterator[Problem]:

@@ -201,28 +201,29 @@ class VllmEngine(ReceivesWeights):
 
     def release(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
         """See `GenerationEngine.release`. On a CPU nothing is freed; on a GPU the cache goes with the weights."""
-        if self.refit_device.type == "cpu" or self._started is None or not tags:
+        if self.refit_device.type == "cpu" or self._started is None or self._asleep >= set(tags):
             return 0
         if self._rows:
             raise UserError(f"{len(self._rows)} requests are unfinished: abort them before release")
-        before, weights_too = torch.cuda.mem_get_info(self.refit_device)[0], "weights" in tags
-        if self._asleep >= set(tags):
-            return 0
+        before, weights_too = self._free(), "weights" in tags
         self._started.sleep(weights=weights_too)
         self._asleep = {"weights", "kv_cache"} if weights_too else {"kv_cache"}
         if weights_too:
             self.weight_state.fail("its weights were released")
-        return int(torch.cuda.mem_get_info(self.refit_device)[0] - before)
+        return self._free() - before
 
     def restore(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
         """See `GenerationEngine.restore`."""
         asleep = self._asleep & set(tags)
         if self._started is None or not asleep:
             return 0
-        before = torch.cuda.mem_get_info(self.refit_device)[0]
+        before = self._free()
         self._started.wake(asleep)
         self._asleep -= asleep
-        return int(before - torch.cuda.mem_get_info(self.refit_device)[0])
+        return before - self._free()
+
+    def _free(self) -> int:
+        return int(torch.cuda.mem_get_info(self.refit_device)[0])
 
     def close(self) -> None:
         """See `GenerationEngine.close`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from rlframework.models.file_weights import FileLayout
 from rlframework.weight_sync.buffers import Slot, WeightInfo, assign_slots
 from rlframework.weight_sync.ipc import MemoryHandle, SharedMemory, open_memory
 from rlframework.weight_sync.receiver import Held, WeightSink, listed
+
+_opened = lru_cache(1)(open_memory)  # mapping it anew takes a page fault for every 64 KiB
 
 
 class Source(NamedTuple):
@@ -74,11 +77,14 @@ def require_fit(info: WeightInfo, config: Any) -> None:
 
 def load(worker: Any, source: Source) -> dict[str, Tensor]:
     """Load weights into the model of `worker` of vLLM; return what it holds as it was sent, by name."""
-    raw = source.memory if isinstance(source.memory, Tensor) else open_memory(source.memory)
+    raw = source.memory if isinstance(source.memory, Tensor) else _opened(source.memory)
     worker.reload_weights(weights_iterator=((slot.name, view(slot, raw)) for slot in source.slots))
     model = worker.get_model()
-    for head in _tied_heads(model):  # a CPU computes with a packed copy of the weight
-        head.quant_method.process_weights_after_loading(head)
+    for head, embedding in _tied_heads(model):
+        if hasattr(
+            embedding, "cpu_linear"
+        ):  # a CPU computes with a packed copy of the weight, which the loader made here
+            head.cpu_linear = embedding.cpu_linear
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {slot.name: held for slot in source.slots if (held := _held(slot, parameters.get(slot.name))) is not None}
 
@@ -88,12 +94,15 @@ def load_shard(worker: Any, source: Source) -> None:
     load(worker, source)
 
 
-def _tied_heads(model: Any) -> Iterator[Any]:
+def _tied_heads(model: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each head that has the weight of an embedding, and the embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     modules = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    embeddings = {id(module.weight) for module in modules if not isinstance(module, ParallelLMHead)}
-    return (module for module in modules if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings)
+    owners = {id(module.weight): module for module in modules if not isinstance(module, ParallelLMHead)}
+    for module in modules:
+        if isinstance(module, ParallelLMHead) and id(module.weight) in owners:
+            yield module, owners[id(module.weight)]
 
 
 def _held(slot: Slot, parameter: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ machine, and CPUs are not reserved: other groups may use the same ones.
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any
 
 import ray
@@ -64,6 +65,14 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
         self.cluster.shutdown()
 
 
+def _require_python(settings: RayGroupConfig, spec: WorkerSpec) -> None:
+    """Raise `ConfigError` unless this machine has the Python of the workers, for which Ray would wait in vain."""
+    python = settings.python or spec.py_executable
+    if python is not None and shutil.which(python) is None:
+        key = "worker_group.python" if settings.python else "generation.workers.python, or py_executable of a plugin,"
+        raise ConfigError(f"{key}={python} is not an executable on this machine: set it to the path of a Python")
+
+
 def _reserve(settings: RayGroupConfig, workers: int, device: str, spec: WorkerSpec) -> RayVirtualCluster:
     """Reserve placement groups for all workers: one per node with `workers_per_node`, otherwise a single one.
 
@@ -73,11 +82,7 @@ def _reserve(settings: RayGroupConfig, workers: int, device: str, spec: WorkerSp
     if private:
         each = None
         machine.check_cores(workers * spec.replicas)
-        if settings.python is not None and not os.access(settings.python, os.X_OK):
-            raise ConfigError(
-                f"worker_group.python={settings.python} is not an executable on this machine: set it to the path of a "
-                "Python"
-            )
+        _require_python(settings, spec)
     elif each is not None and workers % each:
         raise ConfigError(
             f"worker_group.num_workers={workers} is not divisible by worker_group.workers_per_node={each}: set it to a "
