@@ -65,8 +65,8 @@ class StartedCall:
 def attempt(worker: object, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
     """Call `method` of `worker`; return its result and `""`, or None and the message of the error it raised.
 
-    Applies to a `RefitError` and a `UserError`, such as `NotSupported` or `EngineNotReady`. An exception would end the whole worker
-    group, but a failed refit can be repeated.
+    Applies to a `RefitError` and a `UserError`, such as `NotSupported` or `EngineNotReady`. An exception would end the
+    whole worker group, but a failed refit can be repeated.
     """
     try:
         return getattr(worker, method)(**arguments), ""

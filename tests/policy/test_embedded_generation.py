@@ -77,7 +77,7 @@ def parts(target: str) -> tuple[EmbeddedGeneration, Scoring]:
 def test_nothing_is_generated_inside_use_reference_model():
     generation, scoring = parts("Served")
     with (
-        pytest.raises(UserError, match="generate needs the weights of the policy.*leave the block first"),
+        pytest.raises(UserError, match=r"generate needs the weights of the policy.*leave the block first"),
         scoring.use_reference_model(),
     ):
         generation.exchange([REQUEST], (), None)
@@ -87,5 +87,5 @@ def test_nothing_is_generated_inside_use_reference_model():
 
 def test_an_engine_that_finishes_with_another_version_serves_nothing():
     generation, _ = parts("OneBehind")
-    with pytest.raises(RefitError, match="the embedded OneBehind finished its update with version -1; .* sent 0"):
+    with pytest.raises(RefitError, match=r"the embedded OneBehind finished its update with version -1; .* sent 0"):
         generation.exchange([REQUEST], (), None)
