@@ -28,8 +28,8 @@ class GenerationClient:
     ) -> None:
         """`limit`: requests that an engine has at a time; more wait in the client.
 
-        `require_ready()` is called for each request and before each exchange, and raises if the engines have no weights
-        to serve requests with.
+        `require_ready()` is called for each request, before and after each exchange; raises if the engines have no
+        weights to serve requests with.
         """
         self._require_ready = require_ready
         self.engines = list(engines)
@@ -118,6 +118,7 @@ class GenerationClient:
                 self._exchanges[index] = engine.exchange(outgoing, engine.interval)
             answers = await _result(self._exchanges[index])
             del self._exchanges[index]
+            self._require_ready()  # a refit may have failed meanwhile
             for lane, incoming in zip(lanes, answers, strict=True):
                 outcomes += self._scheduler.received(lane, incoming)
         except Exception as error:  # noqa: BLE001 - raised by `generate` of the requests that it concerns

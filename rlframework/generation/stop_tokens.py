@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import ConfigError
-from rlframework.huggingface.model_directories import read_config
+from rlframework.errors import ConfigError, DataError
+from rlframework.huggingface.model_directories import first_size, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.sections import GenerationConfig
+
+_LOG = logging.getLogger(__name__)
 
 
 def stop_tokens(
@@ -19,7 +22,8 @@ def stop_tokens(
     """Return the end-of-sequence tokens of `tokenizer` and of the model, and the stop tokens and strings of `config`.
 
     The model's are those in its `generation_config.json` or, without that file, in its `config.json`. Raises
-    `ConfigError` for a stop string that is not a single token, and for a stop token outside the vocabulary.
+    `ConfigError` for a stop string that is not a single token, and for a stop token outside the vocabulary. Those of
+    the model outside its own vocabulary are left out, with a warning.
     """
     size = len(tokenizer)
     for token in config.stop_token_ids:
@@ -43,9 +47,28 @@ def _end_tokens_of_model(name: str, trust_remote_code: bool) -> set[int]:
     import transformers
 
     try:
-        return end_tokens(transformers.GenerationConfig.from_pretrained(name))
+        tokens = end_tokens(transformers.GenerationConfig.from_pretrained(name))
     except OSError:  # most small models have no such file
-        return end_tokens(transformers.GenerationConfig.from_model_config(read_config(name, trust_remote_code)))
+        tokens = end_tokens(transformers.GenerationConfig.from_model_config(read_config(name, trust_remote_code)))
+    return _of_vocabulary(tokens, name, trust_remote_code) if tokens else tokens
+
+
+def _of_vocabulary(tokens: set[int], name: str, trust_remote_code: bool) -> set[int]:
+    """Return those of the model's `tokens` that it can sample; warn of the others, which end nothing."""
+    try:
+        config = read_config(name, trust_remote_code)
+    except DataError:  # a folder with other files alone
+        return tokens
+    size = first_size(config.get_text_config(), "vocab_size")
+    unknown = {token for token in tokens if size is not None and not 0 <= token < size}
+    if unknown:
+        _LOG.warning(
+            "%s has the end-of-sequence tokens %s, but its tokens are 0 to %d: they are ignored",
+            name,
+            sorted(unknown),
+            (size or 0) - 1,
+        )
+    return tokens - unknown
 
 
 def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

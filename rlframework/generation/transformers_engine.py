@@ -104,6 +104,7 @@ class TransformersEngine(ReceivesWeights):
         self._sessions = SessionPrefixes(own.session_cache_tokens)
         self._results: list[GenerationResult] = []
         self._paused = False
+        self._updated = False  # the weights, since the last step
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -184,8 +185,9 @@ class TransformersEngine(ReceivesWeights):
 
     def _step(self, version: int) -> None:
         """Give each active row a token."""
+        updated, self._updated = self._updated, False
         for kind, batch in self._batches:
-            if kind.version != version:  # the weights were updated, and caches are kept
+            if updated and kind.version != version:  # caches are kept
                 batch.use(self._model)
                 for row, count in batch.counts():
                     self._served[row.name].use(version, count)
@@ -294,7 +296,7 @@ class TransformersEngine(ReceivesWeights):
         if model.config is not self._probed_config:
             self._forwards, self._probed_config = row_forward(model), model.config
             self._limits = ServingLimits.of(model.config)
-        self._model = model
+        self._model, self._updated = model, True
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rlframework.plugins.loading import load_target
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.profiling import GENERATE, trace_span
 from rlframework.policy.shared_state import Residency, TrainingProgress
+from rlframework.weight_sync.proof import require_version
 
 _CACHE: tuple[Tag, ...] = ("kv_cache",)
 
@@ -48,6 +49,7 @@ class EmbeddedGeneration:
     ) -> Incoming:
         """See `PolicyWorker.exchange`."""
         require_head(self._engine.config, "language", "generate")
+        self._residency.require_policy("generate")
         self._residency.onload("model")
         generator = self.updated()
         with self._engine.generating(), trace_span(GENERATE):
@@ -88,7 +90,8 @@ class EmbeddedGeneration:
                 announced = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
                 self._generator.begin_weight_update(version, announced)
                 self._generator.load_weights(self._engine.gather_weights(specs))
-                self._generator.finish_weight_update()
+                report = self._generator.finish_weight_update()
+                require_version(f"the embedded {type(self._generator).__name__}", report, version)
             self._weights_version = version
         return self._generator
 

@@ -81,7 +81,7 @@ class Scoring:
         """See `PolicyWorker.use_reference_model`."""
         if self.reference is None:
             raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
-        return self.reference.use()
+        return self.residency.holding_reference(self.reference.use())
 
     def score_rows(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
         """Return the head's results at each token, `[B, S, ...]` on the CPU; 0 at positions that were not requested."""

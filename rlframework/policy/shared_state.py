@@ -7,12 +7,14 @@ disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from rlframework.errors import UserError
 from rlframework.interfaces.policy_worker import BytesMoved
 from rlframework.policy.engine import Engine
 
@@ -39,6 +41,25 @@ class Residency:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._offloaded: set[Part] = set()
+        self._reference_in_use = False
+
+    @contextmanager
+    def holding_reference(self, swapped: AbstractContextManager[None]) -> Iterator[None]:
+        """Context manager: enter `swapped`, in which the model has the weights of the reference."""
+        with swapped:
+            before, self._reference_in_use = self._reference_in_use, True
+            try:
+                yield
+            finally:
+                self._reference_in_use = before
+
+    def require_policy(self, purpose: str) -> None:
+        """Raise `UserError` if the model has the weights of the reference, with which `purpose` would be wrong."""
+        if self._reference_in_use:
+            raise UserError(
+                f"{purpose} needs the weights of the policy, but inside use_reference_model the model has those of the "
+                "reference: leave the block first"
+            )
 
     def onload(self, *parts: Part) -> BytesMoved:
         """Onload those of `parts` that are offloaded."""

@@ -45,6 +45,7 @@ class WeightSender:
 
     def state(self) -> RefitState:
         """See `PolicyWorker.get_refit_state`."""
+        self.residency.require_policy("a refit")
         joined = self._joined and (self.engine.context.rank > 0 or self._group is not None)
         return {"version": self.progress.weights_version, "device": device_id(self.engine.device), "joined": joined}
 
@@ -55,6 +56,7 @@ class WeightSender:
     @contextmanager
     def _gathering_weights(self, names: Iterable[str]) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield the weights; on exit, also after an exception, gather the remaining ones too."""
+        self.residency.require_policy("a refit")
         self.residency.onload("model")
         weights = iter(self.weights.gather(names))
         with exhausting(weights):

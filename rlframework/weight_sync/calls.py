@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from rlframework.errors import DeadlineExceeded, EngineLost, EngineNotReady, RefitError, WorkerError, WorkerLost
+from rlframework.errors import DeadlineExceeded, EngineLost, RefitError, UserError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 
 P = ParamSpec("P")
@@ -65,12 +65,12 @@ class StartedCall:
 def attempt(worker: object, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
     """Call `method` of `worker`; return its result and `""`, or None and the message of the error it raised.
 
-    Applies to a `RefitError`, and to an engine that is not ready for a probe. An exception would end the whole worker
-    group, but a failed refit can be repeated.
+    Applies to a `RefitError` and a `UserError`, such as `NotSupported` or `EngineNotReady`. An exception would end the
+    whole worker group, but a failed refit can be repeated.
     """
     try:
         return getattr(worker, method)(**arguments), ""
-    except (RefitError, EngineNotReady) as error:
+    except (RefitError, UserError) as error:
         return None, str(error)
 
 

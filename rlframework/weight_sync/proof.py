@@ -53,8 +53,7 @@ def compare_reports(engine: str, report: WeightReport, version: int, info: Weigh
     """Raise `RefitError` unless `engine` holds `version` of the weights `info`, with the checksums `sent`."""
     if missing := [name for name in info if name not in sent]:
         raise RefitError(f"version {version}: the trainer did not send {listed(missing)}")
-    if report.version != version:
-        raise RefitError(f"{engine} finished its update with version {report.version}; the trainer sent {version}")
+    require_version(engine, report, version)
     for name, held in report.checksums.items():
         if name not in sent:
             raise RefitError(f"{engine} reports a weight {name!r} of version {version}, which the trainer did not send")
@@ -63,6 +62,12 @@ def compare_reports(engine: str, report: WeightReport, version: int, info: Weigh
                 f"{engine} holds {name!r} of version {version} with checksum {held:016x}; the trainer sent "
                 f"{sent[name]:016x}"
             )
+
+
+def require_version(engine: str, report: WeightReport, version: int) -> None:
+    """Raise `RefitError` unless `engine` finished its update with `version`."""
+    if report.version != version:
+        raise RefitError(f"{engine} finished its update with version {report.version}; the trainer sent {version}")
 
 
 class Probes:

@@ -114,6 +114,15 @@ def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plai
     assert completions(engine.generate(batch([prompt]))) == [cut]
 
 
+def test_end_tokens_of_the_model_beyond_its_vocabulary_are_ignored_with_a_warning(
+    tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.model.config.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 9999]}), encoding="utf-8")
+    assert stop_tokens(tiny.engine().config, tiny.tokenizer, str(tmp_path)) == {EOS}
+    assert len([record for record in caplog.records if "9999" in record.getMessage()]) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

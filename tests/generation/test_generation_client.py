@@ -331,6 +331,30 @@ def test_nothing_is_served_while_the_engines_have_no_proven_weights():
     assert engine.seen == []
 
 
+def test_results_of_an_exchange_during_which_a_refit_fails_are_not_returned():
+    engine = Engine()
+    ready = [True]
+
+    def require_ready() -> None:
+        if not ready[0]:
+            raise EngineNotReady("their last refit failed")
+
+    client = GenerationClient([engine], limit=4, require_ready=require_ready)
+
+    async def test() -> None:
+        engine.gate.clear()
+        task = asyncio.ensure_future(client.generate(request(1)))
+        await until(lambda: engine.threads)
+        ready[0] = False
+        engine.gate.set()
+        with pytest.raises(EngineNotReady, match="their last refit failed"):
+            await task
+        ready[0] = True
+        assert (await client.generate(request(2))).token_ids.tolist() == [2]
+
+    run(test)
+
+
 def test_requests_that_wait_when_a_refit_fails_are_not_served():
     engine = Engine(polls=10**6)
     ready = [True]

@@ -11,6 +11,7 @@ from causal_kinds import KINDS, tiny_model
 from torch import Tensor
 
 from rlframework.errors import EngineNotReady, RequestError
+from rlframework.generation.decoding import RowBatch
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan
 
@@ -163,7 +164,9 @@ def test_nothing_is_served_while_paused(tiny: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
-def test_weights_change_between_tokens(tiny: Any, cache: str, kind: str) -> None:
+def test_weights_change_between_tokens(tiny: Any, cache: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr(RowBatch, "use", lambda self, model, _use=RowBatch.use: used.append(model) or _use(self, model))
     model, other = tiny_model(KINDS[kind]), tiny_model(KINDS[kind])
     with torch.no_grad():
         for parameter in other.parameters():
@@ -181,6 +184,7 @@ def test_weights_change_between_tokens(tiny: Any, cache: str, kind: str) -> None
     torch.testing.assert_close(result.logprobs[:4], scored(model, asked, result)[:4], atol=1e-5, rtol=1e-5)
     new = torch.allclose(result.logprobs[4:], scored(other, asked, result)[4:], atol=1e-5, rtol=1e-5)
     assert new == (cache == "recompute")
+    assert used == ([other] if cache == "keep" else [])
     rest = request("b", [3, 9, 4], 10)
     same(alone(engine, rest), alone(tiny.engine(model=other).engine, rest))
 

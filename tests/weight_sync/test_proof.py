@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from refit_faults import FAULTS, partial_commit
 from tiny_refits import VOCABULARY, AdapterEngine, CollectingEngine, Run, TinyEngine, TinyModel
 from torch import Tensor
 
-from rlframework.errors import EngineLost, EngineNotReady, RefitError, WorkerLost
+from rlframework.errors import EngineLost, EngineNotReady, NotSupported, RefitError, RequestError, UserError, WorkerLost
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams, WeightReport
 from rlframework.policy.lora_math import A, B, merge
 from rlframework.weight_sync.proof import Probes, compare_reports, sent_by_all
@@ -179,6 +180,38 @@ def test_an_engine_that_is_gone_fails_the_refit_by_name_and_not_the_trainer():
     assert run.refitter.version is None
     run.handles[1].start = start
     run.refitter.refit()
+
+
+@pytest.mark.parametrize("error", [NotSupported, RequestError, UserError])
+@pytest.mark.parametrize("call", ["begin_weight_update", "finish_weight_update", "submit"])
+def test_an_engine_that_rejects_its_part_fails_the_refit_by_name_and_can_be_refit_again(error, call, monkeypatch):
+    run = Run()
+
+    def reject(*_: Any, **__: Any) -> Any:
+        raise error("not by this engine")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.engines[0], call, reject)
+        with pytest.raises(RefitError, match="engine 0: not by this engine"):
+            run.refitter.refit()
+    assert run.refitter.version is None
+    assert run.refitter.refit().version == 1
+
+
+def test_the_weights_of_the_reference_are_never_sent():
+    run = Run()
+    run.refitter.refit()
+    run.step()
+    with run.worker.residency.holding_reference(nullcontext()):
+        with pytest.raises(RefitError, match=r"a refit needs the weights of the policy.*leave the block first"):
+            run.refitter.refit()
+        with (
+            pytest.raises(UserError, match="inside use_reference_model"),
+            run.worker.sender._gathering_weights(["first"]),
+        ):
+            pass
+    assert run.refitter.version is None
+    assert run.refitter.refit().version == 2
 
 
 def test_reports_are_compared_with_what_every_rank_sent():

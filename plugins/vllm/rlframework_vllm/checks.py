@@ -32,12 +32,17 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         return []
     if workers is None or workers.group == "inline":
         message = "vLLM changes the process that it runs in, so it needs one of its own."
-        return [Problem("generation.workers", message, "Set generation.workers.group to processes or ray.")]
+        key = "generation.workers is not set" if workers is None else "generation.workers.group is inline"
+        hint = "Set generation.workers.group to processes or ray."
+        return [Problem("generation.workers", f"{key}. {message}", hint)]
     found, (low, high) = environment(workers.python or sys.executable), TEMPERATURES
     problems = [*_environment_problems(found, section, device), *_model(config, section, found, device)]
     if section.temperature and not low <= section.temperature <= high:
         message = f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}."
         problems.append(Problem("generation.temperature", message))
+    if section.vllm.tensor_parallel_size > 1 and not section.refit.probes:
+        message = "0 leaves a refit without proof: with tensor_parallel_size > 1, vLLM reports no checksums of weights."
+        problems.append(Problem("generation.refit.probes", message, "Set it to 1 or more."))
     return problems
 
 

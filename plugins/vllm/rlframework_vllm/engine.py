@@ -104,7 +104,7 @@ class VllmEngine(ReceivesWeights):
 
     def abort(self, request_ids: Collection[str]) -> None:
         """See `GenerationEngine.abort`."""
-        for name in [name for name in request_ids if name in self._rows]:
+        for name in [name for name in dict.fromkeys(request_ids) if name in self._rows]:
             if name in self._new:
                 del self._new[name]
             else:
@@ -125,11 +125,11 @@ class VllmEngine(ReceivesWeights):
         """Compute one forward with the weights of `version`; return whether there are new tokens."""
         if self._asleep:
             raise EngineNotReady(f"the memory of {', '.join(sorted(self._asleep))} was released: call restore first")
-        for name in self._new:
+        for name in list(self._new):
             request, vocabulary = self._rows[name].request, self._limits.vocabulary or 2**31 - 1
             top_k = min(request.sampling.top_k or 0, vocabulary)
             self._vllm.add(request, self._limits.budget(request), top_k)
-        self._new.clear()
+            del self._new[name]
         advanced = False
         for name, tokens, logprobs, reason in self._vllm.step():
             row = self._rows[name]
@@ -229,4 +229,5 @@ class VllmEngine(ReceivesWeights):
         """See `GenerationEngine.close`."""
         runtime, self._started, self._sink = self._started, None, None
         if runtime is not None:
+            self.weight_state.fail("the engine was closed")
             runtime.close()

@@ -138,6 +138,11 @@ def test_a_run_that_can_start_has_no_problems(problems):
         ),
         ("generation.vllm.block_size", "has no such argument", {"vllm": {"block_size": 16}}),
         ("generation.vllm.numa_bind", "has no such argument", {"vllm": {"arguments": {"numa_bind": True}}}),
+        (
+            "generation.refit.probes",
+            "leaves a refit without proof",
+            {"vllm": {"tensor_parallel_size": 2}, "refit": {"probes": 0}},
+        ),
         ("generation.temperature", "takes 0 and 0.01 to 2", {"temperature": 2.5}),
         ("generation.workers.python", "does not answer", {"workers": {"python": "/nowhere/python"}}),
     ],
@@ -146,6 +151,13 @@ def test_what_keeps_it_from_starting_is_one_error_before_anything_starts(problem
     found = problems(**given)
     assert list(found) == [key]
     assert said in found[key]
+
+
+def test_without_workers_the_missing_key_is_named():
+    values = {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}, "policy": {"model_name": "none"}}
+    config = load_config(values).model_copy(update={"generation": VllmGenerationConfig(name="vllm")})
+    (problem,) = checks.check(config, "cpu")
+    assert "generation.workers is not set" in str(problem)
 
 
 def test_on_a_gpu_all_head_sizes_are_left_to_vllm(problems):
