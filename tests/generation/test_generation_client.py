@@ -60,7 +60,8 @@ class Engine(EngineHandle):
         held = self.held[lane]
         for name in out.abort_ids:
             self.aborted.append(name)
-            held[name][1] = -1
+            if name in held:  # engines ignore the ids of finished requests
+                held[name][1] = -1
         rejected = {each.request_id: RequestError("no") for each in out.requests if each.seed < 0}
         held |= {each.request_id: [each, self._polls] for each in out.requests if each.request_id not in rejected}
         self.seen += [each.request_id for each in out.requests]
