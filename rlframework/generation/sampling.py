@@ -48,20 +48,17 @@ def choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingParams) -> tup
 
 
 def _choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingParams) -> tuple[Tensor, Tensor]:
-    scaled = logits.float() if rule.greedy or rule.temperature == 1.0 else logits.float() / rule.temperature
-    if rule.greedy or uniforms is None:
-        tokens, top = scaled.argmax(dim=-1, keepdim=True), scaled.amax(-1, keepdim=True)
-        masses = (scaled - top).exp_()
-    elif rule.truncated:
-        logprobs = torch.log_softmax(scaled, dim=-1)
+    temperature = 1.0 if rule.greedy else rule.temperature
+    if rule.truncated and uniforms is not None:
+        logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
         tokens = draw(logprobs, uniforms, rule.top_k, rule.top_p)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
-    else:
-        top = scaled.amax(-1, keepdim=True)
-        masses = (scaled - top).exp_()
-        tokens = _invert(masses, uniforms)[:, None]
-    total = masses.sum(-1, keepdim=True)
-    return tokens.squeeze(-1), (scaled.gather(-1, tokens) - top - total.log()).squeeze(-1)
+    top = logits.amax(-1, keepdim=True).float()
+    masses = logits - top  # in fp32; the only tensor as large as the logits: fresh memory costs more than arithmetic
+    masses = (masses if temperature == 1.0 else masses.div_(temperature)).exp_()
+    tokens = logits.argmax(-1, keepdim=True) if rule.greedy or uniforms is None else _invert(masses, uniforms)[:, None]
+    chosen = (logits.gather(-1, tokens).float() - top) / temperature
+    return tokens.squeeze(-1), (chosen - masses.sum(-1, keepdim=True).log()).float().squeeze(-1)
 
 
 def draw(logprobs: Tensor, uniforms: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
@@ -90,7 +87,8 @@ def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
     Sums of blocks show in which block the index is, so only this one is accumulated.
     """
     rows, size = masses.shape
-    blocks = nn.functional.pad(masses, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
+    padded = nn.functional.pad(masses, (0, -size % _BLOCK)) if size % _BLOCK else masses
+    blocks = padded.view(rows, -1, _BLOCK)
     sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     block = _first_beyond(sums, uniforms.to(sums)[:, None] * sums[:, -1:])
     before = nn.functional.pad(sums, (1, 0)).gather(-1, block)

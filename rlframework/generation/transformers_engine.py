@@ -41,6 +41,9 @@ from rlframework.weight_sync.receiver import Held, ReceivesWeights, WeightSink
 _PACKED_FROM = 8
 """Tokens of the longest completion from which packing the weights of linear layers costs less than it saves."""
 
+_BEGIN_TOGETHER = 4
+"""Waiting rows begin when 1 / `_BEGIN_TOGETHER` of the room is free: a forward of one prompt reads all weights too."""
+
 
 @dataclass(eq=False)
 class _Served:
@@ -156,12 +159,13 @@ class TransformersEngine(ReceivesWeights):
 
     def _admit(self, version: int) -> None:
         """Begin waiting requests, the first and those that can be decoded with it, as long as there is room."""
-        while self._waiting and sum(len(batch) for _, batch in self._batches) < self._config.batch_size:
+        while self._waiting and (active := self._active()) < self._config.batch_size:
             kind = self._kind(next(iter(self._waiting.values())), version)
             alike = [served for served in self._waiting.values() if self._kind(served, version) == kind]
-            chosen = alike[: self._room(alike)]
-            if not chosen:
+            room = self._room(alike, active)
+            if room < max(1, min(len(alike), (active + room) // _BEGIN_TOGETHER)):
                 return
+            chosen = alike[:room]
             for served in chosen:
                 self._find_prefix(served, version)
             self._add(kind, [served.row for served in chosen])
@@ -210,9 +214,12 @@ class TransformersEngine(ReceivesWeights):
         alike = len(row.prompt) + len(row.tokens) if self._forwards.equal_lengths else rows.regime(len(row.prompt))
         return _Kind(served.request.sampling, alike, version)
 
-    def _room(self, waiting: list[_Served]) -> int:
+    def _active(self) -> int:
+        """Return the number of rows that are decoded."""
+        return sum(len(batch) for _, batch in self._batches)
+
+    def _room(self, waiting: list[_Served], active: int) -> int:
         """Return how many of `waiting` can begin now: up to `batch_size` rows in all, on a GPU those that fit."""
-        active = sum(len(batch) for _, batch in self._batches)
         room, weight = self._config.batch_size - active, next(self._model.parameters())
         if room <= 0 or (free := free_bytes(weight.device)) is None:
             return max(0, room)
