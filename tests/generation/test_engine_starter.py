@@ -1,4 +1,4 @@
-"""What workers of engines are started with."""
+"""The configuration that engine workers are started with."""
 
 from __future__ import annotations
 
