@@ -179,7 +179,7 @@ class VllmEngine(ReceivesWeights):
         if self._sink is None or self._sink.info != info:
             weights.require_fit(info, read_config(self._model_name))
             several = self._keys.tensor_parallel_size > 1
-            self._sink = weights.StagedWeights(info, torch.device("cpu") if several else self.refit_device, self._load)
+            self._sink = weights.StagedWeights(info, self.refit_device, self._load, several=several)
         sink, self._started = self._sink, self._vllm
         if self.refit_device.type == "cuda":
             self._sink = None  # its memory is another copy of the weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,6 @@ from rlframework.models.file_weights import FileLayout
 from rlframework.weight_sync.buffers import Slot, WeightInfo, assign_slots
 from rlframework.weight_sync.ipc import MemoryHandle, SharedMemory, open_memory
 from rlframework.weight_sync.receiver import Held, WeightSink, listed
-
-_opened = lru_cache(1)(open_memory)  # mapping it anew takes a page fault for every 64 KiB
 
 
 class Source(NamedTuple):
@@ -32,12 +29,16 @@ class StagedWeights(WeightSink):
     wrong ones. On a CPU, and for several GPUs, the memory is shared; on one GPU it is there, and freed at the end.
     """
 
-    def __init__(self, info: WeightInfo, device: torch.device, load: Callable[[Source], Held]) -> None:
+    def __init__(
+        self, info: WeightInfo, device: torch.device, load: Callable[[Source], Held], *, several: bool = False
+    ) -> None:
+        """`several`: vLLM's workers are other processes."""
         self.info, self._load = info, load
         self._slots = {slot.name: slot for slot in assign_slots(info, info)}
         size = max((slot.offset + slot.size for slot in self._slots.values()), default=1)
-        self._shared = SharedMemory(size) if device.type == "cpu" else None
+        self._shared = SharedMemory(size) if several or device.type == "cpu" else None
         self._raw = self._shared.raw if self._shared else torch.empty(size, dtype=torch.uint8, device=device)
+        self._memory = self._shared.handle if self._shared and several else self._raw
 
     def target(self, name: str) -> Tensor:
         """See `WeightSink.target`."""
@@ -49,7 +50,7 @@ class StagedWeights(WeightSink):
 
     def finish(self) -> Held:
         """See `WeightSink.finish`."""
-        return self._load(Source(tuple(self._slots.values()), self._shared.handle if self._shared else self._raw))
+        return self._load(Source(tuple(self._slots.values()), self._memory))
 
 
 def view(slot: Slot, raw: Tensor) -> Tensor:
@@ -77,13 +78,11 @@ def require_fit(info: WeightInfo, config: Any) -> None:
 
 def load(worker: Any, source: Source) -> dict[str, Tensor]:
     """Load weights into the model of `worker` of vLLM; return what it holds as it was sent, by name."""
-    raw = source.memory if isinstance(source.memory, Tensor) else _opened(source.memory)
+    raw = source.memory if isinstance(source.memory, Tensor) else open_memory(source.memory)
     worker.reload_weights(weights_iterator=((slot.name, view(slot, raw)) for slot in source.slots))
     model = worker.get_model()
     for head, embedding in _tied_heads(model):
-        if hasattr(
-            embedding, "cpu_linear"
-        ):  # a CPU computes with a packed copy of the weight, which the loader made here
+        if hasattr(embedding, "cpu_linear"):  # the packed copy of the weight, with which a CPU computes
             head.cpu_linear = embedding.cpu_linear
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {slot.name: held for slot in source.slots if (held := _held(slot, parameters.get(slot.name))) is not None}

@@ -66,7 +66,7 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
 
 
 def _require_python(settings: RayGroupConfig, spec: WorkerSpec) -> None:
-    """Raise `ConfigError` unless this machine has the Python of the workers, for which Ray would wait in vain."""
+    """Raise `ConfigError` unless this machine has the Python of the workers. Ray would wait until its deadline."""
     python = settings.python or spec.py_executable
     if python is not None and shutil.which(python) is None:
         key = "worker_group.python" if settings.python else "generation.workers.python, or py_executable of a plugin,"
