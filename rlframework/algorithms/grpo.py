@@ -19,7 +19,7 @@ from rlframework.datasets.loader import PromptLoader
 from rlframework.interfaces.loss import LossFunction
 from rlframework.plugins.user_defined import load_loss
 from rlframework.policy.microbatching import average_metrics
-from rlframework.rollout import Rollout, rollout, row_seeds
+from rlframework.rollout.single_turn import Rollout, rollout, row_seeds
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlframework.config.environments import ColumnsConfig
 from rlframework.errors import DataError
-from rlframework.interfaces.environment import Message
+from rlframework.interfaces.messages import Message, text_of
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -66,10 +66,10 @@ def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) 
     gold = None if answer is None else _plain(answer, f"{where}, column {columns.answer!r}")
     if turns[-1]["role"] != "assistant":
         return Conversation(tuple(turns), "", gold)
-    if not turns[-1]["content"]:
+    if not text_of(turns[-1]):
         what = "text" if shape == columns.text else "last assistant turn"
         raise DataError(f"{where}: the {what} is empty; remove such rows")
-    return Conversation(tuple(turns[:-1]), turns[-1]["content"], gold)
+    return Conversation(tuple(turns[:-1]), text_of(turns[-1]), gold)
 
 
 def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:

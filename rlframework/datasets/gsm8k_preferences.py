@@ -18,7 +18,7 @@ from typing import Literal
 from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.rows import JsonlRows, Row, check_fields
 from rlframework.errors import DataError
-from rlframework.interfaces.environment import Message
+from rlframework.interfaces.messages import Message
 
 _FIELDS = {"question": str, "ground_truth": str}
 _MARKED = '{"is_correct": true or false, "solution": "..."}'

@@ -22,7 +22,8 @@ from rlframework.datasets.rendering import render_completion, render_prompt
 from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
 from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import BatchError, BatchTypeError, DataError
-from rlframework.interfaces.environment import Message, Sample
+from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.messages import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

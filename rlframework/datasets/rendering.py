@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from rlframework.config.algorithms import TrainOn
 from rlframework.datasets.conversations import lone_surrogate
 from rlframework.errors import DataError
-from rlframework.interfaces.environment import Message, Sample
+from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.messages import Message, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,7 +122,7 @@ class _Chat:
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text that the model continues with an assistant turn."""
         if not self._tokenizer.chat_template:
-            return "".join(message["content"] for message in messages)
+            return "".join(text_of(message) for message in messages)
         return self._template(messages, add_generation_prompt=True)
 
     def text(self, content: str) -> _Segment:
@@ -140,7 +141,7 @@ class _Chat:
         history = [_Segment(before, trained=train_on == "all")]
         if train_on == "assistant" and len(turns) > 1:
             history = self._history(messages, turns)
-        return [self.prefix(messages), *history, *self.ending(messages[:last], before, messages[last]["content"])]
+        return [self.prefix(messages), *history, *self.ending(messages[:last], before, text_of(messages[last]))]
 
     def _history(self, messages: Sequence[Message], turns: Sequence[int]) -> list[_Segment]:
         """The text before the last assistant turn, with the earlier assistant turns trained on."""
@@ -148,7 +149,7 @@ class _Chat:
         segments = [_Segment(before, trained=False)]
         for turn, following in pairwise(turns):
             after = self.prompt(messages[:following])
-            content = self._as_written(after, before, messages[turn]["content"])
+            content = self._as_written(after, before, text_of(messages[turn]))
             start = None if content is None else before + content
             end = "" if start is None else self._end(messages[: turn + 1], start, after)
             if content is None or start is None or not after.startswith(start + end):
@@ -246,7 +247,7 @@ class _Chat:
     def _template(self, messages: Sequence[Message], **options: Any) -> str:
         if not messages:
             raise DataError("a chat template needs at least one message")
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        plain = [{"role": message["role"], "content": text_of(message)} for message in messages]
         try:
             return str(self._tokenizer.apply_chat_template(plain, tokenize=False, **options))
         except Exception as error:  # a template can raise anything

@@ -26,7 +26,8 @@ from rlframework.environments.math_answers import is_comparable, same_answer
 from rlframework.environments.own_reward import OwnReward
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.errors import DataError
-from rlframework.interfaces.environment import Message, Sample, Split, StepOutcome
+from rlframework.interfaces.environment import Sample, Split, StepOutcome
+from rlframework.interfaces.messages import Message, text_of
 
 SCANNED = 100_000
 PROBED = 2_000
@@ -170,7 +171,7 @@ class DatasetEnvironment(VerifiableEnvironment):
 
 
 def _key(sample: Sample) -> int:
-    asked = [message["content"] for message in sample.messages if message["role"] != "system"]
+    asked = [text_of(message) for message in sample.messages if message["role"] != "system"]
     text = " ".join(" ".join(asked or [sample.completion]).lower().split())
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
@@ -180,7 +181,7 @@ def _with_texts(messages: tuple[Message, ...], system: str | None, instruction: 
     turns = list(messages)
     users = [number for number, message in enumerate(turns) if message["role"] == "user"]
     if users and instruction:
-        turns[users[-1]] = {"role": "user", "content": turns[users[-1]]["content"] + instruction}
+        turns[users[-1]] = {"role": "user", "content": text_of(turns[users[-1]]) + instruction}
     if system is not None and turns and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": system})
     return tuple(turns)

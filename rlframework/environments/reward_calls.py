@@ -25,6 +25,7 @@ from typing import Any
 
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
+from rlframework.interfaces.messages import text_of
 from rlframework.plugins.user_defined import load_reward, reward_form
 
 FAILURES = "reward_failures"
@@ -221,7 +222,7 @@ def _trl_arguments(samples: Sequence[Sample], completions: Sequence[str]) -> dic
 
 
 def _prompt(sample: Sample) -> str:
-    return sample.messages[-1]["content"] if sample.messages else ""
+    return text_of(sample.messages[-1]) if sample.messages else ""
 
 
 def _result(value: Any) -> RewardResult:

@@ -10,7 +10,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from rlframework.errors import BatchError
-from rlframework.interfaces.environment import Environment, Message, Sample, StepOutcome
+from rlframework.interfaces.environment import Environment, Sample, StepOutcome
+from rlframework.interfaces.messages import Message, text_of
 
 
 class VerifiableEnvironment(Environment):
@@ -38,7 +39,7 @@ class VerifiableEnvironment(Environment):
         for sample, conversation in zip(samples, conversations, strict=True):
             if not conversation or conversation[-1]["role"] != "assistant":
                 raise BatchError(f"the conversation of sample {sample.id!r} must end with an assistant message")
-        return [conversation[-1]["content"] for conversation in conversations]
+        return [text_of(conversation[-1]) for conversation in conversations]
 
 
 def prompt_messages(system_prompt: str | None, text: str) -> tuple[Message, ...]:

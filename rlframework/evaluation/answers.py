@@ -17,14 +17,14 @@ from rlframework.datasets.sources.opening import open_rows
 from rlframework.errors import DataError, UserError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.logs import printable
-from rlframework.rollout import complete, prompt_seeds
+from rlframework.rollout.single_turn import complete, prompt_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.sections import RunConfig
     from rlframework.generation.driver import Generation
-    from rlframework.interfaces.environment import Message
+    from rlframework.interfaces.messages import Message
 
 ROW_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 

@@ -26,7 +26,7 @@ from rlframework.evaluation.report import Evaluation, pass_at_k
 from rlframework.files import writing
 from rlframework.interfaces.environment import Sample
 from rlframework.logs import ProgressCallback, printable
-from rlframework.rollout import Rollout, prompt_seeds, rollout
+from rlframework.rollout.single_turn import Rollout, prompt_seeds, rollout
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.recording import plain_json
 

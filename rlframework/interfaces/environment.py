@@ -1,23 +1,19 @@
-"""The environment interface: it supplies the prompts and scores the answers."""
+"""The environment interface: it supplies the prompts and scores the answers, in one turn or in episodes of several."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlframework.errors import NotSupported
+from rlframework.interfaces.messages import Message, ToolSpec
 
 if TYPE_CHECKING:
     from rlframework.config.sections import EnvironmentConfig
 
 Split = Literal["train", "validation"]
-
-
-class Message(TypedDict):
-    """One turn of a conversation; `role` is system, user, assistant or tool."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True)
@@ -54,10 +50,39 @@ class StepOutcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class Episode(ABC):
+    """One attempt at a task, turn by turn: `reset`, `step` until its outcome is done, `close`.
+
+    Episodes run concurrently in one event loop, so they share no state and block nothing: long work is awaited, in a
+    thread if need be. An episode's reward is the sum of its outcomes' rewards.
+
+    `tools`: what the model may call; fixed once `reset` has returned.
+    """
+
+    tools: Sequence[ToolSpec] = ()
+
+    @abstractmethod
+    async def reset(self) -> Sequence[Message]:
+        """Start, and return the messages that the model's first turn answers."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> StepOutcome:
+        """Respond to the model's turn. Unless the outcome is done, its `observations` are what the next turn answers.
+
+        `message` has `tool_calls` if the model called tools; their arguments may be anything, since the model wrote
+        them. A call that cannot be made is an observation that says why, for the model to read.
+        """
+
+    async def close(self) -> None:
+        """Release the episode's resources. Called once, also after an error and without `reset`."""
+
+
 class Environment(ABC):
     """Tasks with a reward. Must be deterministic given its configuration and seed, and cheap to construct.
 
-    `scores`: whether `step` can score answers. If False, the environment only supplies samples to train on, and
+    An environment of single turns implements `step`, one of several turns `episode`.
+
+    `scores`: whether answers can be scored. If False, the environment only supplies samples to train on, and
     validation uses the loss on them.
     """
 
@@ -71,13 +96,17 @@ class Environment(ABC):
     def samples(self, split: Split) -> Sequence[Sample]:
         """Return the samples of a split, always in the same order. No validation sample may be in the train split."""
 
-    @abstractmethod
     def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
         """Score the last assistant turn of each conversation; return one outcome per conversation, in order.
 
         `conversations[i]` starts with `samples[i].messages` and ends with an assistant message. Must not modify its
         arguments.
         """
+        raise NotSupported(f"{type(self).__name__} scores no single turns")
+
+    def episode(self, sample: Sample, seed: int) -> Episode:
+        """Return a new episode of `sample`. Its course depends on `sample`, `seed` and the model's turns alone."""
+        raise NotSupported(f"{type(self).__name__} has no episodes")
 
     def shutdown(self) -> None:
         """Release the environment's resources."""
@@ -88,3 +117,8 @@ class Environment(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state returned by `state_dict`."""
+
+
+def has_episodes(environment: Environment) -> bool:
+    """Whether `environment` has episodes of several turns, instead of single turns."""
+    return type(environment).episode is not Environment.episode

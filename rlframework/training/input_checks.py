@@ -13,6 +13,7 @@ from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split
+from rlframework.interfaces.messages import text_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def worth_rendering(samples: Sequence[Sample]) -> Sequence[Sample]:
 def longest(samples: Sequence[Sample], count: int) -> list[Sample]:
     """The longest `count` samples by characters, longest first; none if that would create all of them on access."""
     if isinstance(samples, (list, tuple)):
-        texts = ([*(message["content"] for message in sample.messages), sample.completion] for sample in samples)
+        texts = ([*(text_of(message) for message in sample.messages), sample.completion] for sample in samples)
         sizes = np.array([sum(map(len, each)) for each in texts])
     elif hasattr(samples, "sizes"):
         sizes = samples.sizes()

@@ -20,7 +20,7 @@ from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.plugins.hookspec import SampleRecord
-from rlframework.rollout import validate
+from rlframework.rollout.single_turn import validate
 from rlframework.training.checkpoints import Checkpoints
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.performance import performance_metrics

@@ -12,7 +12,7 @@ from rlframework.algorithms.grpo import group_advantages
 from rlframework.errors import UserError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
-from rlframework.rollout import rollout
+from rlframework.rollout.single_turn import rollout
 
 
 class Generation:

@@ -10,7 +10,7 @@ import pytest
 from rlframework.config.environments import ColumnsConfig
 from rlframework.datasets.conversations import Conversation, conversation_of, is_missing, lone_surrogate, number_text
 from rlframework.errors import DataError
-from rlframework.interfaces.environment import Message
+from rlframework.interfaces.messages import Message
 
 NAN = float("nan")
 SYSTEM: Message = {"role": "system", "content": "be brief"}

@@ -18,7 +18,7 @@ from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
 from rlframework.datasets.reward_data import RewardData
 from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.interfaces.environment import Message
+from rlframework.interfaces.messages import Message
 
 SOLUTIONS = Path(__file__).parents[1] / "fixtures" / "gsm8k_model_solutions.jsonl"
 TEMPLATE = (

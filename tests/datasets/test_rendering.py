@@ -15,7 +15,8 @@ from rlframework.datasets.rendering import render_completion, render_conversatio
 from rlframework.datasets.tokens import pad_rendered, pad_rows
 from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.interfaces.environment import Message, Sample
+from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.messages import Message
 
 CHATML = (
     "{% for m in messages %}{{ '<start>' + m.role + '\\n' + m.content + '<end>\\n' }}{% endfor %}"

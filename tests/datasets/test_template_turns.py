@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.interfaces.environment import Message, Sample
+from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.messages import Message
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"

@@ -18,7 +18,8 @@ from rlframework.datasets.tokens import TokenData
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer
-from rlframework.interfaces.environment import Message, Sample
+from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.messages import Message
 from rlframework.runner.tokenize import tokenize
 from rlframework.training import input_checks
 

@@ -15,7 +15,8 @@ from pydantic import ConfigDict
 from rlframework.config.sections import EnvironmentConfig
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.errors import DataError
-from rlframework.interfaces.environment import Message, Sample, Split, StepOutcome
+from rlframework.interfaces.environment import Sample, Split, StepOutcome
+from rlframework.interfaces.messages import Message, text_of
 
 
 def _broken_step(change: Callable[..., Any]) -> Callable[[Any], type]:
@@ -170,7 +171,7 @@ def _first_turn_scored(step: Any, samples: Any, conversations: Any) -> Any:
 def _strips_texts(step: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
     for turns in conversations:
-        turns[-1]["content"] = turns[-1]["content"].strip() + " "
+        turns[-1]["content"] = text_of(turns[-1]).strip() + " "
     return outcomes
 
 
@@ -187,7 +188,7 @@ def _drops_last_turn(step: Any, samples: Any, conversations: Any) -> Any:
 @_broken_step
 def _nan_for_empty(step: Any, samples: Any, conversations: Any) -> Any:
     return [
-        outcome if turns[-1]["content"].strip() else replace(outcome, reward=float("nan"))
+        outcome if text_of(turns[-1]).strip() else replace(outcome, reward=float("nan"))
         for outcome, turns in zip(step(samples, conversations), conversations, strict=True)
     ]
 
@@ -196,7 +197,7 @@ def _nan_for_empty(step: Any, samples: Any, conversations: Any) -> Any:
 @_broken_step
 def _raises_on_invalid_utf8(step: Any, samples: Any, conversations: Any) -> Any:
     for turns in conversations:
-        turns[-1]["content"].encode()
+        text_of(turns[-1]).encode()
     return step(samples, conversations)
 
 

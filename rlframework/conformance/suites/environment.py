@@ -20,7 +20,8 @@ from rlframework.conformance.measure import ConformanceFailure
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.sections import plain_paths, section_of
 from rlframework.errors import ConfigError, DataError, UserError
-from rlframework.interfaces.environment import Environment, Message, Sample, Split, StepOutcome
+from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
+from rlframework.interfaces.messages import Message, text_of
 
 Result = TypeVar("Result")
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -170,7 +171,7 @@ class EnvironmentSuite(Suite, sealed=True):
             for sample in harness.samples(environment, split, 100):
                 for message in sample.messages:
                     harness.equal(f"the keys of a message of {sample.id!r}", set(message), {"role", "content"})
-                    harness.require(isinstance(message["content"], str), f"the messages of {sample.id!r} are text")
+                    harness.require(isinstance(text_of(message), str), f"the messages of {sample.id!r} are text")
                 if environment.scores:
                     harness.require(sample.messages, f"{sample.id!r} has messages")
                     harness.require(
@@ -382,7 +383,7 @@ def _all_ids(splits: Sequence[Sequence[Sample]]) -> list[list[str]]:
 
 
 def _question(sample: Sample) -> tuple[tuple[str, str], ...]:
-    asked = tuple((message["role"], message["content"]) for message in sample.messages)
+    asked = tuple((message["role"], text_of(message)) for message in sample.messages)
     return asked or (("completion", sample.completion),)
 
 

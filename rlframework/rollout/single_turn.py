@@ -19,7 +19,8 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import NotSupported, UserError
-from rlframework.interfaces.environment import LARGEST_REWARD, Message
+from rlframework.interfaces.environment import LARGEST_REWARD
+from rlframework.interfaces.messages import Message, text_of
 from rlframework.plugins.hookspec import SampleRecord
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Rollout:
         rows = range(0, len(self.samples), -(-len(self.samples) // count)) if count else ()
         return [
             SampleRecord(
-                self.samples[row].messages[-1]["content"], self.completions[row], float(self.rewards[row]), step, kind
+                text_of(self.samples[row].messages[-1]), self.completions[row], float(self.rewards[row]), step, kind
             )
             for row in rows
         ]

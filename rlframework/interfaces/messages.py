@@ -1,0 +1,71 @@
+"""Messages of a conversation as in OpenAI's chat completions: roles, content parts, tools and their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired, Required, TypedDict
+
+
+class TextPart(TypedDict):
+    """A part of a message that is text."""
+
+    type: Literal["text"]
+    text: str
+
+
+ContentPart = TextPart
+"""A part of a message's content."""
+
+Content = str | Sequence[ContentPart]
+"""The content of a message: text, or a sequence of parts."""
+
+
+class FunctionCall(TypedDict):
+    """The function that a tool call names; `arguments` is a JSON object as text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a tool in an assistant message; the tool's answer names its `id` as `tool_call_id`."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(TypedDict, total=False):
+    """One turn of a conversation; `role` is system, user, assistant or tool.
+
+    `tool_calls` belong to assistant messages, `tool_call_id` and `name` to the answer of a tool. `reasoning_content` is
+    an assistant's reasoning, where the chat format keeps it apart from the content.
+    """
+
+    role: Required[str]
+    content: Required[Content]
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+
+
+class FunctionSpec(TypedDict):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments, an object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+class ToolSpec(TypedDict):
+    """A tool as chat templates and OpenAI's API describe it."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message: its content, or the joined texts of its parts."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -1,0 +1,1 @@
+"""Rollouts: completions and episodes as training rows with rewards."""
