@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, NeedsTrust, import_path
 from rlframework.config.environments import DatasetConfig
-from rlframework.config.numbers import Count, Seconds, Steps, Workers
+from rlframework.config.numbers import Count, Seconds, Steps
 from rlframework.config.sections import EnvironmentConfig
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -94,11 +94,15 @@ class ReasoningGymConfig(EnvironmentConfig):
 
     name: str = Field("reasoning_gym", description="tasks of reasoning-gym")
     task: str = Field(description="name of a data set of reasoning-gym, such as chain_sum")
-    arguments: Mapping[str, Any] = Field(default_factory=dict, description="settings of the task, such as {min_terms: 2}")
+    arguments: Mapping[str, Any] = Field(
+        default_factory=dict, description="settings of the task, such as {min_terms: 2}"
+    )
     train_samples: Steps = Field(1024, description="number of training tasks")
     validation_samples: Steps = Field(64, description="number of tasks held out for validation")
     instruction: str = Field("", description="text appended to each question")
-    answer_after: str = Field("", description="text after whose last occurrence the answer begins; empty: all is answer")
+    answer_after: str = Field(
+        "", description="text after whose last occurrence the answer begins; empty: all is answer"
+    )
     reward_timeout: Seconds = Field(
         10.0, description="seconds to score one answer, in a process of its own; one that takes longer counts as wrong"
     )
@@ -125,5 +129,4 @@ class OpenEnvConfig(EnvironmentConfig):
     solved_reward: Number = Field(1.0, description="total reward from which an episode counts as solved (`accuracy`)")
     train_samples: Steps = Field(1024, description="number of training tasks, which are seeds of `reset`")
     validation_samples: Steps = Field(64, description="number of further seeds, held out for validation")
-    connections: Workers = Field(16, description="most connections at the same time; further episodes wait")
     connect_timeout: Seconds = Field(10.0, description="seconds to connect")
