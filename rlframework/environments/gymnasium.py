@@ -28,8 +28,8 @@ class GymnasiumEnvironment(Environment):
             self._names = _action_names(config, made.action_space)
             if not (config.render or _is_readable(made.observation_space)):
                 raise ConfigError(
-                    f"environment.id={config.id!r} has observations {made.observation_space}, which are not discrete or "
-                    "text; set environment.render=true if it renders text, or wrap it"
+                    f"environment.id={config.id!r} has observations {made.observation_space}, which are neither "
+                    "discrete nor text; set environment.render=true if it renders text, or wrap it"
                 )
         finally:
             made.close()
@@ -114,7 +114,7 @@ def make(config: GymnasiumConfig) -> Any:
             "environment.name=gymnasium needs Gymnasium: pip install 'rlframework-core[gymnasium]'"
         ) from error
     make_current_directory_importable()
-    mode = {"render_mode": "ansi"} if config.render else {}
+    mode: dict[str, Any] = {"render_mode": "ansi"} if config.render else {}
     try:
         return gymnasium.make(config.id, **mode, **config.arguments)
     except Exception as error:

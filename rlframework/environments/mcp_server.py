@@ -45,7 +45,7 @@ class McpServer:
         """Whether the server did not start, or ended by itself."""
 
     async def tools(self) -> tuple[ToolSpec, ...]:
-        """Return the server's tools, having started it. Raises `ConfigError` with what it wrote if it does not start."""
+        """Start the server once, and return its tools. Raises `ConfigError` with what it wrote if it does not start."""
         with self._lock:
             if self._thread is None:
                 self._loop = asyncio.new_event_loop()

@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym by name, scored by their own `score_answer`.
 
-Answers are scored in a process of their own, which can be killed. Some of the scorers would evaluate an answer as Python
-code; see `safe_answer` for what they are given instead.
+Answers are scored in a process of their own, which can be killed. Some scorers would evaluate an answer as Python code;
+see `safe_answer` for what they are given instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REFUSED = frozenset({"codeio"})
 
 _FORMULA = re.compile(r"[\w\s+\-*/^()=,.]{1,500}")
 _WORDS = frozenset(
-    ["sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "pi", "E", "e", "Abs", "abs", "C"]
+    ["sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "pi", "Abs", "abs"]
 )
 
 
@@ -105,7 +105,7 @@ def safe_answer(task: str, answer: str) -> str | None:
 
 
 def dataset_of(task: str, arguments: Mapping[str, Any]) -> Any:
-    """Create a data set of reasoning-gym. Raises `ConfigError` for an unknown task, and for arguments that it refuses."""
+    """Create a data set. Raises `ConfigError` for an unknown task, and for arguments that it refuses."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

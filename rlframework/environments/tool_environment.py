@@ -1,4 +1,4 @@
-"""A plain class with typed methods as an environment: `environment: {name: tools, tools: my:Calculator, path: rows}`."""
+"""A plain class with typed methods as an environment: `{name: tools, tools: my:Calculator, path: rows.jsonl}`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 from rlframework.plugins.user_defined import load_import_path
-
-RESERVED = ("reward", "close")
-"""Methods of the user's class that are no tools: the reward of the final answer, and the end of an episode."""
 
 
 class ToolDataEnvironment(DatasetEnvironment):
@@ -51,7 +48,7 @@ class ToolEnvironment(ToolDataEnvironment):
         """Raises `ConfigError` if the class cannot be used, or if nothing or several things score the answers."""
         self._class = load_tools(config.tools)
         self._path = config.tools
-        self._toolbox = Toolbox(self._class, reserved=RESERVED, limit=config.max_result_characters)
+        self._toolbox = Toolbox(self._class, limit=config.max_result_characters)
         self._given = _given(self._class, ("sample", "seed"), config.tools)
         self._reward = getattr(self._class, "reward", None)
         if config.scores_completions == (self._reward is not None):
@@ -110,7 +107,7 @@ def load_tools(path: str) -> type:
     found = load_import_path(path)
     if not isinstance(found, type):
         raise ConfigError(f"environment.tools={path!r} is not a class, but {type(found).__name__}; give a class")
-    Toolbox(found, reserved=RESERVED)
+    Toolbox(found)
     return found
 
 
