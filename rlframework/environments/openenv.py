@@ -1,8 +1,8 @@
 """Episodes of an OpenEnv server over its WebSocket. The server and its requirements stay in another environment.
 
 A connection is a session with an environment of its own. Messages are JSON: `{"type": "reset", "data": {"seed": 1}}`
-and `{"type": "step", "data": ACTION}` are answered by `{"type": "observation", "data": {observation, reward, done}}` or by
-`{"type": "error", "data": {message, code}}`.
+and `{"type": "step", "data": ACTION}` are answered by `{"type": "observation", "data": {observation, reward, done}}` or
+by `{"type": "error", "data": {message, code}}`.
 """
 
 from __future__ import annotations

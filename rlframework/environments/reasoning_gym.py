@@ -31,9 +31,7 @@ REFUSED = frozenset({"codeio"})
 """Tasks that run programs of their data."""
 
 _FORMULA = re.compile(r"[\w\s+\-*/^()=,.]{1,500}")
-_WORDS = frozenset(
-    ["sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "pi", "Abs", "abs"]
-)
+_NAMES = r"(a?(sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|pi|[Aa]bs|[A-Za-z])"
 
 
 class ReasoningGymEnvironment(Environment):
@@ -96,7 +94,7 @@ def safe_answer(task: str, answer: str) -> str | None:
         return answer if re.fullmatch(r"[0-9A-Z_\s]*", answer) or _is_literal(answer) else None
     if task in FORMULAS:
         words = re.findall(r"[^\W\d]\w*", answer)
-        usual = all(word in _WORDS or (len(word) == 1 and word.isascii() and word.isalpha()) for word in words)
+        usual = all(re.fullmatch(_NAMES, word) for word in words)
         powers = re.findall(r"\*\*|\^", answer)
         short = len(powers) <= 20 and not re.search(r"\d{16}", answer)
         attribute = re.search(r"\.\s*[^\W\d]", answer)

@@ -50,15 +50,15 @@ class ToolEnvironment(ToolDataEnvironment):
         self._path = config.tools
         self._toolbox = Toolbox(self._class, limit=config.max_result_characters)
         self._given = _given(self._class, ("sample", "seed"), config.tools)
-        self._reward = getattr(self._class, "reward", None)
-        if config.scores_completions == (self._reward is not None):
+        reward = getattr(self._class, "reward", None)
+        if config.scores_completions == (reward is not None):
             raise ConfigError(
                 f"environment.tools={config.tools!r}: set one of environment.reward, environment.check, and a method "
                 f"`reward(self, completion)` of the class; {'both are' if config.scores_completions else 'none is'} set"
             )
         super().__init__(config, seed=seed)
         self.scores = True
-        self._own = None if self._reward is None else _given(self._reward, ("sample", "completion"), "reward", skip=1)
+        self._own = None if reward is None else _given(reward, ("sample", "completion"), "reward", skip=1)
 
     def session(self, sample: Sample, seed: int) -> tuple[ToolSession, Score]:
         """Return the methods of an object that `reset` makes, and its method `reward` or the configured reward."""

@@ -31,7 +31,7 @@ def wait(seconds: float) -> str:
 
 
 @server.tool()
-def exit() -> str:
+def stop() -> str:
     """End the server."""
     print("the server ends", file=sys.stderr, flush=True)
     os._exit(3)

@@ -16,7 +16,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 class Guess(gymnasium.Env):
-    observation_space = Text(200)
+    observation_space = Text(200, charset="Guess 0123456789 letters right.")
     action_space = Text(5, charset="abc")
 
     def reset(self, *, seed=None, options=None):

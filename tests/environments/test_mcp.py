@@ -66,7 +66,7 @@ def test_an_episode(make, monkeypatch):
     assert texts(outcomes[0]) == ["1 notes", "2 notes"]
     assert [message["tool_call_id"] for message in outcomes[1].observations] == [f"call_{n}" for n in range(10, 14)]
     assert all(text.startswith("error: ") for text in texts(outcomes[1]))
-    assert "no reason" in texts(outcomes[1])[1]
+    assert "Error executing tool fail" in texts(outcomes[1])[1]
     assert texts(outcomes[1])[2].startswith("error: there is no tool 'nothing'; the tools are: add_note, fail")
     given, kept, process = texts(outcomes[2])
     assert (given, kept) == ("given", "unset")
@@ -85,9 +85,9 @@ def test_one_server_for_a_run_is_replaced_when_it_ends(make):
     assert (first[0], second[0]) == ("1 notes", "2 notes")
     assert first[1] == second[1]
     with pytest.raises(
-        RLFrameworkError, match=r"(?s)mcp_test_server\.py' \(environment.command\) ended.*'exit'.*the server ends"
+        RLFrameworkError, match=r"(?s)mcp_test_server\.py' \(environment.command\) ended.*'stop'.*the server ends"
     ):
-        play(environment, sample, [calls(("exit", {}))])
+        play(environment, sample, [calls(("stop", {}))])
     third = texts(play(environment, sample, [calls(("add_note", {"text": "c"}), ("process", {}))])[2][0])
     assert third[0] == "1 notes"
     environment.shutdown()

@@ -188,6 +188,7 @@ def test_arguments_of_other_types():
         ("divide", {"a": 1.0, "b": 0.0}, "error: ZeroDivisionError: float division by zero"),
         ("long", {}, "x" * 4000 + "\n[cut: the first 4000 of 5000 characters]"),
     ],
+    ids=range(20),
 )
 def test_a_call_is_answered(make, name, arguments, said):
     environment = make(reward="calculator_tools:score")

@@ -48,7 +48,8 @@ TWO = {
 def score(environment, *answers):
     samples = [environment.samples("train")[0]] * len(answers)
     conversations = [
-        [*sample.messages, {"role": "assistant", "content": text}] for sample, text in zip(samples, answers)
+        [*sample.messages, {"role": "assistant", "content": text}]
+        for sample, text in zip(samples, answers, strict=True)
     ]
     return environment.step(samples, conversations)
 
