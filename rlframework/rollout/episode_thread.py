@@ -99,7 +99,8 @@ async def run_beside(work: Callable[[], Coroutine[Any, Any, R]], *, stalled_afte
                     f"environment {name!r} blocks the event loop of all episodes for more than {stalled_after:g} "
                     f"seconds ({thread.place()}); await what takes long, or run it with asyncio.to_thread"
                 )
-        return result.result()
+        returned: R = result.result()
+        return returned
     finally:
         if not result.done():
             thread.cancel()

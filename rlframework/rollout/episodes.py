@@ -75,7 +75,7 @@ def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gre
     played = run_in_loop(serve())
     generation.finish_generation()  # not after a failure, as a second error would hide the first
     report_failures(played, config.name)
-    return rollout_of(played, int(parts.tokenizer.pad_token_id))  # type: ignore[arg-type]
+    return rollout_of(played, int(parts.tokenizer.pad_token_id))
 
 
 def report_failures(played: Sequence[PlayedEpisode], environment: str) -> None:
@@ -155,7 +155,7 @@ class EpisodePlayer:
         try:
             await self._begin(state, episode)
             while not (state.truncated or await self._turn(state, episode)):
-                state.truncated = state.trajectory.turns >= self._config.max_turns
+                state.truncated = state.truncated or state.trajectory.turns >= self._config.max_turns
             return ""
         except _EpisodeFailed as failure:
             return str(failure)
@@ -241,9 +241,8 @@ class EpisodePlayer:
         try:
             await asyncio.wait({task}, timeout=seconds)
         finally:
-            if in_time := task.done():
-                pass
-            else:
+            in_time = task.done()
+            if not in_time:
                 task.cancel()
                 await asyncio.wait({task}, timeout=_GRACE)
         if not in_time:

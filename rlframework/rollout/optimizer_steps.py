@@ -52,12 +52,13 @@ def sequence_weights(data: BatchedDataDict[Any], episode_of: Tensor, step_of: Te
     rows = torch.bincount(step_of[valid], minlength=steps).float()
     first = torch.searchsorted(episode_of, torch.arange(episodes))
     of_step = torch.bincount(step_of[first][counted], minlength=steps).float()
-    weights = (rows / of_step.clamp(min=1.0))[step_of]
+    weights: Tensor = (rows / of_step.clamp(min=1.0))[step_of]
     if level == "constant":
         return weights
     tokens = data["token_mask"][:, 1:].sum(1) * valid
     total = torch.zeros(episodes).index_add_(0, episode_of, tokens)
-    return weights * tokens / total.clamp(min=1.0)[episode_of]
+    shares: Tensor = tokens / total.clamp(min=1.0)[episode_of]
+    return weights * shares
 
 
 def _dummies(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[Any]:

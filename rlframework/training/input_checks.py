@@ -154,9 +154,10 @@ class InputCheck:
             limits["policy.batching.logprob_tokens"] = batching.logprob_tokens
         for key, limit in limits.items():
             if batching.mode != "padded" and limit is not None and tokens > limit:
+                otherwise = "lower that limit" if self._episodes else "remove such samples"
                 raise ConfigError(
                     f"{what}, but {key}={limit} is the most that a dynamic or packed microbatch may have: set it to at "
-                    f"least {tokens}, remove the key, or {'lower that limit' if self._episodes else 'remove such samples'}"
+                    f"least {tokens}, remove the key, or {otherwise}"
                 )
 
 
