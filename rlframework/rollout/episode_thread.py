@@ -23,7 +23,7 @@ from rlframework.interfaces.generation import GenerationResult
 
 R = TypeVar("R")
 
-_PATIENCE = 0.01
+_PATIENCE = 0.02
 """Seconds to wait before an exchange for the next request of those who have had an answer."""
 
 _CLOSING = 5.0

@@ -120,9 +120,7 @@ def test_no_episode_that_succeeds_is_an_error(make_parts: Any) -> None:
         async def step(self, message: Any) -> StepOutcome:
             raise KeyError("answer")
 
-    with pytest.raises(
-        UserError, match=r"all 2 episodes of environment 'digits' failed.*'s0': Key"
-    ):
+    with pytest.raises(UserError, match=r"all 2 episodes of environment 'digits' failed.*'s0': Key"):
         rollout(make_parts(Broken), samples(2), torch.arange(2))
 
 
@@ -139,15 +137,17 @@ def test_an_error_of_the_engine_ends_the_rollout_and_closes_the_episodes(make_pa
     assert parts.generation.client.gather is None
 
 
-def test_an_environment_that_blocks_the_loop_is_named_with_the_line(make_parts: Any) -> None:
+def test_an_environment_that_blocks_the_loop_is_named_with_the_line(
+    make_parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlframework.rollout.episode_thread._CLOSING", 0.1)
+
     class Blocking(Counter):
         async def step(self, message: Any) -> StepOutcome:
-            time.sleep(4)
+            time.sleep(1.5)
             return StepOutcome(0.0)
 
-    with pytest.raises(
-        UserError, match=r"'digits' blocks the event loop .*test_failing_episodes.py:\d+ in step"
-    ):
+    with pytest.raises(UserError, match=r"'digits' blocks the event loop .*test_failing_episodes.py:\d+ in step"):
         rollout(make_parts(Blocking, None, SHORT), samples(1), torch.arange(1))
 
 
