@@ -109,7 +109,7 @@ def _mistral_calls(block: str) -> list[ParsedCall]:
 
 
 def parse_deepseek(text: str) -> ParsedTurn:
-    """Parse `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` with a block of JSON, or `NAME<｜tool▁sep｜>{...}`: DeepSeek."""
+    """Parse DeepSeek's calls: `function<｜tool▁sep｜>NAME` and a block of JSON, or `NAME<｜tool▁sep｜>{...}`."""
     reasoning, rest = split_reasoning(text)
     content, marked, block = rest.partition("<｜tool▁calls▁begin｜>")
     return ParsedTurn(content.strip() if marked else content, reasoning, tuple(map(_deepseek_call, _calls_in(block))))
