@@ -41,6 +41,10 @@ def continuation(
     turn = fixed[len(before) :]
     if not all(part in turn for part in _parts(chat, messages[-1])):
         return None
+    if messages[-1].get("reasoning_content"):  # it may be in the rendering by chance: does the rendering depend on it?
+        thought: Message = {**messages[-1], "reasoning_content": _OTHER}
+        if chat.render([*messages[:-1], thought, *new], tools, prompt=True) == after:
+            return None
     ends = list(chat.special.finditer(turn))
     found = next((end for end in reversed(ends) if end[0] in chat.ends), None)
     if found:

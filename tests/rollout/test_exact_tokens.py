@@ -89,7 +89,8 @@ class Played:
     def same_text(self, extended: list[int], rendered: list[int]) -> bool:
         """Whether the exact tokens have the text that the template renders; Mistral's adds ids to calls."""
         model: Any = self.model
-        return bool(re.sub(', "id": "[0-9a-f]{9}"', "", model.decode(rendered)) == model.decode(extended))
+        one, other = (re.sub(', "id": "[0-9a-f]{9}"', "", model.decode(ids)) for ids in (extended, rendered))
+        return one == other
 
 
 def check_reply(reply: Message, turn: Turn) -> None:
