@@ -17,10 +17,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rlframework.config.algorithms import TrainOn
+from rlframework.datasets.chat_template import apply_template
 from rlframework.datasets.conversations import lone_surrogate
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.messages import Message, ToolSpec, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,13 +33,15 @@ _PROBE = "\ue000answer\ue001"
 """A placeholder answer to find out what the template puts after one. Occurs in no conversation; has no spaces."""
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Return the ids that the model continues with the next assistant turn.
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+) -> list[int]:
+    """Return the ids that the model continues with the next assistant turn; `tools` are those that it may call.
 
     With a chat template, they include its generation prompt. Without one, the contents are concatenated after the
     beginning-of-sequence token, if the tokenizer adds one. Raises a `DataError` for an empty prompt.
     """
-    chat = _Chat(tokenizer)
+    chat = _Chat(_Vocabulary(tokenizer), tools)
     [(ids, _)] = _render(tokenizer, [[chat.prefix(messages), _Segment(chat.prompt(messages), trained=False)]])
     if not ids:
         raise DataError(f"the prompt {list(messages)!r} has no token; give at least one message with text")
@@ -50,12 +53,16 @@ def render_completion(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> lis
 
     The end is that of the chat template, if it has one, else the tokenizer's end-of-sequence token.
     """
-    chat = _Chat(tokenizer)
-    return _render(tokenizer, [chat.ending(sample.messages, chat.prompt(sample.messages), sample.completion)])[0][0]
+    chat = _Chat(_Vocabulary(tokenizer), sample.tools)
+    turn: Message = {"role": "assistant", "content": sample.completion}
+    return _render(tokenizer, [chat.ending(sample.messages, chat.prompt(sample.messages), turn)])[0][0]
 
 
 def render_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], train_on: TrainOn = "last"
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    train_on: TrainOn = "last",
+    tools: Sequence[ToolSpec] = (),
 ) -> Rendered:
     """Render a conversation, up to and including the end of its last assistant turn, as ids and mask.
 
@@ -66,7 +73,7 @@ def render_conversation(
     An assistant turn at the start is not trained on, since no prompt precedes it. Raises a `DataError` if there is no
     other assistant turn, and for `assistant` with a template that rewrites earlier turns.
     """
-    chat = _Chat(tokenizer)
+    chat = _Chat(_Vocabulary(tokenizer), tools)
     return _render(tokenizer, [chat.conversation(messages, train_on)])[0]
 
 
@@ -81,14 +88,14 @@ def render_samples(
     A sample without messages is plain text: its completion and the end-of-sequence token, all trained on. Rows longer
     than `max_tokens` are truncated at the end. Errors begin with the sample's id.
     """
-    chat = _Chat(tokenizer)
+    vocabulary = _Vocabulary(tokenizer)
     try:
-        rows = _render(tokenizer, [_segments(chat, sample, train_on) for sample in samples])
+        rows = _render(tokenizer, [_segments(vocabulary, sample, train_on) for sample in samples])
         return [(ids[:max_tokens], mask[:max_tokens]) for ids, mask in rows]
     except DataError as error:
         for sample in samples:  # find the sample to blame
             try:
-                _render(tokenizer, [_segments(chat, sample, train_on)])
+                _render(tokenizer, [_segments(vocabulary, sample, train_on)])
             except DataError as cause:
                 raise DataError(f"sample {sample.id!r}: {cause}") from error
         raise
@@ -109,15 +116,54 @@ class _Segment:
     tokens: tuple[int, ...] = ()
 
 
-class _Chat:
-    """Renders conversations with the chat template of `tokenizer`; without one, contents are concatenated."""
+class _Vocabulary:
+    """The facts about a tokenizer that rendering needs, each found out once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def begin(self) -> tuple[int, ...]:
+        """The beginning-of-sequence token, if the tokenizer adds one."""
+        ids = tuple(self.tokenizer("")["input_ids"])
+        return ids[:1] if ids and ids[0] == self.tokenizer.bos_token_id else ()
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether the tokenizer prepends a space to each text, as SentencePiece does."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return False
+        text = backend.normalizer.normalize_str("x") if backend.normalizer else "x"
+        words = backend.pre_tokenizer.pre_tokenize_str(text) if backend.pre_tokenizer else [(text, (0, 1))]
+        return bool(words and words[0][0] in ("▁x", "Ġx", "▁", "Ġ", " x"))
+
+    @cached_property
+    def special(self) -> re.Pattern[str]:
+        """Matches a special token."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        names = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+
+    @cached_property
+    def eos(self) -> int:
+        """The end-of-sequence token."""
+        if self.tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-sequence token (eos_token) to end completions with; set one")
+        return int(self.tokenizer.eos_token_id)
+
+
+class _Chat:
+    """Renders conversations with the chat template of a tokenizer; without one, contents are concatenated."""
+
+    def __init__(self, vocabulary: _Vocabulary, tools: Sequence[ToolSpec]) -> None:
+        self._vocabulary, self._tokenizer, self._tools = vocabulary, vocabulary.tokenizer, tools
 
     def prefix(self, messages: Sequence[Message]) -> _Segment:
         """The beginning-of-sequence token, if the tokenizer adds one; a chat template writes its own."""
-        return _Segment("", trained=False, tokens=() if messages and self._tokenizer.chat_template else self._begin)
+        return _Segment(
+            "", trained=False, tokens=() if messages and self._tokenizer.chat_template else self._vocabulary.begin
+        )
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text that the model continues with an assistant turn."""
@@ -127,7 +173,7 @@ class _Chat:
 
     def text(self, content: str) -> _Segment:
         """Plain text and the end-of-sequence token, trained on."""
-        return _Segment(content, trained=True, tokens=(self._eos,))
+        return _Segment(content, trained=True, tokens=(self._vocabulary.eos,))
 
     def conversation(self, messages: Sequence[Message], train_on: TrainOn) -> list[_Segment]:
         """Split `messages` up to the last assistant turn; see `render_conversation`."""
@@ -141,7 +187,7 @@ class _Chat:
         history = [_Segment(before, trained=train_on == "all")]
         if train_on == "assistant" and len(turns) > 1:
             history = self._history(messages, turns)
-        return [self.prefix(messages), *history, *self.ending(messages[:last], before, text_of(messages[last]))]
+        return [self.prefix(messages), *history, *self.ending(messages[:last], before, messages[last])]
 
     def _history(self, messages: Sequence[Message], turns: Sequence[int]) -> list[_Segment]:
         """The text before the last assistant turn, with the earlier assistant turns trained on."""
@@ -149,24 +195,40 @@ class _Chat:
         segments = [_Segment(before, trained=False)]
         for turn, following in pairwise(turns):
             after = self.prompt(messages[:following])
-            content = self._as_written(after, before, text_of(messages[turn]))
-            start = None if content is None else before + content
-            end = "" if start is None else self._end(messages[: turn + 1], start, after)
-            if content is None or start is None or not after.startswith(start + end):
+            found = self._earlier_turn(messages, turn, before, after)
+            if found is None:
                 raise DataError(
                     f"the chat template rewrites assistant turn {turn} when later turns follow (it drops reasoning, or "
                     "adds text), so no row has all turns as generation saw them. Train on the last turn only "
                     "(algorithm.train_on=last), or give a policy.chat_template that keeps earlier turns"
                 )
-            segments += [self._content(content), _Segment(after[len(start) :], trained=False, end=end)]
+            content, end = found
+            rest = after[len(before) + len(content) :]
+            segments += [self._content(content), _Segment(rest, trained=False, end=end)]
             before = after
         return segments
 
-    def ending(self, messages: Sequence[Message], before: str, content: str) -> list[_Segment]:
+    def _earlier_turn(self, messages: Sequence[Message], turn: int, before: str, after: str) -> tuple[str, str] | None:
+        """The text of an assistant turn in `after`, and that of its end; None if the template rewrote it there."""
+        if _is_structured(messages[turn]):
+            content, end = self._structured(messages[:turn], before, messages[turn]), ""
+        else:
+            written = self._as_written(after, before, text_of(messages[turn]))
+            if written is None:
+                return None
+            content, end = written, self._end(messages[: turn + 1], before + written, after)
+        return (content, end) if after.startswith(before + content + end) else None
+
+    def ending(self, messages: Sequence[Message], before: str, turn: Message) -> list[_Segment]:
         """The final assistant turn after `before`, which is `prompt(messages)`: its content and its end.
 
-        `content` is unchanged, with any space that the template prepends.
+        The content is unchanged, with any space that the template prepends.
         """
+        if _is_structured(turn):
+            text = self._structured(messages, before, turn)
+            ended = any(found.end() == len(text) for found in self._vocabulary.special.finditer(text))
+            return [_Segment(text, trained=True, tokens=() if ended else (self._vocabulary.eos,))]
+        content = text_of(turn)
         if not self._tokenizer.chat_template:
             return [self.text(content)]
         whole = self._template([*messages, {"role": "assistant", "content": content}])
@@ -176,11 +238,25 @@ class _Chat:
         else:
             end = self._special_end(whole[len(before) + len(written) :])
             content = content if written in (content, content.strip()) else written
-        return [self._content(content), _Segment(end, trained=True, tokens=() if end else (self._eos,))]
+        return [self._content(content), _Segment(end, trained=True, tokens=() if end else (self._vocabulary.eos,))]
+
+    def _structured(self, messages: Sequence[Message], before: str, turn: Message) -> str:
+        """The text of a turn with tool calls or reasoning after `before`, with its end, as the template writes it."""
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                "tool calls and reasoning need a chat template, and the tokenizer has none: set policy.chat_template"
+            )
+        whole = self._template([*messages, turn])
+        if not whole.startswith(before):
+            raise DataError(
+                f"the chat template does not write assistant turn {len(messages)}, which has tool calls or reasoning, "
+                "after the prompt that it makes for generation; give another policy.chat_template"
+            )
+        return whole[len(before) :].rstrip()
 
     def _content(self, content: str) -> _Segment:
         """The content of a turn, without a first space that the tokenizer adds to every text."""
-        added = len(content) > 1 and content[0] == " " and self._adds_space
+        added = len(content) > 1 and content[0] == " " and self._vocabulary.adds_space
         return _Segment(content[1:] if added else content, trained=True)
 
     def _end(self, messages: Sequence[Message], start: str, after: str) -> str:
@@ -201,7 +277,7 @@ class _Chat:
 
     def _special_end(self, tail: str) -> str:
         """`tail` up to and including its first special token; empty if it has none."""
-        found = self._special.search(tail)
+        found = self._vocabulary.special.search(tail)
         return tail[: found.end()] if found else ""
 
     @staticmethod
@@ -217,50 +293,17 @@ class _Chat:
         forms = (content, bare, lead + content.lstrip(), lead + bare)
         return next((form for form in forms if rest.startswith(form)), None)
 
-    @cached_property
-    def _begin(self) -> tuple[int, ...]:
-        ids = tuple(self._tokenizer("")["input_ids"])
-        return ids[:1] if ids and ids[0] == self._tokenizer.bos_token_id else ()
-
-    @cached_property
-    def _adds_space(self) -> bool:
-        """Whether the tokenizer prepends a space to each text, as SentencePiece does."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return False
-        text = backend.normalizer.normalize_str("x") if backend.normalizer else "x"
-        words = backend.pre_tokenizer.pre_tokenize_str(text) if backend.pre_tokenizer else [(text, (0, 1))]
-        return bool(words and words[0][0] in ("▁x", "Ġx", "▁", "Ġ", " x"))
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
-        names = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
-
-    @cached_property
-    def _eos(self) -> int:
-        if self._tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-sequence token (eos_token) to end completions with; set one")
-        return int(self._tokenizer.eos_token_id)
-
     def _template(self, messages: Sequence[Message], **options: Any) -> str:
-        if not messages:
-            raise DataError("a chat template needs at least one message")
-        plain = [{"role": message["role"], "content": text_of(message)} for message in messages]
-        try:
-            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, **options))
-        except Exception as error:  # a template can raise anything
-            roles = [message["role"] for message in messages]
-            raise DataError(
-                f"the model's chat template rejects a conversation with the roles {roles}: "
-                f"{error or type(error).__name__}. If it has no "
-                "system role, remove environment.system_prompt and the system turns in the data, or set another "
-                "policy.chat_template"
-            ) from error
+        return apply_template(self._tokenizer, messages, self._tools, **options)
 
 
-def _segments(chat: _Chat, sample: Sample, train_on: TrainOn) -> list[_Segment]:
+def _is_structured(turn: Message) -> bool:
+    """Whether a turn has more than text, so that only the template knows how it is written."""
+    return bool(turn.get("tool_calls") or turn.get("reasoning_content"))
+
+
+def _segments(vocabulary: _Vocabulary, sample: Sample, train_on: TrainOn) -> list[_Segment]:
+    chat = _Chat(vocabulary, sample.tools)
     if not sample.messages and sample.completion:
         return [chat.prefix(()), chat.text(sample.completion)]
     turns = list(sample.messages)

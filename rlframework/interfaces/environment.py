@@ -22,7 +22,7 @@ class Sample:
 
     `completion`, or `answer` if there is no completion, is a correct reply to `messages`: an environment that scores
     must give it a higher reward than a wrong reply. If correct replies need a particular form, such as tags,
-    `completion` shows that form.
+    `completion` shows that form. `tools`: those that the assistant may call in the conversation.
     """
 
     id: str
@@ -30,6 +30,7 @@ class Sample:
     answer: str
     completion: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[ToolSpec, ...] = ()
 
 
 LARGEST_REWARD = 1e12
