@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolSpec
@@ -90,13 +90,14 @@ class ChatFormat:
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:
         """The tokens that end a turn in the chat template, for generation to stop there; without one, the end token."""
-        found = frozenset(self._tokenizer.convert_tokens_to_ids(list(self._text.turn_ends)))
-        return found or self._end_token
+        return self._ids(self._text.turn_ends) or self._end_token
 
     @cached_property
     def _closing_ids(self) -> frozenset[int]:
-        ends = self._tokenizer.convert_tokens_to_ids(list(self._text.ends))
-        return frozenset(ends) | self._end_token
+        return self._ids(self._text.ends) | self._end_token
+
+    def _ids(self, tokens: Iterable[str]) -> frozenset[int]:
+        return frozenset(cast("list[int]", self._tokenizer.convert_tokens_to_ids(list(tokens))))
 
     @property
     def _end_token(self) -> frozenset[int]:
