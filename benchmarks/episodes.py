@@ -3,7 +3,8 @@
     python benchmarks/episodes.py [--hidden 256] [--layers 4] [--episodes 32] [--turns 4] [--rounds 9] [--json F]
 
 A random Llama on a CPU, one thread, fp32; turns end at one of nine stop tokens, after 11 tokens on average, each
-followed by an observation of 8 tokens. `episodes`: the rollout manager with an environment that answers at once. `single turns`: for
+followed by an observation of 8 tokens. `episodes`: the rollout manager with an environment that answers at once.
+`single turns`: for
 each turn, one batch through `Generation.generate` with the prompts and seeds of that turn, and nothing else: no
 environment, no rendering, no training rows. `single, kept`: the same, with the prefixes of earlier turns kept by the
 engine, as episodes have them: the cost of the manager itself. Before it measures, it checks that all three sample the
