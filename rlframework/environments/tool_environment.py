@@ -13,7 +13,7 @@ from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.reward_calls import Failure, read_result
 from rlframework.environments.tool_episodes import Score, ToolEpisode, ToolSession
 from rlframework.environments.tools import Toolbox
-from rlframework.errors import ConfigError, UserError
+from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.environment import Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 from rlframework.plugins.user_defined import load_import_path
@@ -69,10 +69,15 @@ class ToolEnvironment(ToolDataEnvironment):
     def _own_score(self, session: MethodSession, names: Sequence[str]) -> Score:
         async def score(sample: Sample, message: Message) -> StepOutcome:
             values = {"sample": sample, "completion": text_of(message)}
-            returned = await threads.call(session.holder.reward, **{name: values[name] for name in names})
+            what = f"the method reward of environment.tools={self._path!r}"
+            try:
+                returned = await threads.call(session.holder.reward, **{name: values[name] for name in names})
+            except Exception as error:
+                self._toolbox.log("reward", error)
+                raise RLFrameworkError(f"{what} raised {type(error).__name__}: {error}") from error
             result = read_result(returned)
             if isinstance(result, Failure):
-                raise UserError(f"the method reward of environment.tools={self._path!r}: {result.text}")
+                raise RLFrameworkError(f"{what} failed: {result.text}")
             metrics = {name: value for name, value in result.metrics.items() if name != "reward_failures"}
             return StepOutcome(result.reward, metrics=metrics)
 

@@ -86,15 +86,16 @@ class Toolbox:
         except RejectedCall as error:
             return refusal(call, error, self._limit)
         except Exception as error:  # noqa: BLE001 - the tool is the user's, its failure the model's observation
-            self._log(name, error)
+            self.log(name, error)
             return refusal(call, f"{type(error).__name__}: {error}", self._limit)
 
-    def _log(self, name: str, error: Exception) -> None:
+    def log(self, name: str, error: Exception) -> None:
+        """Log that the method `name` raised, with the traceback, once per line of code."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{name} {type(error).__name__} {frame.filename}:{frame.lineno}"
         if cause not in self._logged:
             self._logged.add(cause)
-            _LOG.warning("the tool %s.%s raised, which the model was told:", self._place, name, exc_info=error)
+            _LOG.warning("%s.%s raised:", self._place, name, exc_info=error)
 
 
 def tools_of(holder: object) -> tuple[ToolSpec, ...]:

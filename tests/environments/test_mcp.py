@@ -48,7 +48,7 @@ def gone(pid, seconds=15.0):
 def test_an_episode(make, monkeypatch):
     monkeypatch.setenv("NOTES_TOKEN", "given")
     monkeypatch.setenv("NOTES_SECRET", "kept")
-    environment = make(call_timeout=1.0, variables=("NOTES_TOKEN",), max_result_characters=60)
+    environment = make(call_timeout=1.0, variables=("NOTES_TOKEN",), max_result_characters=100)
     sample = environment.samples("train")[0]
     wrong = calls(("add_note", {}), ("fail", {"reason": "no reason"}), ("nothing", {}), ("add_note", "{"), start=10)
     turns = [
@@ -67,6 +67,7 @@ def test_an_episode(make, monkeypatch):
     assert [message["tool_call_id"] for message in outcomes[1].observations] == [f"call_{n}" for n in range(10, 14)]
     assert all(text.startswith("error: ") for text in texts(outcomes[1]))
     assert "Error executing tool fail" in texts(outcomes[1])[1]
+    assert texts(outcomes[1])[0].endswith("\n[cut: the first 100 of " + texts(outcomes[1])[0].rpartition(" of ")[2])
     assert texts(outcomes[1])[2].startswith("error: there is no tool 'nothing'; the tools are: add_note, fail")
     given, kept, process = texts(outcomes[2])
     assert (given, kept) == ("given", "unset")
@@ -112,9 +113,12 @@ def test_a_server_that_does_not_start(make, command, problem):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("end", ["shutdown", "return", "SIGTERM", "SIGKILL"])
 def test_the_server_ends_with_the_run(tmp_path, end):
-    """A server that ignores the end of its input and SIGTERM, with a child of its own, ends with a killed driver."""
+    """A server that ignores the end of its input and SIGTERM, with a child of its own, ends with the driver.
+
+    The driver shuts its environment down, or returns without, or is killed.
+    """
     (tmp_path / "stubborn.py").write_text(
         textwrap.dedent(f"""
         import signal, subprocess, sys, threading, time
@@ -139,18 +143,22 @@ def test_the_server_ends_with_the_run(tmp_path, end):
         environment = McpEnvironment(config, seed=0)
         sample = environment.samples("train")[0]
         print(texts(play(environment, sample, [calls(("process", {{}}))])[2][0])[0], flush=True)
-        time.sleep(300)
+        if sys.argv[1] == "shutdown":
+            environment.shutdown()
+        if sys.argv[1] not in ("shutdown", "return"):
+            time.sleep(300)
         """)
     )
-    driver = subprocess.Popen([sys.executable, "driver.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen([sys.executable, "driver.py", end], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None
         server = int(driver.stdout.readline())
         child = int((tmp_path / "child").read_text())
-        assert psutil.pid_exists(server)
-        assert psutil.pid_exists(child)
-        os.kill(driver.pid, end)
-        driver.wait(20)
+        if end.startswith("SIG"):
+            assert psutil.pid_exists(server)
+            assert psutil.pid_exists(child)
+            os.kill(driver.pid, signal.Signals[end])
+        assert driver.wait(20) == (-signal.Signals[end] if end.startswith("SIG") else 0)
         assert gone(server)
         assert gone(child)
     finally:

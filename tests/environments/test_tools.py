@@ -14,7 +14,7 @@ from rlframework.config.episode_environments import ToolsConfig
 from rlframework.environments import threads
 from rlframework.environments.tool_environment import ToolEnvironment
 from rlframework.environments.tools import Toolbox, call, tools_of
-from rlframework.errors import ConfigError, UserError
+from rlframework.errors import ConfigError, RLFrameworkError, UserError
 
 IMPORTED = {"calculator_tools": None}
 
@@ -61,6 +61,16 @@ def score(completion, answer):
 
 def broken(completion):
     raise ValueError("no reward")
+
+class Failing:
+    def draw(self) -> int:
+        """Draw."""
+        return 1
+
+    def reward(self, completion):
+        if completion == "raise":
+            return 1 / 0
+        return "text" if completion == "text" else 1
 
 class Rewarded:
     def __init__(self, seed):
@@ -204,7 +214,7 @@ def test_a_failing_tool_is_logged_once(make, caplog):
     turn = calls(*[("divide", {"a": 1, "b": 0})] * 3)
     play(environment, environment.samples("train")[0], [turn])
     logged = [
-        record for record in caplog.records if "the tool calculator_tools:Calculator.divide raised" in record.message
+        record for record in caplog.records if "calculator_tools:Calculator.divide raised" in record.message
     ]
     assert len(logged) == 1
     assert logged[0].exc_info
@@ -227,11 +237,10 @@ def test_an_episode(make, module):
 
 
 def test_calls_beyond_the_limit_are_refused(make, module):
-    environment = make(reward="calculator_tools:score", max_calls_per_turn=2, max_result_characters=10)
+    environment = make(reward="calculator_tools:score", max_calls_per_turn=2)
     outcome = play(environment, environment.samples("train")[0], [calls(*[("add", {"a": 1})] * 4)])[2][0]
     assert [text[:10] for text in texts(outcome)] == ["3", "3", "error: too", "error: too"]
     assert module.closed == [2]
-    assert "[cut: the first 10 of" in texts(outcome)[2]
 
 
 def test_the_reward_of_the_class(make):
@@ -242,14 +251,31 @@ def test_the_reward_of_the_class(make):
     assert (outcomes[2].reward, dict(outcomes[2].metrics)) == (1.0, {"accuracy": 1.0, "draws": 2.0})
 
 
+@pytest.mark.parametrize(
+    ("completion", "problem"),
+    [("raise", "raised ZeroDivisionError: division by zero"), ("text", "failed: it returned 'text', which is not a")],
+)
+def test_a_reward_of_the_class_that_fails_is_an_error_of_its_episode(make, caplog, completion, problem):
+    """Not a `UserError`, which is a mistake in the configuration. The traceback of one that raises is logged once."""
+    environment = make(tools="calculator_tools:Failing")
+    sample = environment.samples("train")[0]
+    for _ in range(2):
+        with pytest.raises(RLFrameworkError, match=rf"reward of environment.tools='calculator_tools:Failing' {problem}"):
+            play(environment, sample, [says(completion)])
+    assert play(environment, sample, [says("1")])[2][0].reward == 1.0
+    assert len([each for each in caplog.records if each.exc_info]) == int(completion == "raise")
+
+
 def test_a_reward_function_that_fails_costs_its_answer(make):
     environment = make(reward="calculator_tools:broken", failed_reward=-1.0, max_reward_failures=0.5)
     sample = environment.samples("train")[0]
     for _ in range(8):
         outcome = play(environment, sample, [says("1")])[2][0]
         assert (outcome.reward, outcome.metrics["reward_failures"]) == (-1.0, 1.0)
-    with pytest.raises(UserError, match=r"failed for 9 of 9 answers.*max_reward_failures=0\.5"):
-        play(environment, sample, [says("1")])
+    for _ in range(2):  # and all later ones, so that the run ends although an error costs one episode
+        with pytest.raises(UserError, match=r"failed for 9 of 9 answers.*max_reward_failures=0\.5"):
+            play(environment, sample, [says("1")])
+    environment.shutdown()  # a second time, by the fixture, does nothing
 
 
 class NoDocstring:
