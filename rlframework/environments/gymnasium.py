@@ -10,6 +10,7 @@ from typing import Any
 from rlframework.config.episode_environments import GymnasiumConfig
 from rlframework.environments import threads
 from rlframework.environments.seeded_tasks import SeededTasks
+from rlframework.environments.tool_calls import encodable
 from rlframework.environments.verifiable import prompt_messages
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import Environment, Episode, Sample, Split, StepOutcome
@@ -124,7 +125,7 @@ def make(config: GymnasiumConfig) -> Any:
 def readable(observation: Any) -> str:
     """Return an observation as text: texts as they are, numbers and arrays of numbers as JSON."""
     if isinstance(observation, str):
-        return observation
+        return encodable(observation)
     return json.dumps(observation, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
 
 

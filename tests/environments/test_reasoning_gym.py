@@ -75,10 +75,10 @@ def test_no_answer_is_executed(task, tmp_path, monkeypatch):
 @pytest.mark.slow
 @UNCLOSED
 def test_the_lists_name_every_scorer_that_evaluates_an_answer(tmp_path, monkeypatch):
-    """What reaches `eval`, `exec` and `compile` while each scorer is given hostile answers, with and without us."""
+    """What reaches `eval` and `exec` while each scorer is given hostile answers, with and without us."""
     monkeypatch.chdir(tmp_path)
     evaluated = []
-    for name in ("eval", "exec", "compile"):
+    for name in ("eval", "exec"):
         monkeypatch.setattr(builtins, name, recorded(evaluated, getattr(builtins, name)))
     found = set()
     for task in sorted(DATASETS.keys() - REFUSED - {"composite"}):

@@ -213,9 +213,7 @@ def test_a_failing_tool_is_logged_once(make, caplog):
     environment = make(reward="calculator_tools:score")
     turn = calls(*[("divide", {"a": 1, "b": 0})] * 3)
     play(environment, environment.samples("train")[0], [turn])
-    logged = [
-        record for record in caplog.records if "calculator_tools:Calculator.divide raised" in record.message
-    ]
+    logged = [record for record in caplog.records if "calculator_tools:Calculator.divide raised" in record.message]
     assert len(logged) == 1
     assert logged[0].exc_info
 
@@ -260,7 +258,9 @@ def test_a_reward_of_the_class_that_fails_is_an_error_of_its_episode(make, caplo
     environment = make(tools="calculator_tools:Failing")
     sample = environment.samples("train")[0]
     for _ in range(2):
-        with pytest.raises(RLFrameworkError, match=rf"reward of environment.tools='calculator_tools:Failing' {problem}"):
+        with pytest.raises(
+            RLFrameworkError, match=rf"reward of environment.tools='calculator_tools:Failing' {problem}"
+        ):
             play(environment, sample, [says(completion)])
     assert play(environment, sample, [says("1")])[2][0].reward == 1.0
     assert len([each for each in caplog.records if each.exc_info]) == int(completion == "raise")
