@@ -1,13 +1,7 @@
-"""Tasks of reasoning-gym by name, scored by their own `score_answer`.
-
-Answers are scored in a process of their own, which can be killed. Some scorers would evaluate an answer as Python code;
-see `safe_answer` for what they are given instead.
-"""
+"""Tasks of reasoning-gym by name, scored by their own `score_answer` in a process that can be killed."""
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,19 +13,8 @@ from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message
 
-LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""Tasks whose scorers call `eval` on the answer (reasoning-gym 0.1.25)."""
-
-FORMULAS = frozenset(
-    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
-)
-"""Tasks whose scorers call `sympy.parse_expr`, which calls `eval`, on the answer."""
-
 REFUSED = frozenset({"codeio"})
 """Tasks that run programs of their data."""
-
-_FORMULA = re.compile(r"[\w\s+\-*/^()=,.]{1,500}")
-_NAMES = r"(a?(sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|pi|[Aa]bs|[A-Za-z])"
 
 
 class ReasoningGymEnvironment(Environment):
@@ -70,36 +53,8 @@ class ReasoningGymEnvironment(Environment):
         return Sample(f"{task} {number}", messages, answer, self._config.answer_after + answer, given)
 
 
-SCORER = "rlframework.environments.reasoning_gym:score"
-
-
-def score(sample: Sample, completion: str) -> dict[str, float]:
-    """Score one answer with the task's own scorer; what it gives is between 0 and 1."""
-    given = sample.metadata
-    answer = safe_answer(given["task"], completion.strip())
-    if answer is None:
-        return {"reward": 0.0, "accuracy": 0.0}
-    data = dataset_of(given["task"], {**given["arguments"], "seed": 0, "size": 1})
-    reward = float(data.score_answer(answer=answer, entry=given["entry"]))
-    return {"reward": reward, "accuracy": float(reward >= 1.0)}
-
-
-def safe_answer(task: str, answer: str) -> str | None:
-    """Return `answer` if the scorer of `task` may be given it, else None, which is a wrong answer.
-
-    Scorers that call `eval` are given Python literals alone, besides rows of digits, capital letters and underscores;
-    those that parse formulas, formulas of numbers, single letters and the usual functions, without attributes.
-    """
-    if task in LITERALS:
-        return answer if re.fullmatch(r"[0-9A-Z_\s]*", answer) or _is_literal(answer) else None
-    if task in FORMULAS:
-        words = re.findall(r"[^\W\d]\w*", answer)
-        usual = all(re.fullmatch(_NAMES, word) for word in words)
-        powers = re.findall(r"\*\*|\^", answer)
-        short = len(powers) <= 20 and not re.search(r"\d{16}", answer)
-        attribute = re.search(r"\.\s*[^\W\d]", answer)
-        return answer if _FORMULA.fullmatch(answer) and usual and short and not attribute else None
-    return answer
+SCORER = "rlframework.environments.reasoning_gym_scores:score"
+"""Imported by the process that scores, and not in the time of an answer."""
 
 
 def dataset_of(task: str, arguments: Mapping[str, Any]) -> Any:
@@ -123,14 +78,6 @@ def dataset_of(task: str, arguments: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"reasoning-gym refused environment.task={task!r} with {dict(arguments)}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _is_literal(text: str) -> bool:
-    try:
-        ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-    return True
 
 
 def _split(samples: list[Sample], config: ReasoningGymConfig) -> dict[Split, Sequence[Sample]]:

@@ -8,15 +8,8 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from rlframework.config.episode_environments import ReasoningGymConfig
-from rlframework.environments.reasoning_gym import (
-    FORMULAS,
-    LITERALS,
-    REFUSED,
-    ReasoningGymEnvironment,
-    dataset_of,
-    safe_answer,
-    score,
-)
+from rlframework.environments.reasoning_gym import REFUSED, ReasoningGymEnvironment, dataset_of
+from rlframework.environments.reasoning_gym_scores import FORMULAS, LITERALS, safe_answer, score
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import Sample
 

@@ -1,0 +1,53 @@
+"""GRPO on each adapter, with a random tiny model: its turns are answered, no episode fails, and nothing is left."""
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlframework import run
+
+pytestmark = pytest.mark.slow
+
+SERVER = Path(__file__).with_name("mcp_test_server.py")
+
+TOOLS = '''
+class Counter:
+    def count(self) -> int:
+        """Count."""
+        return 1
+
+    def reward(self, completion):
+        return len(completion) / 100
+'''
+
+ADAPTERS = {
+    "tools": {"tools": "adapter_tools:Counter", "path": "rows.jsonl"},
+    "mcp": {"command": [sys.executable, str(SERVER)], "path": "rows.jsonl", "check": "exact", "server_per": "run"},
+    "gymnasium": {"id": "FrozenLake-v1", "train_samples": 8, "validation_samples": 2, "max_turns": 3},
+    "reasoning_gym": {"task": "chain_sum", "train_samples": 8, "validation_samples": 2},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_run(run_config, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "adapter_tools.py").write_text(TOOLS)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+2=", "answer": "{n + 2}"}}\n' for n in range(20)))
+    keys = json.dumps({"name": name, **ADAPTERS[name]})
+    config = run_config(
+        "grpo", "~environment", f"environment={keys}", "algorithm.num_steps=2", "policy.batching.tokens=512"
+    )
+    row = run(config).history[-1]
+    assert row["train/reward"] >= 0.0
+    if name != "reasoning_gym":  # which has single turns
+        assert row["train/failed_episodes"] == 0.0
+    if name == "gymnasium":  # a random model names no action, and is asked again
+        assert row["train/episode_turns"] > 1.0
+        turns = json.loads((tmp_path / "run/samples.jsonl").read_text().splitlines()[-1])["turns"]
+        assert "is no action; reply with one of: 0, 1, 2, 3" in turns[2]["content"]
+    left = [each for each in psutil.Process().children(recursive=True) if SERVER.name in " ".join(each.cmdline())]
+    assert not left
