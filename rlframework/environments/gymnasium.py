@@ -162,5 +162,5 @@ def _filled(template: str, names: Sequence[str], observation: str) -> str:
 
 
 def _marked(found: re.Match[str]) -> str:
-    """What is highlighted in colour, in square brackets: the only sign of a player's place in some games."""
+    """Put what is highlighted in colour in square brackets: the only sign of a player's place in some games."""
     return f"[{found[2]}]" if found[1] not in ("0", None) and found[2] else found[2]

@@ -41,6 +41,7 @@ class McpServer:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ready: Future[tuple[ClientSession, tuple[ToolSpec, ...]]] = Future()
+        self._stopping = False
         self.lost = False
         """Whether the server did not start, or ended by itself."""
 
@@ -66,8 +67,9 @@ class McpServer:
         except TimeoutError:
             raise RejectedCall(f"{name!r} took more than {seconds:g} s") from None
         except ConnectionError as error:
-            self.lost = True
-            raise RLFrameworkError(f"{self._name} ended during a call of {name!r}{self._log()}") from error
+            self.lost, written = True, self._log()
+            self._stop()
+            raise RLFrameworkError(f"{self._name} ended during a call of {name!r}{written}") from error
         except Exception as error:
             raise RLFrameworkError(
                 f"{self._name} failed at a call of {name!r}: {type(error).__name__}: {error}{self._log()}"
@@ -82,9 +84,16 @@ class McpServer:
         """End the server, and wait until it has ended. Does nothing the second time, or if none was started."""
         if self._thread is None:
             return
+        self._stop()
+        self._thread.join(_END_SECONDS)
+
+    def _stop(self) -> None:
+        """Let the thread end the server. Once: a second cancellation would cut that short."""
+        if self._stopping:
+            return
+        self._stopping = True
         with contextlib.suppress(RuntimeError):  # the loop has closed: the server has ended before
             self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._stderr:

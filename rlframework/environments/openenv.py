@@ -147,7 +147,7 @@ class OpenEnvEpisode(Episode):
         return found
 
     def _refusal(self, error: _ServerError) -> str:
-        """What the model is told about its action. Fails if the reason is not the text of the action."""
+        """Return the reason for the model, of an action that is not taken. Fails if that is not due to its text."""
         if error.code not in _INVALID:
             self._fail(f"answered step with the error {error}", error)
         if error.kinds & {"missing", "extra_forbidden"}:

@@ -25,7 +25,7 @@ def says(text):
 
 
 def play(environment, sample, turns, seed=0):
-    """What an episode showed: the tools, the first messages, and the outcome of each turn."""
+    """Play an episode; return its tools, its first messages, and the outcome of each turn."""
 
     async def run():
         episode = environment.episode(sample, seed)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def make(tmp_path):
     yield make
     for environment in made:
         environment.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name == "MCP server"]
 
 
 def gone(pid, seconds=15.0):

@@ -1,5 +1,6 @@
 """Tasks of reasoning-gym: each by name, scored by the package, without evaluating an answer as code."""
 
+import ast
 import builtins
 import contextlib
 import json
@@ -68,7 +69,7 @@ def test_no_answer_is_executed(task, tmp_path, monkeypatch):
 @pytest.mark.slow
 @UNCLOSED
 def test_the_lists_name_every_scorer_that_evaluates_an_answer(tmp_path, monkeypatch):
-    """What reaches `eval` and `exec` while each scorer is given hostile answers, with and without us."""
+    """Hostile answers reach `eval` or `exec` in the scorers of the lists alone, and in none through `score`."""
     monkeypatch.chdir(tmp_path)
     evaluated = []
     for name in ("eval", "exec"):
@@ -91,12 +92,19 @@ def test_the_lists_name_every_scorer_that_evaluates_an_answer(tmp_path, monkeypa
     assert found == LITERALS | FORMULAS
 
 
+def is_literal(text):
+    with contextlib.suppress(ValueError, SyntaxError):
+        ast.literal_eval(text)
+        return True
+    return False
+
+
 def recorded(evaluated, function):
-    """`function`, which notes sources and code that contain the marker's name."""
+    """`function`, which notes sources and code with the marker's name, except for literals."""
 
     def call(source, *args, **kwargs):
         text = source if isinstance(source, str) else str((getattr(source, "co_consts", ""), source))
-        if "marker" in text:
+        if "marker" in text and not (isinstance(source, str) and is_literal(source)):
             evaluated.append(text)
         return function(source, *args, **kwargs)
 

@@ -1,6 +1,7 @@
 """GRPO on each adapter, with a random tiny model: its turns are answered, no episode fails, and nothing is left."""
 
 import json
+import string
 import sys
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import psutil
 import pytest
 
 from rlframework import run
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +40,13 @@ def test_a_run(run_config, tmp_path, monkeypatch, name):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "adapter_tools.py").write_text(TOOLS)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+2=", "answer": "{n + 2}"}}\n' for n in range(20)))
-    keys = json.dumps({"name": name, **ADAPTERS[name]})
-    config = run_config(
-        "grpo", "~environment", f"environment={keys}", "algorithm.num_steps=2", "policy.batching.tokens=512"
+    keys = ["~environment", "environment=" + json.dumps({"name": name, **ADAPTERS[name]})]
+    model = make_llama(
+        tmp_path / "m", character_tokenizer(string.printable), hidden=16, layers=1, heads=2, max_positions=1024
     )
-    row = run(config).history[-1]
+    keys += ["algorithm.num_steps=2", "policy.batching.tokens=512", f"policy.model_name={model}"]
+    keys += [f"generation.stop_token_ids={list(range(20, 95))}"]  # else a random model seldom ends a turn
+    row = run(run_config("grpo", *keys)).history[-1]
     assert row["train/reward"] >= 0.0
     if name != "reasoning_gym":  # which has single turns
         assert row["train/failed_episodes"] == 0.0
