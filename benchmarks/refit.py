@@ -55,6 +55,7 @@ from rlframework.conformance.policies import InspectedEngines
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationEngine, SamplingParams
+from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.client import Policy
 from rlframework.weight_sync import buffers, ipc
 from rlframework.weight_sync.calls import RefitCalls
@@ -299,8 +300,9 @@ def _probe(policy: Policy, engines: InspectedEngines, probes: Probes, size: int)
     version = engines.refitter.require_committed()
     calls = RefitCalls(policy.worker_group, engines.client.engines, 60.0)
     calls.on_engines(GenerationEngine.release, tags=("kv_cache",))  # the prefixes of the round before
-    answers = probes.ask(calls, version, 60.0)
-    answers.compare(policy.get_logprobs(answers.rows, positions="token_mask")["logprobs"])
+    asked = probes.of_version(version)
+    expecting = calls.start_trainer(PolicyWorker.get_next_token_logprobs, data=asked.prompts)
+    asked.ask(calls, 60.0).compare(calls.of_trainer(expecting)[0])
     return float(size)
 
 
@@ -313,7 +315,7 @@ def plain_model(path: Path) -> Any:
 
 @torch.no_grad()
 def _forward(model: Any, probes: Probes, size: int) -> float:
-    prompts = torch.cat([request.prompt_ids for request in probes.requests(1)])
+    prompts = torch.cat([request.prompt_ids for request in probes.of_version(1).requests])
     assert model(input_ids=prompts[None, :64], use_cache=False, logits_to_keep=COUNT).logits.shape[1] == COUNT
     return float(size)
 

@@ -138,6 +138,7 @@ class PolicyWorkerBase(PolicyWorker):
     train = _answered_by("training", Training.train, "training")
     get_logprobs = _answered_by("scoring", Scoring.get_logprobs, "scoring")
     get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
+    get_next_token_logprobs = _answered_by("scoring", Scoring.get_next_token_logprobs, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
     score = _answered_by("scoring", Scoring.score, "scoring")
     exchange = _answered_by("generation", EmbeddedGeneration.exchange, "generation")
