@@ -53,6 +53,7 @@ class PackedRows(RowForward):
 
     def join(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
         """See `RowForward.join`."""
+        self._kept.rows.expect(longest)
         known = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
         keys = [prompt.numpy().tobytes() for prompt in prompts]
         new: dict[bytes, tuple[Tensor, Prefix | None]] = {}
@@ -190,6 +191,7 @@ class _NewTokens(RowLayout):
         self._kept, self._plan, self._lengths, self._positions = kept, plan, lengths, positions
         self._longest = int(lengths.max()) + 1
         self._equal = int(lengths.min()) + 1 == self._longest
+        self._places = torch.arange(len(lengths)), self._longest - 1 if self._equal else lengths
         self._layer = 0
         self._masks: dict[tuple[int | None, int, torch.dtype], tuple[Tensor | None, Tensor | None]] = {}
 
@@ -198,7 +200,7 @@ class _NewTokens(RowLayout):
         _require_supported(scores)
         layer, self._layer = self._layer, self._layer + 1
         plan, (_, heads, rows, size), shared = self._plan, query.shape, key.shape[1]
-        self._kept.rows.append(layer, self._lengths, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self._kept.rows.append(layer, self._places, self._longest, key[0].transpose(0, 1), value[0].transpose(0, 1))
         queries = query[0].transpose(0, 1).reshape(rows, shared, heads // shared, size)
         window = None if scores.window is None or int(self._positions.max()) < scores.window else scores.window
         masks = self._masks_of(window, heads // shared, query.dtype)
