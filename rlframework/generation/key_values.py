@@ -90,6 +90,8 @@ class KeyValues:
 
     def row(self, slot: int, given: int, row: int, own: int) -> list[tuple[Tensor, Tensor]]:
         """Return copies of `given` positions of a prompt and `own` of a row, `[heads, given + own, D]`, by layer."""
+        if not given:
+            return [(keys.clone(), values.clone()) for keys, values in self.rows.slot(row, own)]
         if not own:  # perhaps no row was written to yet
             return [(keys.clone(), values.clone()) for keys, values in self.prompts.slot(slot, given)]
         parts = zip(self.prompts.slot(slot, given), self.rows.slot(row, own), strict=True)
