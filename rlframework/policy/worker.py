@@ -19,7 +19,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
+from rlframework.interfaces.policy_worker import Attempt, BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
 from rlframework.policy.checkpoint_io import CheckpointIO
@@ -207,6 +207,7 @@ class PolicyWorkerBase(PolicyWorker):
 
     def save_pretrained(self, path: str) -> None:
         """See `PolicyWorker.save_pretrained`."""
+        self.residency.require_policy("save_pretrained")
         self.residency.onload("model")
         self.weights.save_pretrained(path)
 
@@ -223,7 +224,7 @@ class PolicyWorkerBase(PolicyWorker):
         adapters.read(path)
         self.progress.weights_version += 1
 
-    def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
+    def attempt(self, method: str, arguments: Mapping[str, Any]) -> Attempt:
         """See `PolicyWorker.attempt`."""
         return attempt(self, method, arguments)
 

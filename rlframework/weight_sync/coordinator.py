@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlframework.config.sections import RefitConfig
-from rlframework.errors import ConfigError, EngineNotReady, RefitError
+from rlframework.errors import ConfigError, EngineNotReady, RefitError, UserError
 from rlframework.interfaces.generation import GenerationEngine, Tag
 from rlframework.interfaces.policy_worker import PolicyWorker, RefitState
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
@@ -283,12 +283,16 @@ class Refitter:
         started = [] if in_driver else start_engines()
         sending = calls.start_trainer(trainer_method, **trainer_arguments)
         started = start_engines() if in_driver else started
-        failed: RefitError | None = None
+        failed: RefitError | UserError | None = None
         try:
             calls.of_trainer(sending)
-        except RefitError as error:  # those of the engines are closer to the cause
+        except (RefitError, UserError) as error:
             failed = error
-        calls.of_engines(started, _GRACE)
+        try:
+            calls.of_engines(started, _GRACE)
+        except RefitError:  # closer to the cause, unless the trainer did not send at all
+            if not isinstance(failed, UserError):
+                raise
         if failed is not None:
             raise failed
 
