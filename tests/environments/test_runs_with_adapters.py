@@ -44,7 +44,7 @@ def test_a_run(run_config, tmp_path, monkeypatch, name):
     model = make_llama(
         tmp_path / "m", character_tokenizer(string.printable), hidden=16, layers=1, heads=2, max_positions=1024
     )
-    keys += ["algorithm.num_steps=2", "policy.batching.tokens=512", f"policy.model_name={model}"]
+    keys += ["algorithm.num_steps=2", "policy.batching.tokens=1024", f"policy.model_name={model}"]
     keys += [f"generation.stop_token_ids={list(range(20, 95))}"]  # else a random model seldom ends a turn
     row = run(run_config("grpo", *keys)).history[-1]
     assert row["train/reward"] >= 0.0
