@@ -244,9 +244,7 @@ def test_wrong_tools_and_a_step_that_is_no_coroutine(make_parts: Any) -> None:
 
 
 @pytest.mark.parametrize(("turn", "where"), [(0, "in reset"), (1, "in turn 1")])
-def test_text_that_the_tokenizer_has_no_tokens_for_names_sample_and_turn(
-    make_parts: Any, turn: int, where: str
-) -> None:
+def test_text_without_tokens_names_sample_and_turn(make_parts: Any, turn: int, where: str) -> None:
     class Foreign(Counter):
         async def reset(self) -> Any:
             return [{"role": "user", "content": "1+ℵ=" if turn == 0 else "1+1="}]

@@ -71,3 +71,20 @@ def test_a_model_is_evaluated_in_episodes(run_config: Any, tmp_path: Path) -> No
         assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns), abs=1e-5)
         assert turns[-1]["content"] == row["completion"]
         assert row["turns"][0] == {"role": "user", "content": f"{row['id']}?", "trained": False}
+
+
+def test_failed_episodes_of_an_evaluation_are_counted(
+    run_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(run_config("grpo", *GAME, "algorithm.num_steps=1"))
+    out = tmp_path / "evaluation"
+    fails = "environment.fails=1"
+    assert call("evaluate", tmp_path / "run", fails, "--samples", 8, "--out", out, "--trust-run") == 0
+    failed = [row for row in lines(out / "completions.jsonl") if "failure" in row]
+    assert 0 < len(failed) < 8
+    assert {(row["reward"], row["accuracy"], row["failure"]) for row in failed} == {
+        (0.0, 0.0, "RuntimeError in step, turn 2: lost")
+    }
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["failed_episodes"], summary["reward_failures"]) == (len(failed), 0)
+    assert f"{len(failed)} episodes of " in " ".join(capsys.readouterr().out.split())
