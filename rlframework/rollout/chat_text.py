@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rlframework.datasets.rendering import encode
 from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 
@@ -64,11 +65,12 @@ class ChatText:
             raise _rejected(messages, error) from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, as `render` returns it, without added special tokens."""
+        """Return the tokens of `text`, as `render` returns it, without added special tokens.
+
+        Raises a `DataError` for characters that the tokenizer has no token for.
+        """
         parts = self._split.split(text) if _MARK in text else [text]
-        return [
-            token for part in parts if part for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]
-        ]
+        return [token for ids in encode(self._tokenizer, [part for part in parts if part]) for token in ids]
 
     def mark(self, text: str, role: str) -> str:
         """Mark special tokens that `text` of a message of `role` spells; a system message may contain them.

@@ -76,6 +76,14 @@ def test_what_a_page_shows_and_does_not_do_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_episodes(tmp_path: Path) -> None:
+    example = next(block for block in blocks((DOCS / "episodes.md").read_text()) if block.title == "guess.py")
+    assert len([line for line in example.text.splitlines() if line]) <= 15
+    execute(DOCS / "episodes.md", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_your_own_reward_function(tmp_path: Path) -> None:
     execute(DOCS / "your_own.md", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
