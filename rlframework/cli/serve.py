@@ -14,7 +14,9 @@ from rlframework.errors import UserError
 @app.command()
 def serve(
     name: Annotated[str, Argument(metavar="RUN_OR_MODEL", help="A run's output_dir, or a model directory or name.")],
-    host: Annotated[str, Option(help="Address to listen on. Others than loopback are open to the network.")] = "127.0.0.1",
+    host: Annotated[
+        str, Option(help="Address to listen on. Others than loopback are open to the network.")
+    ] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
     token: Annotated[
         str | None,

@@ -121,11 +121,15 @@ class ReasoningGymConfig(EnvironmentConfig):
 
     name: str = Field("reasoning_gym", description="tasks of reasoning-gym")
     task: str = Field(description="name of a data set of reasoning-gym, such as chain_sum")
-    arguments: Mapping[str, Any] = Field(default_factory=dict, description="settings of the task, such as {min_terms: 2}")
+    arguments: Mapping[str, Any] = Field(
+        default_factory=dict, description="settings of the task, such as {min_terms: 2}"
+    )
     train_samples: Steps = Field(1024, description="number of training tasks")
     validation_samples: Steps = Field(64, description="number of tasks held out for validation")
     instruction: str = Field("", description="text appended to each question")
-    answer_after: str = Field("", description="text after whose last occurrence the answer begins; empty: all is answer")
+    answer_after: str = Field(
+        "", description="text after whose last occurrence the answer begins; empty: all is answer"
+    )
     reward_timeout: Seconds = Field(
         10.0, description="seconds to score one answer, in a process of its own; one that takes longer counts as wrong"
     )

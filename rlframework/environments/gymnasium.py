@@ -45,7 +45,9 @@ class GymnasiumEnvironment(Environment):
 
     def _sample(self, number: int) -> Sample:
         text = _filled(self._config.prompt, self._names, "")
-        return Sample(f"seed {number}", prompt_messages(self._config.system_prompt, text), "", metadata={"seed": number})
+        return Sample(
+            f"seed {number}", prompt_messages(self._config.system_prompt, text), "", metadata={"seed": number}
+        )
 
 
 class GymnasiumEpisode(Episode):
@@ -108,7 +110,9 @@ def make(config: GymnasiumConfig) -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise ConfigError("environment.name=gymnasium needs Gymnasium: pip install 'rlframework-core[gymnasium]'") from error
+        raise ConfigError(
+            "environment.name=gymnasium needs Gymnasium: pip install 'rlframework-core[gymnasium]'"
+        ) from error
     make_current_directory_importable()
     mode = {"render_mode": "ansi"} if config.render else {}
     try:
@@ -135,7 +139,9 @@ def _action_names(config: GymnasiumConfig, space: Any) -> tuple[str, ...]:
     if not isinstance(space, Discrete):
         raise ConfigError(f"environment.id={config.id!r} has actions {space}; only Discrete and Text can be played")
     if config.actions and len(config.actions) != int(space.n):
-        raise ConfigError(f"environment.actions has {len(config.actions)} names for the {space.n} actions of {config.id!r}")
+        raise ConfigError(
+            f"environment.actions has {len(config.actions)} names for the {space.n} actions of {config.id!r}"
+        )
     return config.actions or tuple(str(int(space.start) + number) for number in range(int(space.n)))
 
 

@@ -27,7 +27,11 @@ GROUPS = (
     ("outcome", "Reward and accuracy", r"reward|accuracy|pass[@_]|score|return|win_rate|correct"),
     ("optimisation", "Optimisation", r"loss|grad|(^|/|_)lr$|learning_rate|skipped|non_finite|weight_norm"),
     ("policy", "Policy", r"kl|entropy|clip|ratio|logprob|advantage|importance"),
-    ("completions", "Completions and batch", r"length|truncated|tok|samples|groups|completion|invalid|failed|episode|breaks|calls"),
+    (
+        "completions",
+        "Completions and batch",
+        r"length|truncated|tok|samples|groups|completion|invalid|failed|episode|breaks|calls",
+    ),
     ("other", "Other metrics", r""),
 )
 """Identifier, heading, and pattern of metric names; the first matching group is used."""

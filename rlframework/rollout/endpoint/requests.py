@@ -101,9 +101,14 @@ def tools_of(given: Any, choice: Any, function_of: Callable[[Mapping[str, Any]],
         name = function.get("name") if isinstance(function, Mapping) else None
         if not (isinstance(function, Mapping) and isinstance(name, str) and name):
             raise ApiError(f"the tool {tool!r:.200} is not served; a tool has the type function, and a name")
-        schema, description = function.get("parameters") or {"type": "object", "properties": {}}, function.get("description")
+        schema, description = (
+            function.get("parameters") or {"type": "object", "properties": {}},
+            function.get("description"),
+        )
         if not isinstance(schema, Mapping) or not isinstance(description or "", str):
-            raise ApiError(f"the tool {name!r:.80} has parameters that are no JSON schema, or a description that is no text")
+            raise ApiError(
+                f"the tool {name!r:.80} has parameters that are no JSON schema, or a description that is no text"
+            )
         found.append(
             {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
         )

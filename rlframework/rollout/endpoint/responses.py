@@ -137,7 +137,11 @@ class ResponsesReply:
 
     def _item_events(self, index: int, item: dict[str, Any]) -> Iterator[str]:
         where = {"item_id": item["id"], "output_index": index}
-        started = {**item, "status": "in_progress", **({"content": []} if item["type"] == "message" else {"arguments": ""})}
+        started = {
+            **item,
+            "status": "in_progress",
+            **({"content": []} if item["type"] == "message" else {"arguments": ""}),
+        }
         yield self._event("response.output_item.added", output_index=index, item=started)
         if item["type"] == "message":
             part, where = item["content"][0], {**where, "content_index": 0}

@@ -99,7 +99,11 @@ class Sampler:
     """Samples turns with `completer`, whose prompts have at most `max_tokens` tokens with their completion."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, completer: Completer, rule: SamplingRule, max_tokens: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        completer: Completer,
+        rule: SamplingRule,
+        max_tokens: int | None = None,
     ) -> None:
         self.tokenizer, self.chat = tokenizer, ChatFormat(tokenizer)
         self._completer, self._rule = completer, rule

@@ -70,7 +70,12 @@ class Endpoint:
 
         path, method = request.url.path.rstrip("/"), request.method
         if (method, path) == ("GET", "/v1/models"):
-            return JSONResponse({"object": "list", "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "rlframework"}]})
+            return JSONResponse(
+                {
+                    "object": "list",
+                    "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "rlframework"}],
+                }
+            )
         if (method, path) == ("POST", "/v1/chat/completions"):
             body = await self._body(request)
             turn = chat_request(body)
@@ -104,7 +109,12 @@ class Endpoint:
         return body
 
     async def _reply(
-        self, request: Request, session: Session, body: dict[str, Any], turn: TurnRequest, reply: ChatReply | ResponsesReply
+        self,
+        request: Request,
+        session: Session,
+        body: dict[str, Any],
+        turn: TurnRequest,
+        reply: ChatReply | ResponsesReply,
     ) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
 

@@ -75,7 +75,9 @@ class Session:
         keys = _keys(messages, tools)
         return next((self._turns[key] for key in reversed(keys) if key in self._turns), None)
 
-    def add_turn(self, messages: Sequence[Message], tools: Sequence[ToolSpec], message: Message, ids: list[int]) -> None:
+    def add_turn(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], message: Message, ids: list[int]
+    ) -> None:
         """Record `message`, the model's answer to `messages`; `ids` are the exact tokens of both."""
         conversation = (*messages, message)
         keys = _keys(conversation, tools)
@@ -96,7 +98,9 @@ class Session:
         for name, value in values.items():
             fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not fits or abs(value) > LARGEST_REWARD:
-                raise ApiError(f"{name[:80]}={value!r:.80} must be a finite number of at most {LARGEST_REWARD:g} in size")
+                raise ApiError(
+                    f"{name[:80]}={value!r:.80} must be a finite number of at most {LARGEST_REWARD:g} in size"
+                )
         self.reward = float(body["reward"])
         self.metrics = {str(name): float(value) for name, value in metrics.items()}
 
@@ -156,7 +160,10 @@ def _keys(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[str]:
     found: list[str] = []
     state = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
     for message in messages:
-        calls = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        calls = [
+            (call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls", ())
+        ]
         seen = [message["role"], text_of(message), calls, message.get("tool_call_id")]
         state.update(json.dumps(seen).encode())
         found.append(state.hexdigest())

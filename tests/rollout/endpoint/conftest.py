@@ -63,8 +63,6 @@ class Served:
         return AsyncOpenAI(**{"base_url": self.base_url, "api_key": self.session.token, "max_retries": 0, **options})
 
 
-
-
 @pytest.fixture
 def serving() -> Callable[..., Any]:
     """`async with serving(max_turns=...) as served`: a `Served`."""

@@ -132,7 +132,9 @@ def test_a_stream_has_the_same_reply(serving: Any) -> None:
                     calls += choice.delta.tool_calls or []
                     reasons.append(choice.finish_reason)
             assert text.strip() == "now"
-            assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [(0, "add", '{"a": 1}')]
+            assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+                (0, "add", '{"a": 1}')
+            ]
             assert reasons[-1] == "tool_calls"
             assert used is not None
             assert used.completion_tokens == len(f"now {CALL}!")

@@ -55,7 +55,9 @@ def test_a_body_that_is_too_large_is_rejected_before_it_is_read(serving: Any) ->
                     yield b" " * 100
 
             assert (await post(served, "/chat/completions", parts())).status_code == 413  # without a length
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(served.base_url.split(":")[2].split("/")[0]))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(served.base_url.split(":")[2].split("/")[0])
+            )
             head = f"POST /v1/responses HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {served.session.token}\r\n"
             writer.write(f"{head}Content-Length: 1000000000\r\n\r\n".encode())
             assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)  # although nothing was sent
