@@ -14,7 +14,6 @@ import math
 import numbers
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

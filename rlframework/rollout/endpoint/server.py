@@ -46,7 +46,6 @@ class Endpoint:
     def app(self) -> Starlette:
         """Return the ASGI application. Without a valid token, every path answers 401."""
         from starlette.applications import Starlette
-        from starlette.requests import Request
         from starlette.responses import JSONResponse, Response
         from starlette.routing import Route
 

@@ -13,7 +13,11 @@ from scripted_episodes import END, ScriptedEngine, samples
 
 from rlframework.config.sections import RunConfig
 from rlframework.generation.driver import Generation
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.rollout.rollouts import rollout
+
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 
 
 def rows(tmp_path: Path) -> Path:
@@ -64,13 +68,39 @@ def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
     assert result.data["sample_mask"].tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A tiny Llama over all printable characters, which agents' prompts need."""
+    tokenizer = character_tokenizer(ALPHABET)
+    return str(make_llama(tmp_path / "llama", tokenizer, hidden=32, layers=2, heads=4, kv_heads=2))
+
+
+def test_an_agent_by_openai_agents_calls_its_tool(agent_parts: Any, model: str) -> None:
+    tokenizer: Any = character_tokenizer(ALPHABET)
+
+    def answer(request: Any) -> list[int]:
+        second = "7" in tokenizer.decode(request.prompt_ids)[-20:]
+        text = "7" if second else '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    CALLED.clear()
+    keys = [f"policy.model_name={model}", "generation.max_new_tokens=100"]
+    result = rollout(agent_parts("with_tool", *keys, answer=answer), samples(2), torch.arange(2))
+    assert CALLED == [(3, 4)] * 2
+    assert result.rewards.tolist() == [2.0, 2.0]  # the tool was called, and the answer is a digit
+    assert (result.metrics["tool_calls"], result.metrics["malformed_tool_calls"]) == (1.0, 0.0)
+    assert (result.metrics["episode_turns"], result.metrics["episode_rows"]) == (2.0, 1.0)
+    assert [turn["role"] for turn in result.transcripts[0]] == ["user", "assistant", "tool", "assistant"]
+
+
 @pytest.mark.slow
-def test_grpo_trains_an_agent_by_openai_agents(run_config: Any, tmp_path: Path) -> None:
+def test_grpo_trains_an_agent_by_openai_agents(run_config: Any, tmp_path: Path, model: str) -> None:
     from rlframework import run
 
     keys = ["~environment", f"environment={{name: agent, agent: 'probe_agents:with_tool', path: {rows(tmp_path)}}}"]
     steps = ["algorithm.num_steps=8", "policy.optimizer.lr=5e-3", "algorithm.validation.every=0"]
-    result = run(run_config("grpo", *keys, *steps))
+    CALLED.clear()
+    result = run(run_config("grpo", *keys, *steps, f"policy.model_name={model}", "policy.batching.tokens=4096"))
     found = [row for row in result.history if "train/reward" in row]
     rewards = [row["train/reward"] for row in found]
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2

@@ -170,7 +170,7 @@ def test_what_is_not_served_is_rejected_by_name(serving: Any, body: dict[str, An
 
         async with serving() as served, served.client() as client:
             with pytest.raises(BadRequestError) as error:
-                await client.chat.completions.create(**{"model": "policy", "messages": HI, "extra_body": body})
+                await client.chat.completions.create(model="policy", messages=HI, extra_body=body)
             assert message in error.value.body["message"]
             assert not served.completer.asked
 
