@@ -1,7 +1,8 @@
 """The command line. Each command parses its arguments and calls into another package; heavy imports are deferred.
 
 `common` has the application, shared options and error handling. Commands are grouped by purpose: `train` (train,
-convert, tokenize), `evaluate` (evaluate, generate), `serve` (serve), `inspect` (config, schema, plugins, doctor, report) and `develop`
+convert, tokenize), `evaluate` (evaluate, generate), `serve`,
+`inspect` (config, schema, plugins, doctor, report) and `develop`
 (conformance, parity, new-backend).
 
 Exit codes: 0 for success; 2 for a user error (`UserError`, or bad arguments); 1 for any other failure; 130 for Ctrl-C.

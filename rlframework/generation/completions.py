@@ -42,7 +42,10 @@ class Completions:
         session_id: str | None = None,
         sampling: SamplingParams | None = None,
     ) -> GenerationResult:
-        """Return the completion of a prompt, sampled as the rollout is unless `sampling` is given. Raises like `GenerationClient.generate`."""
+        """Return the completion of a prompt, sampled as the rollout is unless `sampling` is given.
+
+        Raises like `GenerationClient.generate`.
+        """
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
         name = f"{self._name}:{next(self._numbers)}"
         request = GenerationRequest(name, prompt, seed, max_new_tokens, sampling or self.sampling, session_id)

@@ -46,7 +46,9 @@ class Completer(Protocol):
         max_new_tokens: int,
         session: str,
         sampling: SamplingParams | None = None,
-    ) -> GenerationResult: ...
+    ) -> GenerationResult:
+        """Return the completion of a prompt."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class SamplingRule:
             return self.used
         if self.foreign == "reject":
             raise ApiError(
-                f"{', '.join(f'{name}={value:g}' for name, value in changes.items())}: the run trains on what it samples "
-                f"with temperature={self.configured.temperature:g} and top_p={self.configured.top_p:g}; leave both out, "
+                f"{', '.join(f'{name}={value:g}' for name, value in changes.items())}: the run trains on what it "
+                f"samples with temperature={self.configured.temperature:g} and top_p={self.configured.top_p:g}; leave both out, "
                 "or set environment.agent_sampling=override",
                 code="sampling",
             )

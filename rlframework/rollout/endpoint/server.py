@@ -58,7 +58,7 @@ class Endpoint:
                 return JSONResponse(error.body(), error.status, headers)
             except _Disconnected:
                 return Response(status_code=499)
-            except Exception:
+            except Exception:  # noqa: BLE001 - logged, and one request alone fails
                 _LOG.exception("the endpoint failed")
                 return JSONResponse(_FAILED.body(), _FAILED.status)
 
@@ -145,7 +145,7 @@ class Endpoint:
                 events = reply.failure(error.body())
             except _Disconnected:
                 return
-            except Exception:
+            except Exception:  # noqa: BLE001 - logged, and one request alone fails
                 _LOG.exception("the endpoint failed")
                 events = reply.failure(_FAILED.body())
             for event in events:
