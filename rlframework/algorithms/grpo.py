@@ -59,8 +59,8 @@ class GRPO(StepLoop):
         if has_episodes(parts.environment) and self.config.overlong.buffer:
             raise ConfigError(
                 f"algorithm.overlong.buffer={self.config.overlong.buffer} penalizes completions near "
-                "generation.max_new_tokens, which limits a turn and not an episode; set it to 0, or let the environment "
-                "return a penalty"
+                "generation.max_new_tokens, which limits a turn and not an episode; set it to 0, or let the "
+                "environment return a penalty"
             )
         self.inputs.rollouts(self.train_samples, scored=self.scores_before_training or self.uses_reference)
 

@@ -233,7 +233,7 @@ def test_tool_calls_are_counted(make_parts: Any, monkeypatch: pytest.MonkeyPatch
     def calls(*given: tuple[str, str]) -> Any:
         made = [{"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
                 for n, (name, arguments) in enumerate(given)]  # fmt: skip
-        return lambda self, ids, tools=(): {"role": "assistant", "content": "", "tool_calls": made}
+        return lambda self, ids, tools=(): {"role": "assistant", "content": "1", "tool_calls": made}
 
     class WithTool(Counter):
         tools = ({"type": "function", "function": {"name": "add", "description": "", "parameters": {}}},)
@@ -249,6 +249,9 @@ def test_tool_calls_are_counted(make_parts: Any, monkeypatch: pytest.MonkeyPatch
         "rlframework.rollout.chat_format.ChatFormat.parse",
         calls(("add", "{}"), ("add", "not json"), ("add", "[1]"), ("sub", "{}")),
     )
+    chat = "rlframework.rollout.chat_format.ChatFormat"  # the tiny tokenizer has no letters to render tools with
+    monkeypatch.setattr(f"{chat}.prompt", lambda self, messages, tools=(): [5])
+    monkeypatch.setattr(f"{chat}.extend", lambda self, history, messages, new, tools=(): [*history, 6])
     result = rollout(make_parts(WithTool), samples(2), torch.arange(2))
     assert result.metrics["tool_calls"] == 8.0
     assert result.metrics["malformed_tool_calls"] == 6.0

@@ -14,7 +14,8 @@ from rlframework.runner.launch import resume
 
 pytestmark = pytest.mark.slow
 
-GAME = ['plugins=["probe_games"]', "~environment", "environment={name: two_turns, max_episode_tokens: 24}"]
+STOPS = ["generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11, 12, 13]"]
+GAME = [*STOPS, 'plugins=["probe_games"]', "~environment", "environment={name: two_turns, max_episode_tokens: 24}"]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -31,7 +32,7 @@ def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, worker
     parts = row["train/reward/first"], row["train/reward/second"]
     assert row["train/failed_episodes"] == 0.0
     assert row["train/episode_rows"] == 1.0
-    assert 1.0 <= row["train/episode_turns"] <= 2.0
+    assert 1.5 < row["train/episode_turns"] <= 2.0
     assert row["train/truncated_fraction"] == pytest.approx(
         sum(row[f"train/{name}"] for name in ("truncated_fraction",))
     )
@@ -42,15 +43,25 @@ def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, worker
     assert [turn["role"] for turn in sample["turns"]][:2] == ["user", "assistant"]
 
 
+def _tokens_alone(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Leave out the differences between the engine's log-probabilities and the trainer's.
+
+    Which rows are decoded together depends on when requests arrive, and with it the rounding of the engine's.
+    """
+    return {
+        step: {name: value for name, value in row.items() if "generation_" not in name} for step, row in rows.items()
+    }
+
+
 def test_a_resumed_run_has_the_same_episodes(run_config: Any, tmp_path: Path) -> None:
     def config(folder: str, *more: str) -> Any:
         keys = ["checkpoints.every=2", "algorithm.num_steps=6", f"output_dir={tmp_path / folder}", *more]
         return run_config("grpo", *GAME, "environment.fails=3", *keys)
 
     run(config("whole"))
-    run(config("two", "algorithm.num_steps=4", "environment.max_concurrent_episodes=5"))
-    resume(tmp_path / "two", ["algorithm.num_steps=6", "environment.max_concurrent_episodes=null"])
-    whole, two = numbers_of(tmp_path / "whole"), numbers_of(tmp_path / "two")
+    run(config("two", "algorithm.num_steps=4"))
+    resume(tmp_path / "two", ["algorithm.num_steps=6"])
+    whole, two = (_tokens_alone(numbers_of(tmp_path / folder)) for folder in ("whole", "two"))
     del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
     assert whole == two
     assert any(row.get("train/failed_episodes") for row in whole.values())
