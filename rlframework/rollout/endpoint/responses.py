@@ -41,7 +41,8 @@ def responses_request(body: Mapping[str, Any], session: Session) -> TurnRequest:
         require_text_format(text.get("format") if isinstance(text, Mapping) else text, "text.format")
     if body.get("truncation") not in (None, "disabled"):
         raise ApiError("truncation: conversations are not shortened; it must be disabled or left out")
-    messages = [*_previous(body, session), *_input(body.get("input"))]
+    name = body.get("previous_response_id")
+    messages = [*(() if name is None else session.response(name)), *_input(body.get("input"))]
     if instructions := content_of(body.get("instructions"), "instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     return TurnRequest(
@@ -51,15 +52,6 @@ def responses_request(body: Mapping[str, Any], session: Session) -> TurnRequest:
         temperature=number(body, "temperature", 0, 2),
         top_p=number(body, "top_p", 0, 1),
     )
-
-
-def _previous(body: Mapping[str, Any], session: Session) -> Sequence[Message]:
-    name = body.get("previous_response_id")
-    if name is None:
-        return ()
-    if not isinstance(name, str) or name not in session.responses:
-        raise ApiError(f"previous_response_id={name!r:.80} is no response of this session", code="not_found")
-    return session.responses[name]
 
 
 def _input(given: Any) -> list[Message]:

@@ -19,6 +19,7 @@ from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
 from rlframework.interfaces.messages import Message
 from rlframework.rollout.chat_format import ChatFormat
+from rlframework.rollout.endpoint.conversations import Turn
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.requests import TurnRequest
 from rlframework.rollout.endpoint.sessions import Session
@@ -71,8 +72,8 @@ class SamplingRule:
         if self.foreign == "reject":
             raise ApiError(
                 f"{', '.join(f'{name}={value:g}' for name, value in changes.items())}: the run trains on what it "
-                f"samples with temperature={self.configured.temperature:g} and top_p={self.configured.top_p:g}; leave both out, "
-                "or set environment.agent_sampling=override",
+                f"samples with temperature={self.configured.temperature:g} and top_p={self.configured.top_p:g}; leave "
+                "both out, or set environment.agent_sampling=override",
                 code="sampling",
             )
         if changes.get("top_p") == 0.0:
@@ -118,27 +119,28 @@ class Sampler:
 
     async def sample(self, session: Session, request: TurnRequest) -> list[Choice]:
         """Return the choices of a turn, and record them if the session does."""
-        sampling, prompt = self._rule.of(request), self._prompt(session, request)
+        sampling, known = self._rule.of(request), session.find(request.messages, request.tools)
+        prompt, known = self._prompt(request, known)
         room = self._room(session, request, len(prompt))
-        first, ids = session.begin_turns(request.choices), torch.tensor(prompt)
-        seeds = [self._seed(session, request, first, number) for number in range(request.choices)]
+        session.begin_turns(request.choices)
+        ids = torch.tensor(prompt)
+        seeds = session.seeds(ids, request.choices) or _own_seeds(request)
         try:
             results = await gather_or_cancel(
                 [self._completer.complete(ids, seed, room, session.engine_session, sampling) for seed in seeds]
             )
         except RequestError as error:
             raise ApiError(str(error)) from error
-        return [self._choice(session, request, ids, result) for result in results]
+        return [self._choice(session, request, ids, result, known) for result in results]
 
-    def _prompt(self, session: Session, request: TurnRequest) -> list[int]:
-        known = session.find(request.messages, request.tools)
+    def _prompt(self, request: TurnRequest, known: Turn | None) -> tuple[list[int], Turn | None]:
+        """Return the prompt's tokens, and the turn whose tokens they begin with: `known`, if it can be continued."""
         try:
-            if known is not None:
-                new = request.messages[len(known.messages) :]
-                extended = self.chat.extend(list(known.ids), known.messages, new, request.tools) if new else None
+            if known is not None and (new := request.messages[len(known.messages) :]):
+                extended = self.chat.extend(known.all_ids(), known.messages, new, request.tools)
                 if extended is not None:
-                    return extended
-            return self.chat.prompt(request.messages, request.tools)
+                    return extended, known
+            return self.chat.prompt(request.messages, request.tools), None
         except DataError as error:
             raise ApiError(str(error)) from error
 
@@ -155,13 +157,9 @@ class Sampler:
             )
         return min(room, self._most - used)
 
-    def _seed(self, session: Session, request: TurnRequest, first: int, number: int) -> int:
-        """The turn's seed: a run's own, because attempts with a seed of the agent's would all be the same."""
-        if session.seed is not None:
-            return turn_seed(session.seed, first + number)
-        return turn_seed(secrets.randbits(62) if request.seed is None else request.seed, number)
-
-    def _choice(self, session: Session, request: TurnRequest, prompt: Tensor, result: GenerationResult) -> Choice:
+    def _choice(
+        self, session: Session, request: TurnRequest, prompt: Tensor, result: GenerationResult, known: Turn | None
+    ) -> Choice:
         whole, result = result, self._cut(result, request.stop)
         ids: list[int] = result.token_ids.tolist()
         message = self.chat.parse(ids, request.tools)
@@ -174,7 +172,8 @@ class Sampler:
             session.malformed += sum(is_malformed(call, request.tools) for call in calls)
             session.truncated = session.truncated or result.finish_reason != "stop"
             session.trajectory.add(prompt, result)
-            session.add_turn(request.messages, request.tools, message, [*prompt.tolist(), *ids])
+            begin = 0 if known is None else known.length
+            session.add_turn(request, message, known, torch.cat((prompt[begin:], result.token_ids)))
         return Choice(message, result, len(prompt))
 
     def _cut(self, result: GenerationResult, stops: Sequence[str]) -> GenerationResult:
@@ -192,6 +191,12 @@ class Sampler:
         return replace(
             result, token_ids=result.token_ids[:end], logprobs=result.logprobs[:end], finish_reason="stop", spans=spans
         )
+
+
+def _own_seeds(request: TurnRequest) -> list[int]:
+    """The seeds of a request whose client chooses them; without a choice, random ones."""
+    seed = secrets.randbits(62) if request.seed is None else request.seed % 2**62  # negative ones are allowed
+    return [turn_seed(seed, number) for number in range(request.choices)]
 
 
 def _first(text: str, stops: Sequence[str]) -> int:

@@ -126,7 +126,7 @@ class Endpoint:
     async def _sampled(self, session: Session, turn: TurnRequest, reply: ChatReply | ResponsesReply) -> list[Choice]:
         choices = await session.run(self._sampler.sample(session, turn))
         if isinstance(reply, ResponsesReply) and session.record:
-            session.responses[reply.id] = (*turn.messages, choices[0].message)
+            session.keep_response(reply.id, (*turn.messages, choices[0].message))
         return choices
 
     async def _stream(

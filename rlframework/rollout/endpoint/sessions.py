@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.interfaces.environment import LARGEST_REWARD
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
+from rlframework.rollout.endpoint.conversations import Conversations, Turn
 from rlframework.rollout.endpoint.errors import ApiError, unauthorized
+from rlframework.rollout.endpoint.requests import TurnRequest
+from rlframework.rollout.seeds import turn_seed
 from rlframework.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 R = TypeVar("R")
 
+MOST_RESPONSES = 256
+"""The responses of a session that `previous_response_id` may name: the last ones."""
+
 _MOST_METRICS = 100
-
-
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """A recorded turn: the conversation up to and including it, and the exact tokens of that conversation."""
-
-    messages: tuple[Message, ...]
-    ids: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -53,13 +53,13 @@ class Session:
     truncated: bool = False
     completion: str = ""
     closed: bool = False
-    responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
-    _turns: dict[str, Turn] = field(default_factory=dict)
-    _shown: set[str] = field(default_factory=set)
+    _conversations: Conversations = field(default_factory=Conversations)
+    _responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    _asked: dict[bytes, int] = field(default_factory=dict)
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    def begin_turns(self, count: int) -> int:
-        """Count `count` new turns; return the number of the first. `ApiError` if that exceeds `max_turns`."""
+    def begin_turns(self, count: int) -> None:
+        """Count `count` new turns. `ApiError` if that exceeds `max_turns`."""
         if self.max_turns is not None and self.started + count > self.max_turns:
             self.truncated = True
             raise ApiError(
@@ -67,27 +67,47 @@ class Session:
                 f"{self.max_turns}",
                 code="max_turns",
             )
-        first, self.started = self.started, self.started + count
-        return first
+        self.started += count
+
+    def seeds(self, prompt: Tensor, count: int) -> list[int] | None:
+        """Return the seeds of `count` turns after the tokens `prompt`, or None if clients choose seeds.
+
+        They depend on the session's seed, on the prompt, and on how often the session has asked for it before, so that
+        requests with different prompts may come in any order.
+        """
+        if self.seed is None:
+            return None
+        digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
+        first = self._asked.get(digest, 0)
+        self._asked[digest] = first + count
+        of_prompt = turn_seed(self.seed, int.from_bytes(digest, "little"))
+        return [turn_seed(of_prompt, number) for number in range(first, first + count)]
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Turn | None:
         """Return the longest recorded turn whose conversation `messages` begins with."""
-        keys = _keys(messages, tools)
-        return next((self._turns[key] for key in reversed(keys) if key in self._turns), None)
+        return self._conversations.find(messages, tools)
 
-    def add_turn(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], message: Message, ids: list[int]
-    ) -> None:
-        """Record `message`, the model's answer to `messages`; `ids` are the exact tokens of both."""
-        conversation = (*messages, message)
-        keys = _keys(conversation, tools)
-        for said, key in zip(messages, keys, strict=False):
-            if key not in self._shown:
-                self.transcript.append({**said, "trained": False})
-        self._shown.update(keys)
+    def add_turn(self, request: TurnRequest, message: Message, before: Turn | None, ids: Tensor) -> None:
+        """Record `message`, the model's answer to a request; `ids` are the exact tokens after those of `before`."""
+        new = self._conversations.add(request.messages, request.tools, message, before, ids)
+        self.transcript += ({**said, "trained": False} for said in new)
         self.transcript.append({**message, "trained": True})
-        self._turns[keys[-1]] = Turn(conversation, tuple(ids))
         self.completion = text_of(message)
+
+    def keep_response(self, name: str, messages: tuple[Message, ...]) -> None:
+        """Keep the conversation that ends with the response `name`, and forget the oldest beyond `MOST_RESPONSES`."""
+        self._responses[name] = messages
+        if len(self._responses) > MOST_RESPONSES:
+            del self._responses[next(iter(self._responses))]
+
+    def response(self, name: Any) -> tuple[Message, ...]:
+        """Return the conversation that ends with the response `name`. `ApiError` if it is not kept."""
+        if not isinstance(name, str) or name not in self._responses:
+            kept = f"the last {MOST_RESPONSES} of a session are kept" if self.record else "none are kept here"
+            raise ApiError(
+                f"previous_response_id={name!r:.80} is no response of this session; {kept}", code="not_found"
+            )
+        return self._responses[name]
 
     def set_reward(self, body: Any) -> None:
         """Take the reward that the agent posts: `{"reward": 1.0, "metrics": {"name": 0.5}}`. The last one counts."""
@@ -153,18 +173,3 @@ class Sessions:
 def _digest(token: str) -> bytes:
     """The key of a token: comparing digests takes the same time for all wrong tokens."""
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
-
-
-def _keys(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[str]:
-    """Return a key for each beginning of a conversation. Reasoning does not count: clients leave it out."""
-    found: list[str] = []
-    state = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
-    for message in messages:
-        calls = [
-            (call["id"], call["function"]["name"], call["function"]["arguments"])
-            for call in message.get("tool_calls", ())
-        ]
-        seen = [message["role"], text_of(message), calls, message.get("tool_call_id")]
-        state.update(json.dumps(seen).encode())
-        found.append(state.hexdigest())
-    return found

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from rlframework.rollout.seeds import turn_seed
-
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -58,7 +56,7 @@ def _ids(served: Any, text: str) -> list[int]:
     return ids
 
 
-def test_choices_have_seeds_of_their_own_and_share_a_prompt(serving: Any) -> None:
+def test_choices_are_sampled_with_different_seeds_after_one_prompt(serving: Any) -> None:
     async def run() -> None:
         async with serving() as served, served.client() as client:
             served.completer.answers = ["a", "b"]
@@ -66,8 +64,46 @@ def test_choices_have_seeds_of_their_own_and_share_a_prompt(serving: Any) -> Non
             assert [choice.message.content for choice in reply.choices] == ["a", "b"]
             await client.chat.completions.create(model="policy", messages=HI, seed=9)
             seeds = [asked[1] for asked in served.completer.asked]
-            assert seeds == [turn_seed(5, number) for number in range(3)]  # those of the run, not the agent's
+            assert len(set(seeds)) == 3
             assert reply.usage.completion_tokens == 4
+            rows = served.session.trajectory.rows
+            sampled = [row.token_ids[row.token_mask].tolist() for row in rows]
+            end = served.completer.tokenizer.eos_token_id
+            assert sampled == [[*_ids(served, text), end] for text in "aba"]  # no choice is lost, and none twice
+
+    asyncio.run(run())
+
+
+def test_seeds_depend_on_the_session_and_the_prompt_and_not_on_the_order_of_requests(serving: Any) -> None:
+    async def seeds(order: str, seed: int, **more: Any) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        async with serving(seed=seed) as served, served.client() as client:
+            for text in order:
+                messages = [{"role": "user", "content": text}]
+                await client.chat.completions.create(model="policy", messages=messages, **more)
+                found.setdefault(text, []).append(served.completer.asked[-1][1])
+        return found
+
+    async def run() -> None:
+        first = await seeds("aab", 5)
+        assert len({*first["a"], *first["b"]}) == 3
+        assert await seeds("aba", 5) == await seeds("baa", 5, seed=9) == first  # the agent's seed is not used
+        other = await seeds("aab", 6)
+        assert not {*other["a"], *other["b"]} & {*first["a"], *first["b"]}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_a_client_may_choose_any_64_bits_as_seed(serving: Any, seed: int) -> None:
+    async def run() -> None:
+        async with serving("allow", seed=None, record=False) as served, served.client() as client:
+            for _ in range(2):
+                await client.chat.completions.create(model="policy", messages=HI, n=2, seed=seed)
+            seeds = [asked[1] for asked in served.completer.asked]
+            assert seeds[:2] == seeds[2:]
+            assert seeds[0] != seeds[1]
+            assert all(0 <= seed < 2**62 for seed in seeds)
 
     asyncio.run(run())
 

@@ -37,6 +37,22 @@ def test_function_calls_are_answered_and_the_row_grows(serving: Any) -> None:
     asyncio.run(run())
 
 
+def test_the_last_responses_are_kept(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlframework.rollout.endpoint.sessions.MOST_RESPONSES", 2)
+
+    async def run() -> None:
+        from openai import BadRequestError
+
+        async with serving() as served, served.client() as client:
+            ids = [(await client.responses.create(model="policy", input="hi")).id for _ in range(3)]
+            with pytest.raises(BadRequestError, match="the last 2 of a session are kept"):
+                await client.responses.create(model="policy", input="more", previous_response_id=ids[0])
+            await client.responses.create(model="policy", input="more", previous_response_id=ids[1])
+            assert len(served.completer.asked[3][0]) > len(served.completer.asked[1][0])
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("answer", ["hello", CALL])
 def test_a_stream_has_the_events_of_each_item(serving: Any, answer: str) -> None:
     async def run() -> None:
