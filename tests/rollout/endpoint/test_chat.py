@@ -75,19 +75,19 @@ def test_choices_are_sampled_with_different_seeds_after_one_prompt(serving: Any)
 
 
 def test_seeds_depend_on_the_session_and_the_prompt_and_not_on_the_order_of_requests(serving: Any) -> None:
-    async def seeds(order: str, seed: int, **more: Any) -> dict[str, list[int]]:
+    async def seeds(order: str, seed: int, asked: int | None = None) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         async with serving(seed=seed) as served, served.client() as client:
             for text in order:
                 messages = [{"role": "user", "content": text}]
-                await client.chat.completions.create(model="policy", messages=messages, **more)
+                await client.chat.completions.create(model="policy", messages=messages, seed=asked)
                 found.setdefault(text, []).append(served.completer.asked[-1][1])
         return found
 
     async def run() -> None:
         first = await seeds("aab", 5)
         assert len({*first["a"], *first["b"]}) == 3
-        assert await seeds("aba", 5) == await seeds("baa", 5, seed=9) == first  # the agent's seed is not used
+        assert await seeds("aba", 5) == await seeds("baa", 5, asked=9) == first  # the agent's seed is not used
         other = await seeds("aab", 6)
         assert not {*other["a"], *other["b"]} & {*first["a"], *first["b"]}
 
