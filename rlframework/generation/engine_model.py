@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlframework.errors import DataError, UserError
+from rlframework.generation.weight_fit import require_none
 from rlframework.huggingface.model_directories import quiet_transformers, read_config
 from rlframework.models.file_weights import FileWeight, file_weights
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.lora_math import A, B, is_adapter, merge
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.ipc import SharedMemory, move_to_shared_memory
-from rlframework.weight_sync.receiver import CollectingSink, WeightSink, listed
+from rlframework.weight_sync.receiver import CollectingSink, WeightSink
 
 
 class EngineModel(WeightSink):
@@ -183,12 +184,7 @@ class EngineModel(WeightSink):
         self, missing: Collection[str], unexpected: Collection[str], mismatched: Collection[str]
     ) -> None:
         mistakes = {"missing": missing, "unknown": unexpected, "with another shape": mismatched}
-        if any(mistakes.values()):
-            described = "; ".join(f"{what}: {listed(sorted(names))}" for what, names in mistakes.items() if names)
-            raise UserError(
-                f"the weights do not fit the model {self._model_name!r} ({described}); give all weights under the "
-                "names that save_pretrained writes, tied heads once"
-            )
+        require_none(self._model_name, mistakes)
 
 
 class _CastingSink(CollectingSink):
