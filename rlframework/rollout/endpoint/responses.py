@@ -95,7 +95,7 @@ class ResponsesReply:
     def __init__(self, body: Mapping[str, Any], model: str) -> None:
         self.id = f"resp_{secrets.token_hex(12)}"
         tools, instructions = body.get("tools") or [], body.get("instructions")
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": self.id, "object": "response", "created_at": int(time.time()), "model": model, "tools": tools,
             "instructions": instructions, "tool_choice": body.get("tool_choice") or "auto",
             "parallel_tool_calls": True, "metadata": {}, "error": None, "incomplete_details": None,
@@ -129,11 +129,8 @@ class ResponsesReply:
 
     def _item_events(self, index: int, item: dict[str, Any]) -> Iterator[str]:
         where = {"item_id": item["id"], "output_index": index}
-        started = {
-            **item,
-            "status": "in_progress",
-            **({"content": []} if item["type"] == "message" else {"arguments": ""}),
-        }
+        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        started = {**item, "status": "in_progress", **empty}
         yield self._event("response.output_item.added", output_index=index, item=started)
         if item["type"] == "message":
             part, where = item["content"][0], {**where, "content_index": 0}

@@ -66,7 +66,9 @@ class SamplingRule:
     def of(self, request: TurnRequest) -> SamplingParams:
         """Return the sampling of a turn. `ApiError` if the request asks for another, unless that is allowed."""
         asked = {"temperature": request.temperature, "top_p": request.top_p}
-        changes = {name: value for name, value in asked.items() if value not in (None, getattr(self.configured, name))}
+        changes: dict[str, Any] = {
+            name: value for name, value in asked.items() if value not in (None, getattr(self.configured, name))
+        }
         if not changes or self.foreign == "override":
             return self.used
         if self.foreign == "reject":
