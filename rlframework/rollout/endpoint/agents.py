@@ -36,7 +36,7 @@ _GRACE = 1.0
 def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
     """Have the environment's agent attempt each of `samples`, with `seeds [E]` int64; return its rows and rewards.
 
-    The tokens of an agent that makes one request after the other depend on its sample, seed, weights and the agent.
+    The tokens depend on the seed, the weights, and the requests, in any order: see `Session.seeds`.
     Raises `UserError` if all agents have failed.
     """
     generation, config = parts.generation, parts.config.environment
