@@ -138,14 +138,14 @@ def test_grpo_trains_a_model_to_call_the_tool_of_an_agent(warm: Any, tmp_path: P
     before = load_file(tmp_path / "model" / "model.safetensors")
     history = [row for row in run(config).history if "train/reward" in row]
     rewards = [row["train/reward"] for row in history]
-    print(rewards, [row["train/tool_calls"] for row in history])
-    samples = [row for row in rows_of(tmp_path / "run" / "samples.jsonl") if row["step"] > 0]
-    assert len(samples) == 8 * 32
+    samples = [
+        row for row in rows_of(tmp_path / "run" / "samples.jsonl") if 0 < row["step"] < 8
+    ]  # the last has a validation too
+    assert len(samples) == 7 * 32
     assert [row["reward"] for row in samples] == [earned(row["turns"]) for row in samples]
     trained = [turn for row in samples for turn in row["turns"] if turn["trained"]]
     assert {turn["role"] for turn in trained} == {"assistant"}
-    sampled = [said for turn in trained for said in turn.get("tool_calls", ())]
-    assert 0 < len(CALLED) <= len(sampled)  # the agent made no call that the model did not sample
+    assert len(CALLED) >= sum(row["reward"] for row in samples) > 0  # the tool was called for each
     assert all(row["train/generation_logprob_difference_max"] < 1e-4 for row in history)  # trained as it was sampled
     assert all((row["train/failed_episodes"], row["train/episode_rows"]) == (0.0, 1.0) for row in history)
     assert any(not torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "run").items())
