@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, NeedsTrust, import_path
 from rlframework.config.environments import DatasetConfig
-from rlframework.config.numbers import Count, Seconds, Steps, Workers
+from rlframework.config.numbers import Count, Seconds, Steps
 from rlframework.config.sections import EnvironmentConfig
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -156,5 +157,20 @@ class OpenEnvConfig(EnvironmentConfig):
     solved_reward: Number = Field(1.0, description="total reward from which an episode counts as solved (`accuracy`)")
     train_samples: Steps = Field(1024, description="number of training tasks, which are seeds of `reset`")
     validation_samples: Steps = Field(64, description="number of further seeds, held out for validation")
-    connections: Workers = Field(16, description="most connections at the same time; further episodes wait")
-    connect_timeout: Seconds = Field(10.0, description="seconds to connect")
+    connect_timeout: Seconds = Field(
+        10.0, description="seconds to connect, and to wait for a server that has reached its number of sessions"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _web_socket(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("ws", "wss") or not parts.hostname:
+            raise ValueError(f"url {url!r} must be the address of a WebSocket, such as ws://127.0.0.1:8000/ws")
+        return url
+
+    @model_validator(mode="after")
+    def _shows_observation(self) -> Self:
+        if "{observation}" not in self.prompt:
+            raise ValueError(f"prompt {self.prompt!r} must contain {{observation}}")
+        return self

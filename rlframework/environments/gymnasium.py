@@ -10,6 +10,7 @@ from typing import Any
 from rlframework.config.episode_environments import GymnasiumConfig
 from rlframework.environments import threads
 from rlframework.environments.seeded_tasks import SeededTasks
+from rlframework.environments.tool_calls import encodable
 from rlframework.environments.verifiable import prompt_messages
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import Environment, Episode, Sample, Split, StepOutcome
@@ -28,8 +29,8 @@ class GymnasiumEnvironment(Environment):
             self._names = _action_names(config, made.action_space)
             if not (config.render or _is_readable(made.observation_space)):
                 raise ConfigError(
-                    f"environment.id={config.id!r} has observations {made.observation_space}, which are not discrete or "
-                    "text; set environment.render=true if it renders text, or wrap it"
+                    f"environment.id={config.id!r} has observations {made.observation_space}, which are neither "
+                    "discrete nor text; set environment.render=true if it renders text, or wrap it"
                 )
         finally:
             made.close()
@@ -114,7 +115,7 @@ def make(config: GymnasiumConfig) -> Any:
             "environment.name=gymnasium needs Gymnasium: pip install 'rlframework-core[gymnasium]'"
         ) from error
     make_current_directory_importable()
-    mode = {"render_mode": "ansi"} if config.render else {}
+    mode: dict[str, Any] = {"render_mode": "ansi"} if config.render else {}
     try:
         return gymnasium.make(config.id, **mode, **config.arguments)
     except Exception as error:
@@ -124,7 +125,7 @@ def make(config: GymnasiumConfig) -> Any:
 def readable(observation: Any) -> str:
     """Return an observation as text: texts as they are, numbers and arrays of numbers as JSON."""
     if isinstance(observation, str):
-        return observation
+        return encodable(observation)
     return json.dumps(observation, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
 
 
@@ -161,5 +162,5 @@ def _filled(template: str, names: Sequence[str], observation: str) -> str:
 
 
 def _marked(found: re.Match[str]) -> str:
-    """What is highlighted in colour, in square brackets: the only sign of a player's place in some games."""
+    """Put what is highlighted in colour in square brackets: the only sign of a player's place in some games."""
     return f"[{found[2]}]" if found[1] not in ("0", None) and found[2] else found[2]

@@ -29,6 +29,8 @@ class McpEnvironment(ToolDataEnvironment):
 
     def session(self, sample: Sample, seed: int) -> tuple[ToolSession, Score]:
         """Return the tools of a server, its own or the shared one, and the configured reward."""
+        if self._shared is not None and self._shared.lost:
+            self._shared = McpServer(self._server_config)
         return McpSession(self._server_config, self._shared), self._scores.score
 
     def shutdown(self) -> None:

@@ -17,15 +17,16 @@ class RejectedCall(ValueError):
 
 
 def answer(call: ToolCall, text: str, limit: int | None = None) -> Message:
-    """Return the tool message with the result `text` of `call`, of which at most `limit` characters are kept.
-
-    Surrogates, which no tokenizer can encode, are replaced.
-    """
+    """Return the tool message with the result `text` of `call`, of which at most `limit` characters are kept."""
     if limit is not None and len(text) > limit:
         text = f"{text[:limit]}\n[cut: the first {limit} of {len(text)} characters]"
-    if not text.isascii():
-        text = text.encode("utf-8", "replace").decode("utf-8")
-    return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
+    name = encodable(call["function"]["name"])
+    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": encodable(text)}
+
+
+def encodable(text: str) -> str:
+    """Return `text` with surrogates, which no tokenizer can encode, replaced."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def refusal(call: ToolCall, reason: object, limit: int | None = None) -> Message:

@@ -1,4 +1,4 @@
-"""A plain class with typed methods as an environment: `environment: {name: tools, tools: my:Calculator, path: rows}`."""
+"""A plain class with typed methods as an environment: `{name: tools, tools: my:Calculator, path: rows.jsonl}`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.reward_calls import Failure, read_result
 from rlframework.environments.tool_episodes import Score, ToolEpisode, ToolSession
 from rlframework.environments.tools import Toolbox
-from rlframework.errors import ConfigError, UserError
+from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.environment import Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 from rlframework.plugins.user_defined import load_import_path
-
-RESERVED = ("reward", "close")
-"""Methods of the user's class that are no tools: the reward of the final answer, and the end of an episode."""
 
 
 class ToolDataEnvironment(DatasetEnvironment):
@@ -51,17 +48,17 @@ class ToolEnvironment(ToolDataEnvironment):
         """Raises `ConfigError` if the class cannot be used, or if nothing or several things score the answers."""
         self._class = load_tools(config.tools)
         self._path = config.tools
-        self._toolbox = Toolbox(self._class, reserved=RESERVED, limit=config.max_result_characters)
+        self._toolbox = Toolbox(self._class, limit=config.max_result_characters)
         self._given = _given(self._class, ("sample", "seed"), config.tools)
-        self._reward = getattr(self._class, "reward", None)
-        if config.scores_completions == (self._reward is not None):
+        reward = getattr(self._class, "reward", None)
+        if config.scores_completions == (reward is not None):
             raise ConfigError(
                 f"environment.tools={config.tools!r}: set one of environment.reward, environment.check, and a method "
                 f"`reward(self, completion)` of the class; {'both are' if config.scores_completions else 'none is'} set"
             )
         super().__init__(config, seed=seed)
         self.scores = True
-        self._own = None if self._reward is None else _given(self._reward, ("sample", "completion"), "reward", skip=1)
+        self._own = None if reward is None else _given(reward, ("sample", "completion"), "reward", skip=1)
 
     def session(self, sample: Sample, seed: int) -> tuple[ToolSession, Score]:
         """Return the methods of an object that `reset` makes, and its method `reward` or the configured reward."""
@@ -72,10 +69,15 @@ class ToolEnvironment(ToolDataEnvironment):
     def _own_score(self, session: MethodSession, names: Sequence[str]) -> Score:
         async def score(sample: Sample, message: Message) -> StepOutcome:
             values = {"sample": sample, "completion": text_of(message)}
-            returned = await threads.call(session.holder.reward, **{name: values[name] for name in names})
+            what = f"the method reward of environment.tools={self._path!r}"
+            try:
+                returned = await threads.call(session.holder.reward, **{name: values[name] for name in names})
+            except Exception as error:
+                self._toolbox.log("reward", error)
+                raise RLFrameworkError(f"{what} raised {type(error).__name__}: {error}") from error
             result = read_result(returned)
             if isinstance(result, Failure):
-                raise UserError(f"the method reward of environment.tools={self._path!r}: {result.text}")
+                raise RLFrameworkError(f"{what} failed: {result.text}")
             metrics = {name: value for name, value in result.metrics.items() if name != "reward_failures"}
             return StepOutcome(result.reward, metrics=metrics)
 
@@ -110,7 +112,7 @@ def load_tools(path: str) -> type:
     found = load_import_path(path)
     if not isinstance(found, type):
         raise ConfigError(f"environment.tools={path!r} is not a class, but {type(found).__name__}; give a class")
-    Toolbox(found, reserved=RESERVED)
+    Toolbox(found)
     return found
 
 

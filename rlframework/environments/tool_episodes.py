@@ -1,4 +1,4 @@
-"""Episodes with tools: a turn with tool calls is answered by the tools, a turn without any is the answer, and scored."""
+"""Episodes with tools: a turn with tool calls is answered by the tools, one without is the answer and scored."""
 
 from __future__ import annotations
 

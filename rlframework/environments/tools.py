@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,9 @@ _LOG = logging.getLogger(__name__)
 MAX_RESULT_CHARACTERS = 4000
 """The default limit of a tool's result, in characters."""
 
+RESERVED = ("reward", "close")
+"""Public methods that are no tools: the reward of the final answer, and the end of an episode."""
+
 _ARGS = re.compile(r"^Args:[ \t]*\n((?:[ \t]+.*\n?|[ \t]*\n)+)", re.MULTILINE)
 _SECTION = re.compile(r"^(?:Returns|Raises|Yields|Examples?):[ \t]*\n(?:[ \t]+.*\n?|[ \t]*\n)*", re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\w+)(?: *\([^)]*\))?: *(.*)$")
@@ -50,15 +53,15 @@ class Tool:
 class Toolbox:
     """The tools of a class. Made once per class, since building schemas takes milliseconds.
 
-    `reserved`: public methods that are no tools. `limit`: the most characters of a result that the model sees.
+    `limit`: the most characters of a result that the model sees.
     """
 
-    def __init__(self, owner: type, *, reserved: Collection[str] = (), limit: int = MAX_RESULT_CHARACTERS) -> None:
+    def __init__(self, owner: type, *, limit: int = MAX_RESULT_CHARACTERS) -> None:
         """Raises `ConfigError` for a class without tools, and for a method that cannot be described to a model."""
         self._place = f"{owner.__module__}:{owner.__qualname__}"
         self._limit = limit
         self._logged: set[str] = set()
-        methods = {name: method for name, method in _public_methods(owner).items() if name not in reserved}
+        methods = {name: method for name, method in _public_methods(owner).items() if name not in RESERVED}
         if not methods:
             raise ConfigError(f"{self._place} has no tools; write a public method with annotations and a docstring")
         self._tools = {name: _tool(name, method, f"{self._place}.{name}") for name, method in methods.items()}
@@ -83,15 +86,16 @@ class Toolbox:
         except RejectedCall as error:
             return refusal(call, error, self._limit)
         except Exception as error:  # noqa: BLE001 - the tool is the user's, its failure the model's observation
-            self._log(name, error)
+            self.log(name, error)
             return refusal(call, f"{type(error).__name__}: {error}", self._limit)
 
-    def _log(self, name: str, error: Exception) -> None:
+    def log(self, name: str, error: Exception) -> None:
+        """Log that the method `name` raised, with the traceback, once per line of code."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{name} {type(error).__name__} {frame.filename}:{frame.lineno}"
         if cause not in self._logged:
             self._logged.add(cause)
-            _LOG.warning("the tool %s.%s raised, which the model was told:", self._place, name, exc_info=error)
+            _LOG.warning("%s.%s raised:", self._place, name, exc_info=error)
 
 
 def tools_of(holder: object) -> tuple[ToolSpec, ...]:
@@ -133,6 +137,8 @@ def _arguments(
     name: str, method: Callable[..., Any], texts: Mapping[str, str], place: str
 ) -> TypeAdapter[dict[str, Any]]:
     """A validator of the arguments of `method`, as a typed dictionary that allows no further keys."""
+    typed_dict: Any = TypedDict  # both made of values, which type checkers do not follow
+    annotated: Any = Annotated
     hints = get_type_hints(method, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in _parameters(method):
@@ -140,9 +146,9 @@ def _arguments(
             raise ConfigError(f"the tool {place} has the parameter {parameter}; a tool takes named parameters only")
         if parameter.name not in hints:
             raise ConfigError(f"the tool {place}: parameter {parameter.name!r} has no annotation; write one")
-        kind = Annotated[hints[parameter.name], _field(parameter, texts.get(parameter.name))]
+        kind = annotated[hints[parameter.name], _field(parameter, texts.get(parameter.name))]
         fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
-    kind = TypedDict(name, fields)  # type: ignore[operator]
+    kind = typed_dict(name, fields)
     kind.__pydantic_config__ = ConfigDict(extra="forbid")
     return TypeAdapter(kind)
 
@@ -159,7 +165,8 @@ def _field(parameter: inspect.Parameter, text: str | None) -> FieldInfo:
     default = parameter.default
     shown = default is not parameter.empty and isinstance(default, (str, int, float, bool))
     extra: Any = {"default": default} if shown else None
-    return Field(description=text, json_schema_extra=extra) if text else Field(json_schema_extra=extra)
+    field: FieldInfo = Field(description=text, json_schema_extra=extra)
+    return field
 
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
