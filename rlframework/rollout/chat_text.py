@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rlframework.datasets.rendering import encode
+from rlframework.datasets.rendering import encode_texts
 from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 
@@ -65,12 +65,10 @@ class ChatText:
             raise _rejected(messages, error) from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, as `render` returns it, without added special tokens.
-
-        Raises a `DataError` for characters that the tokenizer has no token for.
-        """
+        """Return the tokens of `text`, as `render` returns it. `DataError` if there is none for a character."""
         parts = self._split.split(text) if _MARK in text else [text]
-        return [token for ids in encode(self._tokenizer, [part for part in parts if part]) for token in ids]
+        ids = encode_texts(self._tokenizer, [part for part in parts if part])
+        return [token for part in ids for token in part]
 
     def mark(self, text: str, role: str) -> str:
         """Mark special tokens that `text` of a message of `role` spells; a system message may contain them.
