@@ -95,7 +95,6 @@ Config = Annotated[str, Argument(help="YAML file that configures the run.")]
 Overrides = Annotated[
     list[str] | None, Argument(help="Settings to override, such as policy.backend=dtensor; ~a.b removes a key.")
 ]
-Out = Annotated[str, Argument(help="New folder to write.")]
 TrustRun = Annotated[
     bool,
     Option("--trust-run", help="Let the run's own files decide what runs code (see SECURITY.md); not for downloads."),

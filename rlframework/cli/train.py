@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from rlframework.algorithm import RunResult
-from rlframework.cli.common import Config, Debug, Out, Overrides, TrustRun, app, print_table
-from rlframework.errors import ConfigError
+from rlframework.cli.common import Config, Debug, Overrides, TrustRun, app, print_table
+from rlframework.errors import ConfigError, UserError
 from rlframework.logs import printable
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -111,9 +114,28 @@ def convert(
 
 
 @app.command()
-def tokenize(config: Config, out: Out, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Tokenize the training rows of CONFIG once and write them to the folder OUT, for algorithm.token_data."""
+def tokenize(
+    config: Config,
+    out: Annotated[str | None, Argument(help="New folder to write; not with --show.")] = None,
+    overrides: Overrides = None,
+    show: Annotated[int | None, Option(min=1, help="Print this many rows, and write nothing.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Tokenize the training rows of CONFIG once and write them to the folder OUT, for algorithm.token_data.
+
+    With --show N, print the first N rows instead: tokens that are trained on are green, or in [[ ]] without colors.
+
+    \b
+    rlframework tokenize sft.yaml data/tokens
+    rlframework tokenize sft.yaml --show 3
+    """
     from rlframework.configure import load_config
+
+    if show is not None:  # then the first override is where OUT would be
+        _show_rows(load_config(config, [*filter(None, [out]), *(overrides or ())]), show)
+        return
+    if out is None:
+        raise UserError("OUT is missing: give a new folder to write, or --show N to look at rows")
     from rlframework.observers.console import progress_bar
 
     resolved = load_config(config, overrides or ())
@@ -125,3 +147,19 @@ def tokenize(config: Config, out: Out, overrides: Overrides = None, debug: Debug
         f"done: {meta['rows']:,} rows of at most {meta['longest']:,} tokens, {meta['tokens']:,} in total, "
         f"{meta['trained_tokens']:,} of them trained on; in {out}"
     )
+
+
+def _show_rows(config: RunConfig, count: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from rlframework.runner.tokenize import shown_rows
+
+    console = Console(soft_wrap=True, highlight=False)
+    for row in shown_rows(config, count):
+        console.print(Text(f"{row.id}: {row.tokens} tokens", style="bold"))
+        text = Text()
+        for part, trained in row.parts:
+            plain = trained and console.color_system is None
+            text.append(f"[[{part}]]" if plain else part, style="green" if trained else "dim")
+        console.print(text, end="\n\n")

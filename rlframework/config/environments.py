@@ -102,13 +102,14 @@ class Gsm8kConfig(EnvironmentConfig):
 class ColumnsConfig(Section):
     """Names of the columns in the data. A column with a non-default name must be present in every row."""
 
-    messages: str = Field("messages", description="column with a list of {role, content}")
+    messages: str = Field("messages", description="column with a list of {role, content}, perhaps with tool calls")
     conversations: str = Field("conversations", description="column with a list of {from, value}, as in ShareGPT")
     prompt: str = Field("prompt", description="column with the prompt: text, or a list of messages")
     completion: str = Field("completion", description="column with the completion to learn; `answer` if there is none")
     question: str = Field("question", description="column with the prompt, as an alternative to `prompt`")
     answer: str = Field("answer", description="column with the reference answer for `check`")
     text: str = Field("text", description="column with plain text, all of it trained on")
+    tools: str = Field("tools", description="column with the tools that the conversation may call: a list, or as JSON")
 
     @cached_property
     def renamed(self) -> tuple[str, ...]:

@@ -8,8 +8,9 @@
 | question and answer | `question`, and `answer`, which is also the completion |
 | text | `text`: plain text, all of it trained on |
 
-The first shape whose columns a row has is used; shapes with a renamed column come first. Contents are texts; images,
-audio and tool calls are rejected, never dropped silently.
+The first shape whose columns a row has is used; shapes with a renamed column come first. Messages may have tool calls
+and reasoning as in OpenAI's format, and a column `tools` the tools that the conversation has. Contents are texts;
+images and audio are rejected, never dropped silently.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, cast
 
 from rlframework.config.environments import ColumnsConfig
+from rlframework.datasets.tool_rows import read_tools, structured_parts
 from rlframework.errors import DataError
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.messages import Message, ToolSpec, text_of
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -36,12 +38,14 @@ _ROLES = {
 class Conversation:
     """A row: the `messages` before the last assistant turn, that turn as `completion`, and the gold `answer`, if any.
 
-    `completion` is empty if the conversation does not end with the assistant. Without messages, it is plain text.
+    `completion` is empty if the conversation does not end with the assistant, or with a turn that is more than text:
+    that turn is then the last of `messages`. Without messages, it is plain text. `tools`: what the assistant may call.
     """
 
     messages: tuple[Message, ...]
     completion: str = ""
     answer: str | None = None
+    tools: tuple[ToolSpec, ...] = ()
 
 
 def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> Conversation:
@@ -64,12 +68,13 @@ def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) 
             turns += _side(row[reply], "assistant", f"{where}, column {reply!r}")
     answer = row.get(columns.answer)
     gold = None if answer is None else _plain(answer, f"{where}, column {columns.answer!r}")
-    if turns[-1]["role"] != "assistant":
-        return Conversation(tuple(turns), "", gold)
+    tools = read_tools(row.get(columns.tools), f"{where}, column {columns.tools!r}")
+    if turns[-1]["role"] != "assistant" or turns[-1].keys() - {"role", "content"}:
+        return Conversation(tuple(turns), "", gold, tools)
     if not text_of(turns[-1]):
         what = "text" if shape == columns.text else "last assistant turn"
         raise DataError(f"{where}: the {what} is empty; remove such rows")
-    return Conversation(tuple(turns[:-1]), text_of(turns[-1]), gold)
+    return Conversation(tuple(turns[:-1]), text_of(turns[-1]), gold, tools)
 
 
 def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:
@@ -105,13 +110,17 @@ def _message(turn: Any, where: str) -> Message:
         raise DataError(f"{where}: must be an object with 'role' and 'content', not {type(turn).__name__}")
     given = {key: value for key, value in turn.items() if not is_missing(value)}  # Arrow adds absent keys as null
     role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
-    if given.get("tool_calls") or given.get("function_call"):
-        raise DataError(f"{where}: tool calls are not supported; remove such rows, or write the calls as text")
-    if role is None or content is None:
+    if role is None:
         raise DataError(f"{where}: needs 'role' and 'content' (or 'from' and 'value'); it has {sorted(given)}")
     if not isinstance(role, str) or role.lower() not in _ROLES:
         raise DataError(f"{where}: unknown role {role!r}; it must be one of {sorted(_ROLES)}")
-    return {"role": _ROLES[role.lower()], "content": _text(content, where)}
+    further = structured_parts(given, where)
+    if content is None and "tool_calls" not in further:
+        raise DataError(f"{where}: needs 'role' and 'content' (or 'from' and 'value'); it has {sorted(given)}")
+    turn = {"role": _ROLES[role.lower()], "content": "" if content is None else _text(content, where), **further}
+    if further.keys() & {"tool_calls", "reasoning_content"} and turn["role"] != "assistant":
+        raise DataError(f"{where}: only assistant turns have tool calls and reasoning, not {role!r}")
+    return cast("Message", turn)
 
 
 def _text(content: Any, where: str) -> str:

@@ -101,6 +101,25 @@ def render_samples(
         raise
 
 
+def end_of_turn_problem(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return why no token ends the assistant turns of the chat template, and what to do; None if one does."""
+    if not tokenizer.chat_template:
+        return None
+    vocabulary = _Vocabulary(tokenizer)
+    try:
+        if _Chat(vocabulary, ()).probed_end([{"role": "user", "content": "?"}]):
+            return None
+    except DataError:  # raised for the first row
+        return None
+    return (
+        f"the chat template ends an assistant turn with no special token, so rows end with {tokenizer.eos_token!r} "
+        "instead, which the template does not write, and earlier turns with nothing: the model would not learn to end "
+        "them. Add the template's end of turn to the tokenizer as one special token "
+        "(tokenizer.add_special_tokens, then resize the model's embeddings), or set policy.chat_template to one that "
+        f"ends turns with {tokenizer.eos_token!r}"
+    )
+
+
 def has_answer(sample: Sample) -> bool:
     """Whether `sample` has something to train on: plain text, or an assistant turn after a prompt."""
     return bool(sample.completion) or any(turn["role"] == "assistant" for turn in sample.messages[1:])
@@ -234,7 +253,7 @@ class _Chat:
         whole = self._template([*messages, {"role": "assistant", "content": content}])
         written = self._as_written(whole, before, content)
         if written is None:
-            end = self._probed_end(messages)
+            end = self.probed_end(messages)
         else:
             end = self._special_end(whole[len(before) + len(written) :])
             content = content if written in (content, content.strip()) else written
@@ -266,10 +285,10 @@ class _Chat:
         whole = self._template(messages)  # later turns may contain such tokens too
         if whole.startswith(start):
             return self._special_end(whole[len(start) :])
-        ends = (self._probed_end(messages[:-1]), str(self._tokenizer.eos_token))
+        ends = (self.probed_end(messages[:-1]), str(self._tokenizer.eos_token))
         return next((end for end in ends if after.startswith(start + end)), "")
 
-    def _probed_end(self, messages: Sequence[Message]) -> str:
+    def probed_end(self, messages: Sequence[Message]) -> str:
         """The end of an assistant turn after `messages`, found with `_PROBE`: the template changes the content."""
         whole = self._template([*messages, {"role": "assistant", "content": _PROBE}])
         _, found, tail = whole.rpartition(_PROBE)

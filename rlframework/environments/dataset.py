@@ -134,6 +134,11 @@ class DatasetEnvironment(VerifiableEnvironment):
         if self.scores and not conversation.messages:
             remedy = "remove environment.reward" if own else "set environment.check=none"
             raise DataError(f"{where}: a text without a prompt cannot be scored; {remedy}")
+        if self.scores and conversation.messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: the conversation ends with tool calls or reasoning of the assistant, which is only for "
+                "supervised training; remove such rows, or set environment.check=none and no environment.reward"
+            )
         if self._config.check == "math":
             answer = answer.rpartition("####")[2].strip()
             if not is_comparable(answer):
@@ -142,7 +147,8 @@ class DatasetEnvironment(VerifiableEnvironment):
                     "and sums and products of them); remove such rows, or set environment.check=exact"
                 )
         messages = _with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
-        return Sample(rows.label(number), messages, answer, conversation.completion, row if own else {})
+        metadata = row if own else {}
+        return Sample(rows.label(number), messages, answer, conversation.completion, metadata, conversation.tools)
 
     def _hold_out(self, keys: npt.NDArray[np.uint64], seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Row numbers for training and validation, in order. Copies of a prompt stay together."""

@@ -1,13 +1,17 @@
-"""Render the training samples of a configuration once, into token data for supervised training."""
+"""Render the training samples of a configuration: once, into token data for supervised training, or to look at."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlframework.config.algorithms import SFTConfig
 from rlframework.config.sections import RunConfig
-from rlframework.datasets.rendering import Rendered, render_samples
+from rlframework.datasets.rendering import Rendered, end_of_turn_problem, render_samples
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.errors import ConfigError, DataError
 from rlframework.files import check_new_folder
@@ -21,6 +25,11 @@ from rlframework.runner.parts import open_environment, open_tokenizer
 from rlframework.secrets import hide_secrets
 from rlframework.training.input_checks import BATCH
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LOG = logging.getLogger(__name__)
+
 
 def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback = lambda done, total: None) -> TokenData:
     """Write the training samples of `config` to the folder `out`, as `algorithm: {name: sft}` renders them, in order.
@@ -28,15 +37,9 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
     Data is streamed, so it may exceed memory. The folder is written completely or not at all: a non-empty `out`, an
     algorithm other than `sft`, and invalid data raise `UserError`.
     """
-    algorithm = config.algorithm
-    if not isinstance(algorithm, SFTConfig):
-        raise ConfigError(
-            f"algorithm.name is {algorithm.name!r}, but only supervised training reads token data; "
-            "set algorithm.name=sft"
-        )
+    algorithm = _supervised(config)
     check_new_folder(Path(out), f"OUT={str(out)!r}")
-    require_available(config.policy.model_name)
-    tokenizer = open_tokenizer(config.policy)
+    tokenizer = _tokenizer(config)
     limit, cut = model_positions(config.policy.model_name, config.policy.trust_remote_code), algorithm.max_tokens
 
     def rendered(samples: Sequence[Sample]) -> Iterator[Rendered]:
@@ -66,3 +69,50 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
             max_tokens=cut,
             source=hide_secrets({"environment": config.environment.model_dump(mode="json"), "seed": config.seed}),
         )
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A training row to look at: its sample's `id`, its number of `tokens`, and its text in `parts`.
+
+    Each part is the text of consecutive tokens, and whether they are trained on.
+    """
+
+    id: str
+    tokens: int
+    parts: tuple[tuple[str, bool], ...]
+
+
+def shown_rows(config: RunConfig, count: int) -> list[ShownRow]:
+    """Return the first `count` training rows of `config` as `algorithm: {name: sft}` renders them, special tokens too.
+
+    Raises like `tokenize`.
+    """
+    algorithm, tokenizer = _supervised(config), _tokenizer(config)
+    with open_environment(config, create_manager(config.plugins)) as environment:
+        samples = list(environment.samples("train")[:count])
+        rows = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens)
+    return [ShownRow(sample.id, len(row[0]), _parts(tokenizer, row)) for sample, row in zip(samples, rows, strict=True)]
+
+
+def _parts(tokenizer: PreTrainedTokenizerBase, row: Rendered) -> tuple[tuple[str, bool], ...]:
+    runs = groupby(zip(*row, strict=True), lambda token: token[1])
+    return tuple((str(tokenizer.decode([token for token, _ in run])), trained) for trained, run in runs)
+
+
+def _supervised(config: RunConfig) -> SFTConfig:
+    if not isinstance(config.algorithm, SFTConfig):
+        raise ConfigError(
+            f"algorithm.name is {config.algorithm.name!r}, but only supervised training reads token data; "
+            "set algorithm.name=sft"
+        )
+    return config.algorithm
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer; log a warning if no token ends the turns of its chat template."""
+    require_available(config.policy.model_name)
+    tokenizer = open_tokenizer(config.policy)
+    if (problem := end_of_turn_problem(tokenizer)) is not None:
+        _LOG.warning("%s", problem)
+    return tokenizer

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlframework.algorithm import Parts
-from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
+from rlframework.datasets.rendering import Rendered, end_of_turn_problem, has_answer, render_prompt
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split
@@ -66,7 +66,7 @@ class InputCheck:
 
     def _prompt_tokens(self, sample: Sample) -> int:
         try:
-            return len(render_prompt(self._tokenizer, sample.messages))
+            return len(render_prompt(self._tokenizer, sample.messages, sample.tools))
         except DataError as error:
             raise DataError(f"sample {sample.id!r}: {error}") from error
 
@@ -92,6 +92,8 @@ class InputCheck:
         def measure(some: Sequence[Sample]) -> list[tuple[int, bool]]:
             return [(len(ids), any(mask[1:])) for ids, mask in render(some)]  # nothing predicts the first token
 
+        if split == "train" and (problem := end_of_turn_problem(self._tokenizer)) is not None:
+            _LOG.warning("%s", problem)
         chosen = worth_rendering(samples)
         if chosen is not samples and (number := _without_answer(samples)) is not None:
             _in_batches(split, [samples[number]], measure)  # raises the error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 from typing import Any
 
@@ -21,6 +22,15 @@ SUM: Message = {"role": "user", "content": "2+2?"}
 
 def read(row: dict[str, Any], **columns: str) -> Conversation:
     return conversation_of(row, ColumnsConfig(**columns), "a.jsonl, line 3")
+
+
+def calling(arguments: object) -> dict[str, object]:
+    """An assistant turn that calls `f`."""
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": arguments}}],
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,14 @@ def test_columns_of_other_names_come_first() -> None:
         ({"messages": [HI, {"role": "assistant", "content": ""}]}, "the last assistant turn is empty"),
         ({"messages": [{"role": "user", "content": 5}]}, "the content must be text, not int"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"of type \['image'\] are not supported"),
-        ({"messages": [HI, {**HELLO, "tool_calls": [{"name": "f"}]}]}, "turn 1: tool calls are not supported"),
+        ({"messages": [HI, {**HELLO, "tool_calls": [{}]}]}, "turn 1, tool call 0: must name a function"),
+        ({"messages": [HI, calling('{"a": ')]}, "turn 1, tool call 0, arguments: is not JSON"),
+        ({"messages": [HI, calling("[1]")]}, r"turn 1, tool call 0: the arguments must be a JSON object, not \[1\]"),
+        ({"messages": [{**calling("{}"), "role": "user"}]}, "only assistant turns have tool calls and reasoning"),
+        ({"messages": [HI, {"role": "tool", "content": "1", "tool_call_id": 5}]}, "tool_call_id must be text, not int"),
+        ({"messages": [HI, HELLO], "tools": "{"}, "column 'tools': is not JSON"),
+        ({"messages": [HI, HELLO], "tools": {"name": "f"}}, "column 'tools': must be a list of tools, or one as JSON"),
+        ({"messages": [HI, HELLO], "tools": [{"type": "function"}]}, "tool 0: must be an object with the name of a"),
         ({"prompt": {"text": "hi"}}, "column 'prompt': must be text or a number, not dict"),
         ({"prompt": "hi", "completion": True}, "column 'completion': must be text or a number, not bool"),
         ({"question": "hi", "answer": ["a"]}, "must be a"),
@@ -151,3 +168,41 @@ def test_half_a_character() -> None:
     assert lone_surrogate("abc") is None
     assert lone_surrogate("é😀") is None
     assert lone_surrogate("é \ud83d!") == "\\ud83d"
+
+
+F_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1, "y": null}'}}
+F_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("tools", [[F_TOOL], [F_TOOL["function"]], json.dumps([F_TOOL])])
+def test_calls_and_tools_are_kept(tools) -> None:
+    """A call's arguments are JSON text; nulls in it are the model's own, those of a table are absent keys."""
+    answer = {"role": "tool", "content": "5", "tool_call_id": "a", "name": "f", "reasoning_content": None}
+    row = {"messages": [HI, calling('{"x": 1, "y": null}'), answer, HELLO], "tools": tools}
+    found = conversation_of(row, ColumnsConfig(), "a")
+    assert found.messages == (
+        HI,
+        {"role": "assistant", "content": "", "tool_calls": [F_CALL]},
+        {"role": "tool", "content": "5", "tool_call_id": "a", "name": "f"},
+    )
+    assert found.completion == "hello"
+    assert found.tools == (F_TOOL,)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1, "y": None}}}],
+        },
+        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+    ],
+)
+def test_a_row_may_end_with_a_call(turn) -> None:
+    """As a mapping, and in the older form."""
+    found = conversation_of({"messages": [HI, turn]}, ColumnsConfig(), "a")
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert (found.completion, found.tools) == ("", ())

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt
+from rlframework.datasets.rendering import end_of_turn_problem, render_completion, render_conversation, render_prompt
+from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message
@@ -43,7 +44,7 @@ VICUNA = (
 
 def tokenizer(template: str) -> Any:
     """Its end token is `<eos>`, which ChatML does not use: as a base model's."""
-    made: Any = character_tokenizer(string.ascii_letters + string.digits + " \n:<>[]/|_", bos=True)
+    made: Any = character_tokenizer(string.ascii_letters + string.digits + " \n:<>[]/|_#{}", bos=True)
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.chat_template = template
     return made
@@ -143,3 +144,72 @@ def test_a_tokenizer_that_puts_a_space_before_each_text_puts_no_second_one() -> 
     both = render_conversation(made, talk("ok", "two", "ok", "two"), "assistant")[0]
     assert both[: len(whole)] == whole
     assert both[-2:] == whole[-2:]
+
+
+# calls in JSON between tags, with the tools in front; an answer of a tool is a turn of its own
+CALLS = (
+    "{% if tools %}{{ '<|im_start|>tools\\n' }}{% for t in tools %}{{ t.function.name + ' ' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.reasoning_content %}{{ '<t>' + m.reasoning_content + '</t>' }}{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ '<c>' + c.function.name + ':' + (c.function.arguments.n | string) + '</c>' }}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "half", "arguments": '{"n": 8}'}}],
+}
+HALVED: tuple[Message, ...] = (
+    {"role": "user", "content": "half of 8"},
+    CALL,
+    {"role": "tool", "content": "4", "tool_call_id": "a"},
+    {"role": "assistant", "content": "it is 4", "reasoning_content": "ok"},
+)
+HALF: Any = {"type": "function", "function": {"name": "half", "description": "", "parameters": {}}}
+TOOLS_AND_QUESTION = (
+    "<|im_start|>tools\nhalf <|im_end|>\n<|im_start|>user\nhalf of 8<|im_end|>\n<|im_start|>assistant\n"
+)
+ANSWERED = "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("train_on", "turns", "expected"),
+    [
+        ("last", 4, "<c>half:8</c><|im_end|>" + ANSWERED + "{<t>ok</t>it is 4<|im_end|>}"),
+        ("assistant", 4, "{<c>half:8</c><|im_end|>}" + ANSWERED + "{<t>ok</t>it is 4<|im_end|>}"),
+        ("last", 2, "{<c>half:8</c><|im_end|>}"),
+    ],
+)
+def test_calls_and_reasoning_are_trained_on_as_the_template_writes_them(train_on, turns, expected) -> None:
+    made = tokenizer(CALLS)
+    rendered = render_conversation(made, HALVED[:turns], train_on, [HALF])
+    assert shown(made, rendered) == TOOLS_AND_QUESTION + expected
+
+
+def test_a_call_without_an_end_of_turn_gets_the_end_of_sequence_token() -> None:
+    made = tokenizer(CALLS.replace("<|im_end|>", ""))
+    assert shown(made, render_conversation(made, HALVED[:2])).endswith("{<c>half:8</c><eos>}")
+
+
+def test_calls_need_a_chat_template() -> None:
+    with pytest.raises(DataError, match="tool calls and reasoning need a chat template"):
+        render_conversation(tokenizer(""), HALVED)
+
+
+def test_reasoning_that_a_template_drops_from_earlier_turns() -> None:
+    """The prompt of the second turn has no thoughts any more, so not all turns can be trained in one row."""
+    made = tokenizer(CALLS.replace("if m.reasoning_content", "if m.reasoning_content and loop.last"))
+    turns = [*HALVED, {"role": "user", "content": "and"}, {"role": "assistant", "content": "so"}]
+    with pytest.raises(DataError, match="rewrites assistant turn 3 when later turns follow"):
+        render_conversation(made, turns, "assistant")
+
+
+@pytest.mark.parametrize(
+    ("template", "warned"), [(CHATML, False), (LLAMA2, False), ("", False), (CHATML.replace("<|im_end|>", "##"), True)]
+)
+def test_a_template_whose_turns_end_with_no_token(template, warned) -> None:
+    problem = end_of_turn_problem(tokenizer(template))
+    assert (problem is not None) == warned
+    assert problem is None or "Add the template's end of turn to the tokenizer as one special token" in problem

@@ -45,6 +45,29 @@ def test_overrides_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert TokenData(folder / "out").meta["train_on"] == "all"
 
 
+def test_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trained on is in brackets, or in green on a terminal; nothing is written."""
+    before = sorted(folder.rglob("*"))
+    assert call("tokenize", "run.yaml", "--show", "2", "environment.max_samples=1") == 0
+    assert capsys.readouterr().out == "a-1: 6 tokens\n0+1=[[1<eos>]]\n\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert call("tokenize", "run.yaml", "--show", "1") == 0
+    assert "\x1b[2m0+1=\x1b[0m\x1b[32m1<eos>\x1b[0m" in capsys.readouterr().out
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_neither_out_nor_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("tokenize", "run.yaml") == 2
+    assert "OUT is missing: give a new folder to write, or --show N" in capsys.readouterr().err
+
+
+def test_a_template_that_ends_no_turn_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "own.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    assert call("tokenize", "run.yaml", "--show", "1", "policy.chat_template=own.jinja") == 0
+    assert "the chat template ends an assistant turn with no special token" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
