@@ -66,7 +66,8 @@ class ChatFormat:
         """Return the assistant message in a completion, with the token that ended it left out.
 
         Tool calls get an id of nine characters, as Mistral's templates want, that depends on the completion. One that
-        is malformed has the name that was found or none, and its text as arguments. Reasoning is kept apart from the
+        is malformed has the name that was found or none, and its text as arguments. `tools` give the types of arguments
+        that the format writes without quotes. Reasoning is kept apart from the
         content where the chat template does so.
         """
         ids = list(completion_ids)
@@ -74,17 +75,17 @@ class ChatFormat:
         if ids and ids[-1] in self._closing_ids:
             ids.pop()
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        turn = self._turn(text)
+        turn = self._turn(text, tools)
         return turn.message([f"{digest[:6]}{number:03d}" for number in range(len(turn.calls))])
 
-    def _turn(self, text: str) -> ParsedTurn:
+    def _turn(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         if self._knows_reasoning:
             opened = self._opens_reasoning and "</think>" not in text
-            return self._parse("<think>" + text if opened else text)
+            return self._parse("<think>" + text if opened else text, tools)
         thought, closed, rest = text.partition("</think>")
         if not closed:
-            return ParsedTurn(text) if text.lstrip().startswith("<think>") else self._parse(text)
-        turn = self._parse(rest)
+            return ParsedTurn(text) if text.lstrip().startswith("<think>") else self._parse(text, tools)
+        turn = self._parse(rest, tools)
         return replace(turn, content=thought + closed + turn.content)
 
     @cached_property
