@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _MARK = "\ue002"
 """Inserted after the first character of a spelled special token. Anywhere else it is ordinary text."""
 
-
-_PROBE = "probe0call"
+_PROBE = "7305186249"
+"""A content and an argument that templates leave as it is."""
 _PROBE_CALL: ToolCall = {
     "id": "probe0000",
     "type": "function",
@@ -90,6 +90,15 @@ class ChatText:
         answer: Message = {"role": "assistant", "content": _PROBE}
         return self.turn_ends | frozenset(filter(None, [self._end_of([user, answer, user], last=False)]))
 
+    @cached_property
+    def takes_several_calls(self) -> bool:
+        """Whether the template renders a turn with several tool calls; Llama 3's raises an error."""
+        calls: Message = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL, _PROBE_CALL]}
+        try:
+            return self.template is None or bool(self.render([{"role": "user", "content": "a"}, calls]))
+        except DataError:
+            return False
+
     def _end_of(self, messages: Sequence[Message], *, last: bool) -> str | None:
         """The last or the first special token after the probe in `messages`, if there is one."""
         if self.template is None:
@@ -98,7 +107,8 @@ class ChatText:
             text = self.render(messages)
         except DataError:  # a template without such messages has no end for them
             return None
-        found = self.special.findall(text.rpartition(_PROBE)[2])
+        _, probed, rest = text.rpartition(_PROBE)
+        found = self.special.findall(rest) if probed else []
         return found[-1 if last else 0] if found else None
 
     def _safe(self, message: Message) -> Message:
