@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlframework.config.algorithms import TrainOn
 from rlframework.datasets.chat_template import apply_template
@@ -188,7 +188,7 @@ class _Chat:
         """The text that the model continues with an assistant turn."""
         if not self._tokenizer.chat_template:
             return "".join(text_of(message) for message in messages)
-        return self._template(messages, add_generation_prompt=True)
+        return self._template(messages, prompt=True)
 
     def text(self, content: str) -> _Segment:
         """Plain text and the end-of-sequence token, trained on."""
@@ -312,8 +312,8 @@ class _Chat:
         forms = (content, bare, lead + content.lstrip(), lead + bare)
         return next((form for form in forms if rest.startswith(form)), None)
 
-    def _template(self, messages: Sequence[Message], **options: Any) -> str:
-        return apply_template(self._tokenizer, messages, self._tools, **options)
+    def _template(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        return apply_template(self._tokenizer, messages, self._tools, prompt=prompt)
 
 
 def _is_structured(turn: Message) -> bool:
