@@ -59,7 +59,7 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
 
     async def serve() -> list[PlayedEpisode]:
         async with generation.completions(greedy=greedy) as completions:
-            bridge, run = Bridge(completions), generation.config
+            bridge, run = Bridge(completions, config.gather_timeout), generation.config
             rule = SamplingRule(
                 SamplingParams(run.temperature, run.top_k, run.top_p), completions.sampling, config.agent_sampling
             )

@@ -53,7 +53,7 @@ def serve(
     async def run() -> None:
         async with generation.completions() as completions:
             rule = SamplingRule(completions.sampling, completions.sampling, "allow")
-            work = partial(answer, Bridge(completions), rule)
+            work = partial(answer, Bridge(completions, timeout=0.0), rule)
             task = asyncio.ensure_future(run_beside(work, stalled_after=_PATIENCE, name="serve"))
             with _UntilSignal(task):
                 await asyncio.wait({task})
