@@ -116,8 +116,10 @@ def test_a_truncated_episode_ends():
 def test_the_total_of_the_rewards_decides(tmp_path, monkeypatch):
     """Rewards of -1 and 1 make 0, which solves nothing."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "swing_game.py").write_text(GAME.replace("right / 2 - 0.5", "1.0 - 2.0 * (action != self.word)"))
-    environment = make(id="swing_game:Guess-v0", solved_reward=0.5)
+    (tmp_path / "swing_game.py").write_text(
+        GAME.replace("right / 2 - 0.5", "1.0 - 2.0 * (action != self.word)").replace("Guess-v0", "Swing-v0")
+    )
+    environment = make(id="swing_game:Swing-v0", solved_reward=0.5)
     sample = environment.samples("train")[0]
     words = [says(a + b) for a in "abc" for b in "abc"]
     rewards = [outcome.reward for outcome in play(environment, sample, words)[2]]
