@@ -95,6 +95,11 @@ def test_your_own_reward_function(tmp_path: Path) -> None:
     assert not (tmp_path / "runs/fragile/model").exists()
 
 
+@pytest.mark.parametrize("page", ["tools.md", "bring_your_environment.md"])
+def test_environments_with_episodes(page: str, tmp_path: Path) -> None:
+    execute(DOCS / page, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_quickstart(tmp_path: Path) -> None:

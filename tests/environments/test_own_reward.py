@@ -203,7 +203,7 @@ VALUES = st.one_of(
 
 @given(st.one_of(VALUES, st.lists(VALUES), st.dictionaries(st.sampled_from(["reward", "accuracy", 3]), VALUES)))
 def test_any_returned_value_is_a_result_of_finite_numbers_or_a_failure(value: Any) -> None:
-    read = reward_calls._result(value)
+    read = reward_calls.read_result(value)
     if isinstance(read, StepOutcome):
         given_ = value if isinstance(value, dict) else {"reward": value}
         expected = {name: float(number) for name, number in given_.items()}
