@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known
 from rlframework.errors import DataError, UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
@@ -267,10 +267,9 @@ class EpisodePlayer:
 
 def is_malformed(call: ToolCall, tools: Sequence[ToolSpec]) -> bool:
     """Whether `call` names none of `tools`, or its arguments are no JSON object."""
-    function = call["function"]
-    if function["name"] not in [tool["function"]["name"] for tool in tools]:
-        return True
     try:
-        return not isinstance(json.loads(function["arguments"]), dict)
-    except (ValueError, RecursionError):
+        require_known(call["function"]["name"], names_of(tools))
+        object_of(call)
+    except RejectedCall:
         return True
+    return False
