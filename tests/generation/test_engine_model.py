@@ -166,10 +166,8 @@ def test_a_head_that_does_not_stay_tied_is_not_used(tmp_path: Path, first: str) 
     """However small the difference is: of a learning rate of 1e-6, probes see nothing."""
     path = make_llama(tmp_path, character_tokenizer("0123456789"), hidden=32, layers=2, tied=True)
     used: list[Any] = []
-    if first == "update":
-        weights = saved(path)
-    else:
-        weights = {LAYER + A: torch.zeros(4, 32), LAYER + B: torch.zeros(32, 4)}
+    adapters = {LAYER + A: torch.zeros(4, 32), LAYER + B: torch.zeros(32, 4)}
+    weights = saved(path) if first == "update" else adapters
     model = EngineModel(str(path), "cpu", "float32")
 
     def update() -> None:
