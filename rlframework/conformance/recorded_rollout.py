@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,10 @@ def byte_model(folder: Path, tokenizer: Any) -> Path:
 
 @dataclass
 class RecordedEpisode(Episode):
-    """Passes calls on to `inner`, and records them with their outcomes; the first step raises if `fails`."""
+    """Passes calls on to `inner`, and records them with their outcomes; the first step raises if `fails`.
+
+    Adds 2**-n to the reward of turn n, so that each turn has one of its own.
+    """
 
     inner: Episode
     fails: bool
@@ -91,6 +94,7 @@ class RecordedEpisode(Episode):
         if self.fails:
             raise RuntimeError("an episode fails, for the test")
         outcome = await self.inner.step(message)
+        outcome = replace(outcome, reward=float(outcome.reward) + 2.0 ** -(len(self.outcomes) + 1))
         self.outcomes.append(outcome)
         self.course.turns.append((message, outcome))
         return outcome

@@ -86,7 +86,7 @@ def environment_record(path: str) -> EnvironmentRecord:
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise PluginError(f"environment.name: {path!r} does not implement {', '.join(missing)}")
     model = getattr(target, "config_model", None)
-    declared = frozenset({Capability.EPISODES} if target.episode is not base.episode else ())
+    declared = frozenset({Capability.EPISODES} if getattr(target, "episode", None) is not base.episode else ())
     record = EnvironmentRecord(path, path, API_VERSION, "your own", declared, model)
     check_model(record)
     return record

@@ -55,7 +55,7 @@ def _rows(name: str, bug: str, *tests: str) -> Callable[[Callable[[TrainingRow],
 
 
 @_rows("observations_trained", "The mask covers observations and tool results too.", _TOKENS, _MASKED, _COUNTED)
-def observations_trained(row: TrainingRow) -> TrainingRow:
+def _observations_trained(row: TrainingRow) -> TrainingRow:
     first = int(row.token_mask.nonzero()[0])
     mask = row.token_mask.clone()
     mask[first:] = True
@@ -63,20 +63,20 @@ def observations_trained(row: TrainingRow) -> TrainingRow:
 
 
 @_rows("prompt_trained", "The mask covers the last token of the first prompt.", _TOKENS, _MASKED, _COUNTED)
-def prompt_trained(row: TrainingRow) -> TrainingRow:
+def _prompt_trained(row: TrainingRow) -> TrainingRow:
     mask = row.token_mask.clone()
     mask[int(mask.nonzero()[0]) - 1] = True
     return replace(row, token_mask=mask)
 
 
 @_rows("end_left_out", "The token that ends a turn is not trained on.", _TOKENS, _MASKED)
-def end_left_out(row: TrainingRow) -> TrainingRow:
+def _end_left_out(row: TrainingRow) -> TrainingRow:
     following = torch.cat((row.token_mask[1:], torch.zeros(1, dtype=torch.bool)))
     return replace(row, token_mask=row.token_mask & following, logprobs=row.logprobs * following)
 
 
 @_rows("tokenised_again", "One sampled token is another, as after rendering the turn again.", _TOKENS, _MASKED, _SCORED)
-def tokenised_again(row: TrainingRow) -> TrainingRow:
+def _tokenised_again(row: TrainingRow) -> TrainingRow:
     ids = row.token_ids.clone()
     place = int(row.token_mask.nonzero()[0])
     ids[place] = 3 + (int(ids[place]) - 2) % 256
@@ -84,12 +84,12 @@ def tokenised_again(row: TrainingRow) -> TrainingRow:
 
 
 @_rows("logprobs_shifted", "Log-probabilities are one position late.", _TOKENS, _SCORED)
-def logprobs_shifted(row: TrainingRow) -> TrainingRow:
+def _logprobs_shifted(row: TrainingRow) -> TrainingRow:
     return replace(row, logprobs=row.logprobs.roll(1) * row.token_mask)
 
 
 @_rows("tool_results_reworded", "A row has another observation than was sampled after.", _MASKED, _SCORED)
-def tool_results_reworded(row: TrainingRow) -> TrainingRow:
+def _tool_results_reworded(row: TrainingRow) -> TrainingRow:
     ids = row.token_ids.clone()
     place = int(row.token_mask.nonzero()[0]) - 1
     ids[place] = 3 + (int(ids[place]) - 2) % 256
@@ -124,12 +124,12 @@ class RewardOfTheLastTurn(EpisodePlayer):
 
 @_player("reward_lost", "The reward of the turn that ends an episode is lost.", _REWARD)
 class RewardLost(EpisodePlayer):
-    """The last reward is 0, after a constant that makes it count."""
+    """The last reward is 0."""
 
     async def play(self, sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
         """See `EpisodePlayer`."""
         played = await super().play(sample, seed, task_seed)
-        return replace(played, outcomes=[*played.outcomes[:-1], StepOutcome(played.outcomes[-1].reward - 0.5)])
+        return replace(played, outcomes=[*played.outcomes[:-1], StepOutcome(0.0)])
 
 
 @_player("never_closed", "Episodes are not closed.", _CLOSED)
