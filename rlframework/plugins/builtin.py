@@ -91,6 +91,7 @@ def rlframework_environments() -> list[EnvironmentRecord]:
 
 def _environments_with_episodes() -> list[EnvironmentRecord]:
     core = partial(_core, EnvironmentRecord)
+    several = frozenset({Capability.EPISODES})
     own = "the methods of a class of yours as tools, with rows of your data as tasks"
     servers = "the tools of an MCP server, with rows of your data as tasks"
     gym, reasoning = "a Gymnasium environment with text or discrete actions", "procedural tasks of reasoning-gym"
@@ -98,11 +99,18 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
     sockets = "an OpenEnv server, which runs elsewhere, over a WebSocket"
     return [
         core("agent", "environments.agent:AgentEnvironment", agents, AgentConfig, check=check_tools),
-        core("tools", "environments.tool_environment:ToolEnvironment", own, ToolsConfig, check=check_tools),
-        core("mcp", "environments.mcp:McpEnvironment", servers, McpConfig, check=check_dataset),
-        core("gymnasium", "environments.gymnasium:GymnasiumEnvironment", gym, GymnasiumConfig),
+        core(
+            "tools",
+            "environments.tool_environment:ToolEnvironment",
+            own,
+            ToolsConfig,
+            check=check_tools,
+            capabilities=several,
+        ),
+        core("mcp", "environments.mcp:McpEnvironment", servers, McpConfig, check=check_dataset, capabilities=several),
+        core("gymnasium", "environments.gymnasium:GymnasiumEnvironment", gym, GymnasiumConfig, capabilities=several),
         core("reasoning_gym", "environments.reasoning_gym:ReasoningGymEnvironment", reasoning, ReasoningGymConfig),
-        core("openenv", "environments.openenv:OpenEnvEnvironment", sockets, OpenEnvConfig),
+        core("openenv", "environments.openenv:OpenEnvEnvironment", sockets, OpenEnvConfig, capabilities=several),
     ]
 
 
