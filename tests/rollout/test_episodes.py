@@ -196,6 +196,8 @@ def test_rewards_and_metrics_add_up_and_the_last_accuracy_counts() -> None:
     total = PlayedEpisode(samples(1)[0], (), (), outcomes).total
     assert total.reward == 0.75
     assert total.metrics == {"accuracy": 0.5, "steps": 3.0, "late": 4.0}
+    failed = PlayedEpisode(samples(1)[0], (), (), outcomes, failure="lost").total
+    assert (failed.reward, failed.metrics) == (0.0, {"accuracy": 0.0})
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------
