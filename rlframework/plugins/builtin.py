@@ -10,6 +10,7 @@ from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.episode_environments import (
+    AgentConfig,
     GymnasiumConfig,
     McpConfig,
     OpenEnvConfig,
@@ -90,16 +91,26 @@ def rlframework_environments() -> list[EnvironmentRecord]:
 
 def _environments_with_episodes() -> list[EnvironmentRecord]:
     core = partial(_core, EnvironmentRecord)
+    several = frozenset({Capability.EPISODES})
     own = "the methods of a class of yours as tools, with rows of your data as tasks"
     servers = "the tools of an MCP server, with rows of your data as tasks"
     gym, reasoning = "a Gymnasium environment with text or discrete actions", "procedural tasks of reasoning-gym"
+    agents = "an agent of yours that talks to an OpenAI-compatible endpoint of the run"
     sockets = "an OpenEnv server, which runs elsewhere, over a WebSocket"
     return [
-        core("tools", "environments.tool_environment:ToolEnvironment", own, ToolsConfig, check=check_tools),
-        core("mcp", "environments.mcp:McpEnvironment", servers, McpConfig, check=check_dataset),
-        core("gymnasium", "environments.gymnasium:GymnasiumEnvironment", gym, GymnasiumConfig),
+        core("agent", "environments.agent:AgentEnvironment", agents, AgentConfig, check=check_tools),
+        core(
+            "tools",
+            "environments.tool_environment:ToolEnvironment",
+            own,
+            ToolsConfig,
+            check=check_tools,
+            capabilities=several,
+        ),
+        core("mcp", "environments.mcp:McpEnvironment", servers, McpConfig, check=check_dataset, capabilities=several),
+        core("gymnasium", "environments.gymnasium:GymnasiumEnvironment", gym, GymnasiumConfig, capabilities=several),
         core("reasoning_gym", "environments.reasoning_gym:ReasoningGymEnvironment", reasoning, ReasoningGymConfig),
-        core("openenv", "environments.openenv:OpenEnvEnvironment", sockets, OpenEnvConfig),
+        core("openenv", "environments.openenv:OpenEnvEnvironment", sockets, OpenEnvConfig, capabilities=several),
     ]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlframework.errors import UserError
 from rlframework.generation.completions import Completions
-from rlframework.interfaces.generation import GenerationResult
+from rlframework.interfaces.generation import GenerationResult, SamplingParams
 
 R = TypeVar("R")
 
@@ -53,10 +53,15 @@ class Bridge:
         self._loop.call_soon_threadsafe(self._back, session)
 
     async def complete(
-        self, prompt_ids: Sequence[int] | Tensor, seed: int, max_new_tokens: int, session: str
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        seed: int,
+        max_new_tokens: int,
+        session: str,
+        sampling: SamplingParams | None = None,
     ) -> GenerationResult:
         """Return the completion of a prompt, see `Completions.complete`. Called in the episodes' thread."""
-        request = self._complete(prompt_ids, seed, max_new_tokens, session)
+        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
 
     async def gather(self) -> None:
@@ -71,11 +76,16 @@ class Bridge:
                 self._away.clear()
 
     async def _complete(
-        self, prompt_ids: Sequence[int] | Tensor, seed: int, max_new_tokens: int, session: str
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        seed: int,
+        max_new_tokens: int,
+        session: str,
+        sampling: SamplingParams | None = None,
     ) -> GenerationResult:
         self._back(session)
         try:
-            return await self._completions.complete(prompt_ids, seed, max_new_tokens, session)
+            return await self._completions.complete(prompt_ids, seed, max_new_tokens, session, sampling)
         finally:
             self._away.add(session)
 

@@ -102,6 +102,23 @@ def test_environments_with_episodes(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_bring_your_agent(tmp_path: Path) -> None:
+    page = DOCS / "bring_your_agent.md"
+    execute(page, tmp_path)
+    written = {block.title: block.text for block in blocks(page.read_text(encoding="utf-8"))}
+    settings = [line for line in written["agent.yaml"].splitlines() if line.startswith("environment")]
+    assert len([line for line in written["my_agent.py"].splitlines() if line] + settings) < 20
+    rows = [json.loads(line) for line in (tmp_path / "runs/agent/metrics.jsonl").read_text().splitlines()]
+    rewards = [row["train/reward"] for row in rows if "train/reward" in row]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert {(row["train/episode_turns"], row["train/failed_episodes"]) for row in rows if "train/reward" in row} == {
+        (2.0, 0.0)
+    }
+    assert (tmp_path / "runs/agent/model/model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_quickstart(tmp_path: Path) -> None:
     """GRPO with the page's own settings raises the reward: from some 0.32 over the first ten steps to some 0.51."""
     execute(DOCS / "quickstart.md", tmp_path)
