@@ -43,6 +43,33 @@ class ToolsConfig(ToolDataConfig):
         return import_path(tools) if callable(tools) else tools
 
 
+class AgentConfig(DatasetConfig):
+    """Rows of your data as tasks for an agent of yours, which talks to the run's OpenAI-compatible endpoint."""
+
+    name: str = Field("agent", description="an agent of yours")
+    agent: Annotated[str, ImportsCode()] = Field(
+        description="import path of `async def solve(sample, session)`; the session has base_url, api_key and model"
+    )
+    agent_timeout: Seconds = Field(300.0, description="seconds for each attempt; one that takes longer fails, alone")
+    agent_sampling: Literal["reject", "override"] = Field(
+        "reject",
+        description="what becomes of an agent's temperature or top_p that is not the run's: reject with an error, or "
+        "override with the run's",
+    )
+
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _function_path(cls, agent: object) -> object:
+        """Replace a function by its import path."""
+        return import_path(agent) if callable(agent) else agent
+
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """See `EnvironmentConfig.unseen_by_training`: agents do not change the rows."""
+        keys = ("agent", "agent_timeout", "agent_sampling")
+        return super().unseen_by_training | {f"environment.{key}" for key in keys}
+
+
 class McpConfig(ToolDataConfig):
     """The tools of an MCP server, which is a program that is started and spoken to over its standard streams."""
 

@@ -172,6 +172,9 @@ class EnvironmentConfig(Section):
     max_concurrent_episodes: Count | None = Field(
         None, description="episodes that run at the same time; null: as many as the engines decode at a time"
     )
+    gather_timeout: Seconds = Field(
+        0.02, description="seconds for which engines wait for episodes between two turns, to decode the next together"
+    )
 
     @property
     def unseen_by_training(self) -> frozenset[str]:
@@ -180,7 +183,7 @@ class EnvironmentConfig(Section):
         Tokenized data may be reused by a run in which only these keys differ. A key that determines which rows are held
         out does affect the training rows.
         """
-        keys = ("max_turns", "max_episode_tokens", "step_timeout", "max_concurrent_episodes")
+        keys = ("max_turns", "max_episode_tokens", "step_timeout", "max_concurrent_episodes", "gather_timeout")
         return frozenset(f"environment.{key}" for key in keys)
 
 

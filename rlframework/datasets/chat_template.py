@@ -1,4 +1,4 @@
-"""Render messages with a chat template: tool calls, tools and reasoning in the form that templates expect."""
+"""Render messages with a chat template: tool calls, tools and reasoning in the form that the template expects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlframework.datasets.tools_as_text import tools_as_text
 from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 
@@ -17,49 +18,76 @@ def apply_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Sequence[ToolSpec] = (),
-    **options: Any,
+    *,
+    prompt: bool = False,
 ) -> str:
-    """Return the text that the chat template of `tokenizer` makes of `messages`.
+    """Return the text that the chat template of `tokenizer` makes of `messages`; `prompt`: the model answers next.
 
-    `options`: of `apply_chat_template`, such as `add_generation_prompt`. Raises a `DataError` that names the roles if
-    there are no messages, or the template rejects them.
+    Arguments of tool calls are given as mappings, or as text if the template rejects those. A template that knows no
+    tools gets them as text, see `tools_as_text`. Raises a `DataError` that names the roles if there are no messages, or
+    the template rejects them.
     """
     if not messages:
         raise DataError("a chat template needs at least one message")
-    plain, specs = [template_message(message) for message in messages], list[Any](tools) or None
+    if "tool" not in (template_text(tokenizer) or ""):
+        messages, tools = tools_as_text(messages, tools), ()
     try:
-        return str(tokenizer.apply_chat_template(plain, tools=specs, tokenize=False, **options))
+        return _apply(tokenizer, [template_message(message) for message in messages], tools, prompt)
     except Exception as error:  # a template can raise anything
-        roles = [message["role"] for message in messages]
-        raise DataError(
-            f"the model's chat template rejects a conversation with the roles {roles}: "
-            f"{error or type(error).__name__}. If it has no "
-            "system role, remove environment.system_prompt and the system turns in the data, or set another "
-            "policy.chat_template"
-        ) from error
+        if not any(message.get("tool_calls") for message in messages):
+            raise _rejected(messages, error) from error
+    try:  # DeepSeek's templates want the arguments as text
+        return _apply(tokenizer, [template_message(message, mappings=False) for message in messages], tools, prompt)
+    except Exception as error:
+        raise _rejected(messages, error) from error
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """Return `message` as templates read it: contents as text, the arguments of tool calls as mappings.
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the chat template of `tokenizer`, all of them if it has several by name, or None if it has none."""
+    template: str | Mapping[str, str] | None = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, Mapping) else template
 
-    Arguments that are not a JSON object stay text, as the model wrote them.
+
+def template_message(message: Message, *, mappings: bool = True) -> dict[str, Any]:
+    """Return `message` as templates read it: contents as text, the arguments of tool calls as `mappings` or as text.
+
+    Arguments that are not a JSON object stay text, as the model wrote them. Reasoning has both names that templates
+    use, `reasoning_content` and `thinking`.
     """
     plain: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
-    plain |= {key: message[key] for key in ("tool_call_id", "name", "reasoning_content") if key in message}
+    plain |= {key: message[key] for key in ("tool_call_id", "name") if key in message}
+    if "reasoning_content" in message:
+        plain["reasoning_content"] = plain["thinking"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_template_call(call) for call in calls]
+        plain["tool_calls"] = [_template_call(call) if mappings else call for call in calls]
     return plain
 
 
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[ToolSpec], prompt: bool
+) -> str:
+    given: list[Any] | None = list(tools) or None
+    return str(tokenizer.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=prompt))
+
+
 def _template_call(call: ToolCall) -> dict[str, Any]:
-    function, arguments = call["function"], arguments_of(call)
+    function, arguments = call["function"], _arguments_of(call)
     return {**call, "function": {**function, "arguments": function["arguments"] if arguments is None else arguments}}
 
 
-def arguments_of(call: ToolCall) -> Mapping[str, Any] | None:
-    """Return the arguments of `call`, or None if they are not a JSON object."""
+def _arguments_of(call: ToolCall) -> Mapping[str, Any] | None:
+    """The arguments of `call`, or None if they are not a JSON object."""
     try:
         arguments = json.loads(call["function"]["arguments"])
     except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None
+
+
+def _rejected(messages: Sequence[Message], error: Exception) -> DataError:
+    roles = [message["role"] for message in messages]
+    return DataError(
+        f"the model's chat template rejects a conversation with the roles {roles}: {error or type(error).__name__}. "
+        "If it has no system role, remove environment.system_prompt and the system turns in the data, or set another "
+        "policy.chat_template"
+    )

@@ -120,7 +120,8 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
     for name, values in columns.items():
         result.values.setdefault(name, []).extend(values)
     result.ids += [sample.id for sample in scored.samples[::attempts]]
-    result.failures += int(scored.metrics.get("reward_failures", 0)) + int(scored.failed.sum())
+    result.failures += int(scored.metrics.get("reward_failures", 0))
+    result.failed_episodes += int(scored.failed.sum())
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Completions:
         self.max_new_tokens, self.positions = max_new_tokens, positions
         self.versions: set[int] = set()
         """The versions of the weights that tokens were sampled with."""
-        self._client, self._sampling = client, sampling
+        self._client, self.sampling = client, sampling
         self._name, self._numbers = uuid.uuid4().hex, count()
 
     def session(self) -> str:
@@ -35,12 +35,20 @@ class Completions:
         return f"{self._name}:session:{next(self._numbers)}"
 
     async def complete(
-        self, prompt_ids: Sequence[int] | Tensor, seed: int, max_new_tokens: int, session_id: str | None = None
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        seed: int,
+        max_new_tokens: int,
+        session_id: str | None = None,
+        sampling: SamplingParams | None = None,
     ) -> GenerationResult:
-        """Return the completion of a prompt. Raises like `GenerationClient.generate`."""
+        """Return the completion of a prompt, sampled as the rollout is unless `sampling` is given.
+
+        Raises like `GenerationClient.generate`.
+        """
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
         name = f"{self._name}:{next(self._numbers)}"
-        request = GenerationRequest(name, prompt, seed, max_new_tokens, self._sampling, session_id)
+        request = GenerationRequest(name, prompt, seed, max_new_tokens, sampling or self.sampling, session_id)
         result = await self._client.generate(request)
         self.versions.update(span.version for span in result.spans)
         return result

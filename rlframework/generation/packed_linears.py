@@ -63,6 +63,19 @@ class PackedLinears:
             self._forwards[module] = _forward(packed[weight.data_ptr()], None if bias is None else bias.to(dtype))
 
 
+@torch.no_grad()
+def shows_columns(linear: Callable[[Tensor], Tensor], weight: Tensor, count: int = 8) -> bool:
+    """Return whether `count` columns of the `weight [out, in]` with which `linear` computes are those given.
+
+    Products with rows of the identity are exact, and each step of an optimizer changes all columns. `linear` may have
+    more outputs. Not for GPUs, where products in TF32 are rounded.
+    """
+    outputs, inputs = weight.shape
+    shown = torch.linspace(0, inputs - 1, min(count, inputs)).long()
+    rows = torch.zeros(len(shown), inputs, dtype=weight.dtype).scatter_(1, shown[:, None], 1)
+    return torch.equal(linear(rows)[:, :outputs], weight[:, shown].T)
+
+
 def _forward(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(inputs.to(weight.dtype), weight, bias, "none", [], "")

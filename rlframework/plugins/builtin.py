@@ -10,6 +10,7 @@ from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.episode_environments import (
+    AgentConfig,
     GymnasiumConfig,
     McpConfig,
     OpenEnvConfig,
@@ -94,8 +95,10 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
     own = "the methods of a class of yours as tools, with rows of your data as tasks"
     servers = "the tools of an MCP server, with rows of your data as tasks"
     gym, reasoning = "a Gymnasium environment with text or discrete actions", "procedural tasks of reasoning-gym"
+    agents = "an agent of yours that talks to an OpenAI-compatible endpoint of the run"
     sockets = "an OpenEnv server, which runs elsewhere, over a WebSocket"
     return [
+        core("agent", "environments.agent:AgentEnvironment", agents, AgentConfig, check=check_tools),
         core(
             "tools",
             "environments.tool_environment:ToolEnvironment",

@@ -13,7 +13,7 @@ from rlframework.interfaces.messages import Message, ToolSpec
 from rlframework.rollout.chat_text import ChatText
 from rlframework.rollout.continuation import continuation
 from rlframework.rollout.reply_parser import parser_for
-from rlframework.rollout.tool_calls import ParsedTurn
+from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,9 @@ class ChatFormat:
         """Return the assistant message in a completion, with the token that ended it left out.
 
         Tool calls get an id of nine characters, as Mistral's templates want, that depends on the completion. One that
-        is malformed has the name that was found or none, and its text as arguments. Reasoning is kept apart from the
+        is malformed has the name that was found or none, and its text as arguments; so have several calls where the
+        template writes only one in a turn. `tools` give the types of arguments
+        that the format writes without quotes. Reasoning is kept apart from the
         content where the chat template does so.
         """
         ids = list(completion_ids)
@@ -74,17 +76,19 @@ class ChatFormat:
         if ids and ids[-1] in self._closing_ids:
             ids.pop()
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        turn = self._turn(text)
+        turn = self._turn(text, tools)
+        if len(turn.calls) > 1 and not self._text.takes_several_calls:
+            turn = replace(turn, calls=(ParsedCall("", text.strip()),))
         return turn.message([f"{digest[:6]}{number:03d}" for number in range(len(turn.calls))])
 
-    def _turn(self, text: str) -> ParsedTurn:
+    def _turn(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         if self._knows_reasoning:
             opened = self._opens_reasoning and "</think>" not in text
-            return self._parse("<think>" + text if opened else text)
+            return self._parse("<think>" + text if opened else text, tools)
         thought, closed, rest = text.partition("</think>")
         if not closed:
-            return ParsedTurn(text) if text.lstrip().startswith("<think>") else self._parse(text)
-        turn = self._parse(rest)
+            return ParsedTurn(text) if text.lstrip().startswith("<think>") else self._parse(text, tools)
+        turn = self._parse(rest, tools)
         return replace(turn, content=thought + closed + turn.content)
 
     @cached_property

@@ -19,12 +19,9 @@ from torch import Tensor
 
 from rlframework.errors import UserError
 from rlframework.generation.completions import Completions
-from rlframework.interfaces.generation import GenerationResult
+from rlframework.interfaces.generation import GenerationResult, SamplingParams
 
 R = TypeVar("R")
-
-_PATIENCE = 0.02
-"""Seconds to wait before an exchange for the next request of those who have had an answer."""
 
 _CLOSING = 5.0
 """Seconds to wait for what is left after an error, in addition to a deadline of steps."""
@@ -34,11 +31,13 @@ class Bridge:
     """Completes prompts for episodes in another thread, on engines that are driven by the loop of this constructor.
 
     An episode is `away` from its answer until its next request or its end. Exchanges with the engines wait for those
-    away, up to `_PATIENCE` after the last that came: a request that misses an exchange is not decoded until the next.
+    away, up to `timeout` seconds after the last that came: a request that misses an exchange is not decoded until the
+    next. If none takes longer, it does not depend on time which requests are decoded together.
     """
 
-    def __init__(self, completions: Completions) -> None:
+    def __init__(self, completions: Completions, timeout: float) -> None:
         self._completions, self._loop = completions, asyncio.get_running_loop()
+        self._timeout = timeout
         self.positions, self.max_new_tokens = completions.positions, completions.max_new_tokens
         self._away = set[str]()
         self._came = asyncio.Event()
@@ -54,10 +53,15 @@ class Bridge:
         self._loop.call_soon_threadsafe(self._back, session)
 
     async def complete(
-        self, prompt_ids: Sequence[int] | Tensor, seed: int, max_new_tokens: int, session: str
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        seed: int,
+        max_new_tokens: int,
+        session: str,
+        sampling: SamplingParams | None = None,
     ) -> GenerationResult:
         """Return the completion of a prompt, see `Completions.complete`. Called in the episodes' thread."""
-        request = self._complete(prompt_ids, seed, max_new_tokens, session)
+        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
 
     async def gather(self) -> None:
@@ -66,17 +70,22 @@ class Bridge:
         while self._away:
             self._came.clear()
             try:
-                async with asyncio.timeout(_PATIENCE):
+                async with asyncio.timeout(self._timeout):
                     await self._came.wait()
             except TimeoutError:
                 self._away.clear()
 
     async def _complete(
-        self, prompt_ids: Sequence[int] | Tensor, seed: int, max_new_tokens: int, session: str
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        seed: int,
+        max_new_tokens: int,
+        session: str,
+        sampling: SamplingParams | None = None,
     ) -> GenerationResult:
         self._back(session)
         try:
-            return await self._completions.complete(prompt_ids, seed, max_new_tokens, session)
+            return await self._completions.complete(prompt_ids, seed, max_new_tokens, session, sampling)
         finally:
             self._away.add(session)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known
 from rlframework.errors import DataError, UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
@@ -44,8 +44,9 @@ _GRACE = 1.0
 def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
     """Play an episode of each of `samples`, with `seeds [E]` int64, and return their rows and scores.
 
-    Its tokens depend on the sample, its seed, the weights and the environment, not on the other episodes. Raises
-    `UserError` for what an environment must not return, and if all episodes have failed.
+    Its tokens depend on the sample, its seed, the weights and the environment, not on the other episodes; on these, the
+    rounding of log-probabilities (and of a draw as close to the border of two tokens) depends. Raises `UserError` for
+    what an environment must not return, and if all episodes have failed.
     """
     generation, config = parts.generation, parts.config.environment
     numbers: list[int] = seeds.tolist()
@@ -54,17 +55,22 @@ def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gre
 
     async def play(bridge: Bridge) -> list[PlayedEpisode]:
         player = EpisodePlayer(parts.environment, config, ChatFormat(parts.tokenizer), bridge)
-        room = asyncio.Semaphore(at_once)
+        pending, played = iter(enumerate(tasks)), dict[int, PlayedEpisode]()
 
-        async def one(sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
-            async with room:
-                return await player.play(sample, seed, task_seed)
+        async def one_by_one() -> None:
+            session = bridge.begin()
+            for number, (sample, seed, task_seed) in pending:
+                played[number] = await player.play(sample, seed, task_seed, session)
+                ended, session = session, bridge.begin()  # before that one ends, so that the engines wait for it
+                bridge.end(ended)
+            bridge.end(session)
 
-        return await gather_or_cancel([one(*task) for task in tasks])
+        await gather_or_cancel([one_by_one() for _ in range(min(at_once, len(tasks)))])
+        return [played[number] for number in range(len(tasks))]
 
     async def serve() -> list[PlayedEpisode]:
         async with generation.completions(greedy=greedy) as completions:
-            bridge = Bridge(completions)
+            bridge = Bridge(completions, config.gather_timeout)
             generation.client.gather = bridge.gather
             try:
                 return await run_beside(partial(play, bridge), stalled_after=config.step_timeout, name=config.name)
@@ -136,15 +142,10 @@ class EpisodePlayer:
         limits = [limit for limit in (config.max_episode_tokens, bridge.positions) if limit is not None]
         self._most_tokens = min(limits, default=None)
 
-    async def play(self, sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
+    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
         """Play one episode: turns depend on `seed`, its environment on `task_seed`. Its `close` is always called."""
-        session = self._bridge.begin()
         state = _State(sample, seed, session, EpisodeChecks(self._config.name, sample))
-        try:
-            failure = await self._play(state, task_seed)
-        finally:
-            self._bridge.end(session)
-        return state.played(failure)
+        return state.played(await self._play(state, task_seed))
 
     async def _play(self, state: _State, task_seed: int) -> str:
         """Play `state` to its end; return why it failed, or an empty text."""
@@ -266,10 +267,9 @@ class EpisodePlayer:
 
 def is_malformed(call: ToolCall, tools: Sequence[ToolSpec]) -> bool:
     """Whether `call` names none of `tools`, or its arguments are no JSON object."""
-    function = call["function"]
-    if function["name"] not in [tool["function"]["name"] for tool in tools]:
-        return True
     try:
-        return not isinstance(json.loads(function["arguments"]), dict)
-    except (ValueError, RecursionError):
+        require_known(call["function"]["name"], names_of(tools))
+        object_of(call)
+    except RejectedCall:
         return True
+    return False

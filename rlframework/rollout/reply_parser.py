@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from rlframework.interfaces.messages import ToolSpec
 from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn, call_of, call_of_json
 
-Parser = Callable[[str], ParsedTurn]
-"""Parses the text of a completion, special tokens included, without the token that ended the turn."""
+Parser = Callable[[str, Sequence[ToolSpec]], ParsedTurn]
+"""Parses the text of a completion, special tokens included, without the token that ended the turn, given the tools."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -24,6 +26,7 @@ _CHANNEL = re.compile(
     r"<\|message\|>(?P<text>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
     re.DOTALL,
 )
+_ARGUMENTS = re.compile(r'"(?:parameters|arguments)"')
 _RECIPIENT = re.compile(r"to=functions\.(\S+)")
 
 
@@ -36,59 +39,84 @@ def parser_for(template: str | None) -> Parser:
     return parse_hermes
 
 
-def parse_hermes(text: str) -> ParsedTurn:
+def parse_hermes(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` blocks: Qwen, Hermes, SmolLM2."""
     reasoning, rest = split_reasoning(text)
     calls = tuple(call_of_json(found) for found in _HERMES.findall(rest))
     return ParsedTurn(_HERMES.sub("", rest).strip() if calls else rest, reasoning, calls)
 
 
-def parse_qwen_coder(text: str) -> ParsedTurn:
+def parse_qwen_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` blocks: Qwen3-Coder.
 
-    A value that is JSON is taken as such, anything else as text.
+    A value is text where the schema of the tool in `tools` has a string, elsewhere JSON. What is no JSON stays text,
+    and so do values of unknown parameters and tools.
     """
     reasoning, rest = split_reasoning(text)
-    calls = tuple(_coder_call(found) for found in _HERMES.findall(rest))
+    calls = tuple(_coder_call(found, tools) for found in _HERMES.findall(rest))
     return ParsedTurn(_HERMES.sub("", rest).strip() if calls else rest, reasoning, calls)
 
 
-def _coder_call(text: str) -> ParsedCall:
+def _coder_call(text: str, tools: Sequence[ToolSpec]) -> ParsedCall:
     found = _FUNCTION.search(text)
     if found is None:
         return call_of_json(text)
-    arguments = {key.strip(): _value(value) for key, value in _PARAMETER.findall(found[2])}
-    return ParsedCall(found[1].strip(), json.dumps(arguments))
+    name, values = found[1].strip(), _PARAMETER.findall(found[2])
+    if not values and found[2].strip():  # parameters in another form: the environment says that they are wrong
+        return ParsedCall(name, found[2].strip())
+    schemas = next((tool["function"]["parameters"] for tool in tools if tool["function"]["name"] == name), {})
+    known = schemas.get("properties", {})
+    arguments = {key.strip(): _value(value, known.get(key.strip())) for key, value in values}
+    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _value(text: str) -> object:
+def _value(text: str, schema: Mapping[str, Any] | None) -> object:
+    if schema is None or _allows_text(schema):
+        return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
 
 
-def parse_llama(text: str) -> ParsedTurn:
-    """Parse a turn that is one JSON object with `name` and `parameters`, perhaps after `<|python_tag|>`: Llama 3."""
+def _allows_text(schema: Mapping[str, Any]) -> bool:
+    """Whether the JSON schema of a value has the type string, alone or first of several."""
+    kind = schema.get("type")
+    first = kind[0] if isinstance(kind, list) and kind else kind
+    options = schema.get("anyOf") or schema.get("oneOf") or ()
+    return first == "string" or any(_allows_text(option) for option in options[:1])
+
+
+def parse_llama(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
+    """Parse a turn that is one JSON object with `name` and `parameters`, perhaps after `<|python_tag|>`: Llama 3.
+
+    After the tag there may be several, with `;` between them. An object without parameters and tag is an answer.
+    """
     content, marked, call = text.partition("<|python_tag|>")
     if marked:
-        blocks = [call] if _is_json(call) else [each for each in call.split(";") if each.strip()]
-        return ParsedTurn(content.strip(), None, tuple(map(call_of_json, blocks)))
+        return ParsedTurn(content.strip(), None, tuple(map(call_of_json, _separated(call))))
     stripped = text.strip()
-    if stripped.startswith("{") and '"name"' in stripped:
+    if stripped.startswith("{") and '"name"' in stripped and _ARGUMENTS.search(stripped):
         return ParsedTurn("", None, (call_of_json(stripped),))
     return ParsedTurn(text)
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+def _separated(text: str) -> list[str]:
+    """The JSON values in `text`, which `;` separates; from the first that is malformed, the rest is one."""
+    found, decoder, rest = [], json.JSONDecoder(), text.strip()
+    while rest:
+        try:
+            _, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            end = len(rest)
+        if rest[end:].lstrip()[:1] not in ("", ";"):
+            end = len(rest)
+        found.append(rest[:end])
+        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    return found or [text]
 
 
-def parse_mistral(text: str) -> ParsedTurn:
+def parse_mistral(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}`: Mistral."""
     reasoning, rest = split_reasoning(text, "[THINK]", "[/THINK]")
     content, *blocks = rest.split("[TOOL_CALLS]")
@@ -108,7 +136,7 @@ def _mistral_calls(block: str) -> list[ParsedCall]:
     return [call_of(item, json.dumps(item)) for item in items]
 
 
-def parse_deepseek(text: str) -> ParsedTurn:
+def parse_deepseek(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse DeepSeek's calls: `function<｜tool▁sep｜>NAME` and a block of JSON, or `NAME<｜tool▁sep｜>{...}`."""
     reasoning, rest = split_reasoning(text)
     content, marked, block = rest.partition("<｜tool▁calls▁begin｜>")
@@ -130,7 +158,7 @@ def _deepseek_call(text: str) -> ParsedCall:
     return ParsedCall(name.strip(), arguments.strip())
 
 
-def parse_harmony(text: str) -> ParsedTurn:
+def parse_harmony(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse the channels of gpt-oss: analysis is reasoning, a message to `functions.NAME` a call, the rest content."""
     reasoning, content, calls, end = [], [], [], 0
     for found in _CHANNEL.finditer(text):

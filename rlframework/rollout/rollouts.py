@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rlframework.environments.agent import runs_agents
 from rlframework.interfaces.environment import Sample, has_episodes
 from rlframework.plugins.hookspec import SampleRecord
+from rlframework.rollout.endpoint.agents import play_agents
 from rlframework.rollout.episodes import play_episodes
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import row_seeds
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
 
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
     """Return an episode of each of `samples`, with `seeds [E]` int64, as the environment has them: see `Rollout`."""
-    play = play_episodes if has_episodes(parts.environment) else single_turns
+    play = single_turns
+    if runs_agents(parts.environment):
+        play = play_agents
+    elif has_episodes(parts.environment):
+        play = play_episodes
     return play(parts, samples, seeds, greedy=greedy)
 
 

@@ -103,3 +103,29 @@ def test_splits_share_no_seed_and_equal_seeds_give_equal_tasks():
 def test_an_environment_that_cannot_be_played(keys, problem):
     with pytest.raises(ConfigError, match=problem):
         make(**keys)
+
+
+def test_a_truncated_episode_ends():
+    lake = LAKE | {"arguments": {"is_slippery": False, "max_episode_steps": 2}}
+    environment = make(**lake)
+    outcomes = play(environment, environment.samples("train")[0], [says("left"), says("left")])[2]
+    assert [(outcome.reward, outcome.done) for outcome in outcomes] == [(0.0, False), (0.0, True)]
+    assert outcomes[-1].metrics == {"accuracy": 0.0}
+
+
+def test_the_total_of_the_rewards_decides(tmp_path, monkeypatch):
+    """Rewards of -1 and 1 make 0, which solves nothing."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "swing_game.py").write_text(
+        GAME.replace("right / 2 - 0.5", "1.0 - 2.0 * (action != self.word)").replace("Guess-v0", "Swing-v0")
+    )
+    environment = make(id="swing_game:Swing-v0", solved_reward=0.5)
+    sample = environment.samples("train")[0]
+    words = [says(a + b) for a in "abc" for b in "abc"]
+    rewards = [outcome.reward for outcome in play(environment, sample, words)[2]]
+    solution = words[len(rewards) - 1]
+    wrong = next(word for word in words if word != solution)
+    last = play(environment, sample, [wrong, solution])[2][-1]
+    assert (last.reward, dict(last.metrics)) == (1.0, {"accuracy": 0.0})
+    assert play(environment, sample, [solution])[2][-1].metrics == {"accuracy": 1.0}
+    sys.modules.pop("swing_game")

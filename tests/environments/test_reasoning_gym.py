@@ -21,7 +21,10 @@ CALL = "__import__('pathlib').Path('marker').touch()"
 
 
 def test_a_task_is_scored_in_a_process():
-    config = ReasoningGymConfig(task="chain_sum", train_samples=8, validation_samples=2, answer_after="A:")
+    one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # so that questions repeat
+    config = ReasoningGymConfig(
+        task="chain_sum", arguments=one_digit, train_samples=300, validation_samples=30, answer_after="A:"
+    )
     environment = ReasoningGymEnvironment(config, seed=3)
     try:
         samples = environment.samples("train")[:3]

@@ -260,8 +260,9 @@ def test_a_reward_of_the_class_that_fails_is_an_error_of_its_episode(make, caplo
     for _ in range(2):
         with pytest.raises(
             RLFrameworkError, match=rf"reward of environment.tools='calculator_tools:Failing' {problem}"
-        ):
+        ) as raised:
             play(environment, sample, [says(completion)])
+        assert not isinstance(raised.value, UserError)
     assert play(environment, sample, [says("1")])[2][0].reward == 1.0
     assert len([each for each in caplog.records if each.exc_info]) == int(completion == "raise")
 

@@ -9,7 +9,7 @@ import torch
 from causal_kinds import KINDS, tiny_model
 from torch import Tensor, nn
 
-from rlframework.generation.packed_linears import PackedLinears
+from rlframework.generation.packed_linears import PackedLinears, shows_columns
 from rlframework.generation.packed_rows import PackedRows
 
 OWN, SHARED = [[3, 9, 4], [7, 2, 13, 5, 5, 6, 8], [6]], [[8, 2, 11, 3, 4], [5, 1]]
@@ -84,3 +84,14 @@ def test_products_in_bfloat16_are_fp32_sums_rounded_once(
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-6)
     if found is not None:
         assert packed.drop() == 4 * layer.weight.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_of_other_weights_is_told_apart_by_its_columns(dtype: torch.dtype) -> None:
+    """Each column differs by the last bit of one weight."""
+    weight = torch.randn(49, 64).to(dtype)
+    packed = torch.nn.functional.pad(weight, (0, 0, 0, 15)).clone()  # a vocabulary that is padded
+    assert shows_columns(lambda rows: rows @ packed.T, weight)
+    bits = weight.clone().view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits[7] += 1
+    assert not shows_columns(lambda rows: rows @ bits.view(dtype).T, weight)

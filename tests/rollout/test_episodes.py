@@ -12,6 +12,7 @@ from scripted_episodes import END, Counter, samples
 
 from rlframework.errors import RefitError
 from rlframework.interfaces.environment import StepOutcome
+from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import task_seeds, turn_seed
 from rlframework.rollout.single_turn import single_turns
@@ -71,12 +72,44 @@ def test_turns_have_their_own_seeds_and_an_episode_its_session(make_parts: Any) 
     assert turn_seed(11, 1) not in (11, turn_seed(12, 1), turn_seed(11, 2))
 
 
-def test_the_requests_of_a_turn_reach_the_engine_together(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def exchanged(parts: Any) -> list[list[tuple[str, int]]]:
+    """Prompts and seeds of each exchange, in some order that does not depend on time."""
+    return [
+        sorted((str(request.prompt_ids.tolist()), request.seed) for request in exchange)
+        for exchange in parts.engine.exchanges
+    ]
+
+
+@pytest.mark.parametrize(("at_once", "sizes"), [(32, [32, 32]), (12, [12, 12, 12, 12, 8, 8])])
+def test_which_requests_reach_the_engine_together_does_not_depend_on_time(
+    make_parts: Any, at_once: int, sizes: list[int]
+) -> None:
     """A request that comes late is not decoded before the engine returns, so an exchange waits for all."""
-    monkeypatch.setattr("rlframework.rollout.episode_thread._PATIENCE", 5.0)  # whatever else the machine does
-    parts = make_parts(Counter)
-    rollout(parts, samples(4) * 8, torch.arange(32))
-    assert [len(exchange) for exchange in parts.engine.exchanges] == [32, 32]
+
+    class Sleepy(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            await asyncio.sleep((self.seed % 7) / 100)
+            return await super().step(message)
+
+    keys = ["environment.gather_timeout=5", f"environment.max_concurrent_episodes={at_once}"]
+    found = []
+    for kind in (Counter, Sleepy):
+        parts = make_parts(kind, None, *keys)
+        rollout(parts, samples(4) * 8, torch.arange(32))
+        found.append(exchanged(parts))
+    assert [len(exchange) for exchange in found[0]] == sizes
+    assert found[0] == found[1]
+
+
+def test_the_next_episode_begins_before_one_ends(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two, an exchange would not wait for it."""
+    begin, end, now = Bridge.begin, Bridge.end, list[int]([0])
+    monkeypatch.setattr(Bridge, "begin", lambda bridge: (now.append(now[-1] + 1), begin(bridge))[1])
+    monkeypatch.setattr(Bridge, "end", lambda bridge, session: (now.append(now[-1] - 1), end(bridge, session))[1])
+    rollout(make_parts(Counter, None, "environment.max_concurrent_episodes=2"), samples(6), torch.arange(6))
+    assert now[-1] == 0
+    assert min(now[2:11]) == 2  # until each of the last four has begun
+    assert max(now) == 3
 
 
 def test_attempts_at_a_sample_begin_with_the_same_task(make_parts: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scripted_episodes import Counter, samples
 
-from rlframework.errors import RLFrameworkError, UserError
+from rlframework.errors import DataError, RLFrameworkError, UserError
 from rlframework.interfaces.environment import Episode, StepOutcome
 from rlframework.rollout.rollouts import rollout
 
@@ -241,3 +241,17 @@ def test_wrong_tools_and_a_step_that_is_no_coroutine(make_parts: Any) -> None:
 
     with pytest.raises(UserError, match="define it with `async def step`"):
         rollout(make_parts(Plain), samples(1), torch.arange(1))
+
+
+@pytest.mark.parametrize(("turn", "where"), [(0, "in reset"), (1, "in turn 1")])
+def test_text_without_tokens_names_sample_and_turn(make_parts: Any, turn: int, where: str) -> None:
+    class Foreign(Counter):
+        async def reset(self) -> Any:
+            return [{"role": "user", "content": "1+ℵ=" if turn == 0 else "1+1="}]
+
+        async def step(self, message: Any) -> StepOutcome:
+            return StepOutcome(0.0, False, ({"role": "user", "content": "ℵ"},))
+
+    says = rf"environment '\w+' returned for sample 's0' {where} messages that .*no token for \['ℵ'\]"
+    with pytest.raises(DataError, match=says):
+        rollout(make_parts(Foreign), samples(1), torch.arange(1))

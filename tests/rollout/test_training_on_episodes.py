@@ -43,25 +43,17 @@ def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, worker
     assert [turn["role"] for turn in sample["turns"]][:2] == ["user", "assistant"]
 
 
-def _tokens_alone(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Leave out the differences between the engine's log-probabilities and the trainer's.
-
-    Which rows are decoded together depends on when requests arrive, and with it the rounding of the engine's.
-    """
-    return {
-        step: {name: value for name, value in row.items() if "generation_" not in name} for step, row in rows.items()
-    }
-
-
 def test_a_resumed_run_has_the_same_episodes(run_config: Any, tmp_path: Path) -> None:
+    """Bit by bit, as the engine waits for all episodes before it decodes their next turns together."""
+
     def config(folder: str, *more: str) -> Any:
         keys = ["checkpoints.every=2", "algorithm.num_steps=6", f"output_dir={tmp_path / folder}", *more]
-        return run_config("grpo", *GAME, "environment.fails=3", *keys)
+        return run_config("grpo", *GAME, "environment.fails=3", "environment.gather_timeout=20", *keys)
 
     run(config("whole"))
     run(config("two", "algorithm.num_steps=4"))
     resume(tmp_path / "two", ["algorithm.num_steps=6"])
-    whole, two = (_tokens_alone(numbers_of(tmp_path / folder)) for folder in ("whole", "two"))
+    whole, two = (numbers_of(tmp_path / folder) for folder in ("whole", "two"))
     del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
     assert whole == two
     assert any(row.get("train/failed_episodes") for row in whole.values())
@@ -79,3 +71,20 @@ def test_a_model_is_evaluated_in_episodes(run_config: Any, tmp_path: Path) -> No
         assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns), abs=1e-5)
         assert turns[-1]["content"] == row["completion"]
         assert row["turns"][0] == {"role": "user", "content": f"{row['id']}?", "trained": False}
+
+
+def test_failed_episodes_of_an_evaluation_are_counted(
+    run_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(run_config("grpo", *GAME, "algorithm.num_steps=1"))
+    out = tmp_path / "evaluation"
+    fails = "environment.fails=1"
+    assert call("evaluate", tmp_path / "run", fails, "--samples", 8, "--out", out, "--trust-run") == 0
+    failed = [row for row in lines(out / "completions.jsonl") if "failure" in row]
+    assert 0 < len(failed) < 8
+    assert {(row["reward"], row["accuracy"], row["failure"]) for row in failed} == {
+        (0.0, 0.0, "RuntimeError in step, turn 2: lost")
+    }
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["failed_episodes"], summary["reward_failures"]) == (len(failed), 0)
+    assert f"{len(failed)} episodes of " in " ".join(capsys.readouterr().out.split())

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rlframework.errors import RefitError
+from rlframework.generation.packed_linears import shows_columns
 from rlframework.weight_sync.buffers import Slot
 from rlframework.weight_sync.staged import Source
 
@@ -18,6 +20,7 @@ def load(worker: Any, source: Source) -> dict[str, Tensor]:
     for head, embedding in _tied_heads(model):
         if hasattr(embedding, "cpu_linear"):  # the packed copy of the weight, with which a CPU computes
             head.cpu_linear = embedding.cpu_linear
+            require_packed(head)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {slot.name: held for slot in source.slots if (held := _held(slot, parameters.get(slot.name))) is not None}
 
@@ -25,6 +28,15 @@ def load(worker: Any, source: Source) -> dict[str, Tensor]:
 def load_shard(worker: Any, source: Source) -> None:
     """`load` into one of several workers, in a process of its own, which holds no weight as it was sent."""
     load(worker, source)
+
+
+def require_packed(head: Any) -> None:
+    """Raise `RefitError` if the packed copy of a head's weight has other values.
+
+    Probes do not detect a head of an earlier version if the learning rate is small.
+    """
+    if not shows_columns(lambda rows: head.cpu_linear(rows, head.weight, None), head.weight):
+        raise RefitError("vLLM computes with another head than the embedding that it is tied to: report a bug")
 
 
 def _tied_heads(model: Any) -> Iterator[tuple[Any, Any]]:

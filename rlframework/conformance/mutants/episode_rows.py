@@ -45,8 +45,8 @@ def _rows(name: str, bug: str, *tests: str) -> Callable[[Callable[[TrainingRow],
 
     def make(change: Callable[[TrainingRow], TrainingRow]) -> Mutant:
         class Broken(EpisodePlayer):
-            async def play(self, sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
-                played = await super().play(sample, seed, task_seed)
+            async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
+                played = await super().play(sample, seed, task_seed, session)
                 return replace(played, rows=[change(row) for row in played.rows])
 
         return _player(name, bug, *tests)(Broken)
@@ -100,9 +100,9 @@ def _tool_results_reworded(row: TrainingRow) -> TrainingRow:
 class ToolResultAsSampled(EpisodePlayer):
     """The length of an episode is that from its first sampled token on."""
 
-    async def play(self, sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
+    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
         """See `EpisodePlayer`."""
-        played = await super().play(sample, seed, task_seed)
+        played = await super().play(sample, seed, task_seed, session)
 
         class Counted(PlayedEpisode):
             @property
@@ -116,9 +116,9 @@ class ToolResultAsSampled(EpisodePlayer):
 class RewardOfTheLastTurn(EpisodePlayer):
     """Rewards before the last turn are lost."""
 
-    async def play(self, sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
+    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
         """See `EpisodePlayer`."""
-        played = await super().play(sample, seed, task_seed)
+        played = await super().play(sample, seed, task_seed, session)
         return replace(played, outcomes=played.outcomes[-1:])
 
 
@@ -126,9 +126,9 @@ class RewardOfTheLastTurn(EpisodePlayer):
 class RewardLost(EpisodePlayer):
     """The last reward is 0."""
 
-    async def play(self, sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
+    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
         """See `EpisodePlayer`."""
-        played = await super().play(sample, seed, task_seed)
+        played = await super().play(sample, seed, task_seed, session)
         return replace(played, outcomes=[*played.outcomes[:-1], StepOutcome(0.0)])
 
 
@@ -161,6 +161,6 @@ class Endless(EpisodePlayer):
 class FailureTrained(EpisodePlayer):
     """The failure is forgotten."""
 
-    async def play(self, sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
+    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
         """See `EpisodePlayer`."""
-        return replace(await super().play(sample, seed, task_seed), failure="")
+        return replace(await super().play(sample, seed, task_seed, session), failure="")

@@ -211,7 +211,7 @@ class RecordedRollout:
         player = getattr(environment, "player", EpisodePlayer)(recorded, config, ChatFormat(tokenizer), engine)
 
         async def play_all() -> list[PlayedEpisode]:
-            return list(await asyncio.gather(*(player.play(s, k, k) for k, s in enumerate(samples))))
+            return list(await asyncio.gather(*(player.play(s, k, k, engine.begin()) for k, s in enumerate(samples))))
 
         result = rollout_of(asyncio.run(play_all()), tokenizer.pad_token_id)
         return cls(result, engine.sessions, recorded.episodes, oracle)

@@ -1,0 +1,179 @@
+"""Chat formats at the edges: parallel results, tokenizers that add spaces, opened reasoning, changed history."""
+
+from __future__ import annotations
+
+import json
+import random
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from chat_formats import NAMES, TOOLS, Turn, sampled, tokenizer, written
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlframework.interfaces.messages import Message
+from rlframework.rollout.chat_format import ChatFormat
+
+ASK: Message = {"role": "user", "content": "1+2?"}
+
+
+def with_template(template: str, name: str = "chatml") -> Any:
+    made = deepcopy(tokenizer(name))
+    made.chat_template = template
+    return made
+
+
+def reply_to(chat: ChatFormat, model: Any, text: str) -> tuple[list[int], Message]:
+    """The history after a turn that was sampled as `text`, and its message."""
+    ids = model(text, add_special_tokens=False)["input_ids"]
+    return [*chat.prompt([ASK]), *ids], chat.parse(ids)
+
+
+def two_calls(name: str) -> str:
+    """The text of a turn that calls `add` twice, with its end."""
+    one, end = written(name, Turn("", None, {"a": 1}))
+    other = written(name, Turn("", None, {"a": 22}))[0]
+    if name == "mistral":
+        return f"{one[:-1]}, {other.removeprefix('[TOOL_CALLS] [')}{end}"
+    if name == "deepseek":
+        return one.removesuffix("<｜tool▁calls▁end｜>") + "\n" + other.removeprefix("<｜tool▁calls▁begin｜>") + end
+    return f"{one}\n{other}{end}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt_oss", "llama3")])  # those have one call
+def test_results_of_parallel_calls_follow_the_calls(name: str) -> None:
+    """Two calls of one turn and both results: the exact tokens end with the text of the whole rendering."""
+    chat, model = ChatFormat(tokenizer(name)), tokenizer(name)
+    ids = sampled(name, two_calls(name), random.Random(0))
+    reply = chat.parse(ids, TOOLS)
+    assert [json.loads(call["function"]["arguments"]) for call in reply["tool_calls"]] == [{"a": 1}, {"a": 22}]
+    assert len({call["id"] for call in reply["tool_calls"]}) == 2
+    new: list[Message] = [
+        {"role": "tool", "content": result, "name": "add", "tool_call_id": call["id"]}
+        for call, result in zip(reply["tool_calls"], ("one", "two"), strict=True)
+    ]
+    history = [*chat.prompt([ASK], TOOLS), *ids]
+    extended = chat.extend(history, [ASK, reply], new, TOOLS)
+    assert extended is not None
+    assert extended[: len(history)] == history
+    tail = model.decode(extended[len(history) :])
+    assert model.decode(chat.prompt([ASK, reply, *new], TOOLS)).endswith(tail)
+    assert tail.index("one") < tail.index("two")
+
+
+def test_several_calls_where_the_template_has_one_are_malformed() -> None:
+    """Llama 3's template raises an error for two calls: what a model writes must not stop its episode."""
+    chat, model = ChatFormat(tokenizer("llama3")), tokenizer("llama3")
+    text = '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "add", "parameters": {"a": 1}}'
+    history, reply = reply_to(chat, model, f"{text}<|eot_id|>")
+    [call] = reply["tool_calls"]
+    assert call["function"] == {"name": "", "arguments": text}
+    refused: Message = {"role": "tool", "content": "one call only", "tool_call_id": call["id"]}
+    extended = chat.extend(history, [ASK, reply], [refused])
+    assert extended is not None
+    assert "one call only" in model.decode(extended[len(history) :])
+
+
+def spaced(template: str) -> Any:
+    """A tokenizer that puts a space before each text, as SentencePiece does, with one token per character."""
+    characters = [*"▁0123456789?+ab[]/INST\n", "<unk>"]
+    made = Tokenizer(models.BPE({token: number for number, token in enumerate(characters)}, [], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    loaded: Any = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    loaded.chat_template = template
+    return loaded
+
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<s>[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_tokenizer_that_adds_spaces_makes_the_tokens_of_one_rendering() -> None:
+    model = spaced(LLAMA2)
+    assert model.tokenize("a") == ["▁", "a"]
+    chat = ChatFormat(model)
+    more: Message = {"role": "user", "content": "b?"}
+    whole = chat.prompt([ASK, {"role": "assistant", "content": "3"}, more])
+    end = whole.index(model.eos_token_id) + 1
+    history, reply = whole[:end], chat.parse(whole[len(chat.prompt([ASK])) : end])
+    assert str(reply["content"]).strip() == "3"
+    assert chat.extend(history, [ASK, reply], [more]) == whole
+
+
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>U' + m.content }}"
+    "{% else %}{{ '<|im_start|>A' + m.content.split('</think>')[-1] + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>A<think>\\n' }}{% endif %}"
+)
+KEPT = R1.replace(
+    "m.content.split('</think>')[-1]", "'<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' + m.content"
+)
+
+
+def test_a_prompt_that_opens_reasoning_which_history_drops_begins_a_row() -> None:
+    """As DeepSeek-R1: the thought has no name of its own in the template, so it is part of the content."""
+    model = with_template(R1)
+    chat = ChatFormat(model)
+    history, reply = reply_to(chat, model, "why\n</think>\n\n3<|im_end|>")
+    assert reply == {"role": "assistant", "content": "why\n</think>\n\n3"}
+    assert chat.extend(history, [ASK, reply], [ASK]) is None
+    assert "why" not in model.decode(chat.prompt([ASK, reply, ASK]))
+
+
+def test_a_prompt_that_opens_reasoning_which_history_keeps_is_extended() -> None:
+    model = with_template(KEPT)
+    chat = ChatFormat(model)
+    history, reply = reply_to(chat, model, "why\n</think>\n\n3<|im_end|>")
+    assert reply == {"role": "assistant", "content": "3", "reasoning_content": "why"}
+    extended = chat.extend(history, [ASK, reply], [ASK])
+    assert extended is not None
+    assert model.decode(extended) == model.decode(chat.prompt([ASK, reply, ASK]))
+    cut, unfinished = reply_to(chat, model, "why and why")
+    assert unfinished == {"role": "assistant", "content": "", "reasoning_content": "why and why"}
+    assert model.decode(cut).endswith("<think>\nwhy and why")
+
+
+def test_reasoning_without_a_name_in_the_template_is_content() -> None:
+    chat = ChatFormat(tokenizer("smollm2"))
+    for text in ("<think>a</think><tool_call>", "<think>a"):
+        ids = tokenizer("smollm2")(text)["input_ids"]
+        found = chat.parse(ids)
+        assert found["content"] == text.removesuffix("<tool_call>")
+        assert len(found.get("tool_calls", ())) == text.count("<tool_call>")
+
+
+def test_history_that_changes_at_its_start_is_not_extended() -> None:
+    """The number of messages before them, as long as before: the turn itself stays where it was."""
+    plain = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    for template, kept in ((plain, True), ("{{ messages | length }}" + plain, False)):
+        model = with_template(template)
+        chat = ChatFormat(model)
+        history = chat.prompt([ASK])
+        ids = model("<|im_start|>3<|im_end|>")["input_ids"]
+        reply: Message = {"role": "assistant", "content": "3"}
+        assert (chat.extend([*history, *ids], [ASK, reply], [ASK]) is not None) == kept
+
+
+def test_a_turn_that_the_template_changes_is_not_extended() -> None:
+    plain = tokenizer("chatml").chat_template
+    assert "m.content" in plain
+    for changed in ("(m.content | upper)", "(m.content | replace('bc', ''))"):
+        model = with_template(plain.replace("m.content", changed))
+        chat = ChatFormat(model)
+        history, reply = reply_to(chat, model, "abcd<|im_end|>")
+        assert chat.extend(history, [ASK, reply], [ASK]) is None
+        history, reply = reply_to(chat, model, "12<|im_end|>")
+        assert chat.extend(history, [ASK, reply], [ASK]) is not None
+
+
+def test_without_a_template_texts_follow_one_another() -> None:
+    model = with_template("")
+    model.chat_template = None
+    chat = ChatFormat(model)
+    assert model.decode(chat.extend([5, 6], [ASK], [ASK]) or []) == model.decode([5, 6]) + "1+2?"
+    assert chat.turn_end_ids == {model.eos_token_id}
