@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from rlframework.conformance.recorded_rollout import MOST_TURNS, RecordedRollout
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.environment_harness import EnvironmentHarness
 from rlframework.conformance.suites.episode_scripts import SCRIPTS
 from rlframework.conformance.suites.episodes import opened
+from rlframework.conformance.suites.recorded_rollout import MOST_TURNS, RecordedRollout
 from rlframework.plugins.types import Capability
 
 RESCORED = 1e-4
