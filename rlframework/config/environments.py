@@ -226,4 +226,4 @@ class DatasetConfig(EnvironmentConfig):
         drawn = self.validation_path is None and self.validation_split is None
         judging = {"check", "reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward"}
         drawing = set() if drawn else {"environment.validation_fraction", "seed"}
-        return frozenset({f"environment.{key}" for key in judging} | drawing)
+        return super().unseen_by_training | {f"environment.{key}" for key in judging} | drawing

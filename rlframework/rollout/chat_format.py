@@ -1,0 +1,120 @@
+"""Chat format of a model: prompts as tokens, the tokens between two turns, and the messages in completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, cast
+
+from rlframework.errors import DataError
+from rlframework.interfaces.messages import Message, ToolSpec
+from rlframework.rollout.chat_text import ChatText
+from rlframework.rollout.continuation import continuation
+from rlframework.rollout.reply_parser import parser_for
+from rlframework.rollout.tool_calls import ParsedTurn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChatFormat:
+    """Converts between messages and tokens for the chat template of `tokenizer`. Sampled tokens are never rendered.
+
+    Special tokens that users or tools spell stay text, as in `rlframework.rollout.chat_text`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._text = ChatText(tokenizer)
+        self._parse = parser_for(self._text.template)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Return the tokens of `messages` that the model continues with its turn. `DataError` if there are none."""
+        ids = [*self._text.begin, *self._text.encode(self._text.render(messages, tools, prompt=True))]
+        if not ids:
+            raise DataError(f"the prompt {list(messages)!r} has no token; give at least one message with text")
+        return ids
+
+    def extend(
+        self,
+        history_ids: Sequence[int],
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        """Return `history_ids` and the tokens of `new`, to be continued with the next turn.
+
+        `history_ids` are the exact tokens so far and end with a sampled turn; `messages` are the conversation up to
+        and including that turn. A turn that was cut off is ended first. Returns None where the template rewrites
+        history, or writes another token at the end of the turn than was sampled: the caller then uses `prompt`.
+        """
+        if self._text.template is None:
+            return [*history_ids, *self._text.encode(self._text.render(new))]
+        found = continuation(self._text, messages, new, tools)
+        if found is None:
+            return None
+        last = history_ids[-1] if history_ids else None
+        if last in self._closing_ids:
+            if last != self._tokenizer.convert_tokens_to_ids(found.end):
+                return None
+            return [*history_ids, *self._after(found.end, found.tail)]
+        return [*history_ids, *self._text.encode(found.end + found.tail)]
+
+    def parse(self, completion_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+        """Return the assistant message in a completion, with the token that ended it left out.
+
+        Tool calls get an id of nine characters, as Mistral's templates want, that depends on the completion. One that
+        is malformed has the name that was found or none, and its text as arguments. Reasoning is kept apart from the
+        content where the chat template does so.
+        """
+        ids = list(completion_ids)
+        digest = blake2b(repr(ids).encode(), digest_size=8).hexdigest()
+        if ids and ids[-1] in self._closing_ids:
+            ids.pop()
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        turn = self._turn(text)
+        return turn.message([f"{digest[:6]}{number:03d}" for number in range(len(turn.calls))])
+
+    def _turn(self, text: str) -> ParsedTurn:
+        if self._knows_reasoning:
+            opened = self._opens_reasoning and "</think>" not in text
+            return self._parse("<think>" + text if opened else text)
+        thought, closed, rest = text.partition("</think>")
+        if not closed:
+            return ParsedTurn(text) if text.lstrip().startswith("<think>") else self._parse(text)
+        turn = self._parse(rest)
+        return replace(turn, content=thought + closed + turn.content)
+
+    @cached_property
+    def turn_end_ids(self) -> frozenset[int]:
+        """The tokens that end a turn in the chat template, for generation to stop there; without one, the end token."""
+        return self._ids(self._text.turn_ends) or self._end_token
+
+    @cached_property
+    def _closing_ids(self) -> frozenset[int]:
+        return self._ids(self._text.ends) | self._end_token
+
+    def _ids(self, tokens: Iterable[str]) -> frozenset[int]:
+        return frozenset(cast("list[int]", self._tokenizer.convert_tokens_to_ids(list(tokens))))
+
+    @property
+    def _end_token(self) -> frozenset[int]:
+        end = self._tokenizer.eos_token_id
+        return frozenset() if end is None else frozenset([end])
+
+    @cached_property
+    def _knows_reasoning(self) -> bool:
+        template = self._text.template or ""
+        return "reasoning_content" in template or "thinking" in template
+
+    @cached_property
+    def _opens_reasoning(self) -> bool:
+        if self._text.template is None or not self._knows_reasoning:
+            return False
+        return self._text.render([{"role": "user", "content": "a"}], prompt=True).rstrip().endswith("<think>")
+
+    def _after(self, end: str, tail: str) -> list[int]:
+        """The tokens of `tail` after the special token `end`: some tokenizers put a space before a text's start."""
+        return self._text.encode(end + tail)[1:]
