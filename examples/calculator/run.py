@@ -35,7 +35,7 @@ TOOL = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/calculator"))
@@ -44,9 +44,21 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a small model gains little from more
     sys.path.insert(0, str(HERE))  # where calculator.py is
 
+    from rlframework.errors import RLFrameworkError, UserError
+
+    try:
+        train(arguments.output, arguments.seed, arguments.overrides)
+    except RLFrameworkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+def train(folder: Path, seed: int, overrides: Sequence[str]) -> None:
+    """Make data and a random model, and run both phases."""
     from rlframework import load_config, run
 
-    output, seed = arguments.output / f"seed-{arguments.seed}", arguments.seed
+    output = folder / f"seed-{seed}"
     data = write_data(output / "data", seed)
     settings = {
         "sft": {
@@ -61,7 +73,7 @@ def main() -> None:
     }
     for phase, values in settings.items():
         given = [f"seed={seed}", f"output_dir={output / phase}", *(f"{key}={value}" for key, value in values.items())]
-        own = [text.removeprefix(f"{phase}:") for text in arguments.overrides if text.startswith(f"{phase}:")]
+        own = [text.removeprefix(f"{phase}:") for text in overrides if text.startswith(f"{phase}:")]
         started = time.monotonic()
         result = run(load_config(HERE / f"{phase}.yaml", [*given, *own]))
         print(f"{phase}: {time.monotonic() - started:.0f} s{summary(result.history)}")
@@ -80,7 +92,7 @@ def write_data(folder: Path, seed: int, held_out: int = 256) -> Path:
     chance.shuffle(pairs)
     out, pairs = {tuple(sorted(pair)) for pair in pairs[:held_out]}, pairs[held_out:]
     pairs = [pair for pair in pairs if tuple(sorted(pair)) not in out]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write(folder / "demonstrations.jsonl", [demonstration(a, b, call=chance.random() < 0.25) for a, b in pairs])
     write(folder / "tasks.jsonl", [task(a, b) for a, b in pairs])
     write(folder / "held_out.jsonl", [task(a, b) for a, b in sorted(out)])
@@ -125,4 +137,4 @@ def make_start(path: Path, seed: int) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -28,9 +28,10 @@ def script(program: Path, *words: object) -> str:
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
-def test_configurations_load_and_fit_the_schema(path):
+def test_configurations_load_and_fit_the_schema(path, monkeypatch):
     import jsonschema
 
+    monkeypatch.syspath_prepend(path.parent)  # of functions that it names
     rows = ["environment.train_path=train.jsonl"] if "name: gsm8k" in path.read_text() else []
     assert load_config(path, rows).policy.backend == "dtensor"
     jsonschema.validate(yaml.safe_load(path.read_text()), config_schema(create_manager()))
@@ -150,3 +151,23 @@ def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_jso
     }
     assert written["proof"]["probes_of_forward"] > 0.0
     assert all(case["ratio"]["median"] > 0.0 for case in written["cases"])
+
+
+def test_the_calculator_trains_on_episodes(tmp_path):
+    """No product of a held-out task is among the demonstrations and training tasks."""
+    small = ["num_steps=1", "prompts_per_step=2", "samples_per_prompt=2", "validation.samples=4"]
+    words = [*(f"grpo:algorithm.{key}" for key in small), "grpo:policy.train_global_batch_size=4"]
+    words += ["sft:policy.scheduler.warmup_steps=0", "grpo:policy.scheduler.warmup_steps=0"]
+    printed = script(ROOT / "examples/calculator/run.py", "--output", tmp_path, "sft:algorithm.num_steps=2", *words)
+    assert "grpo: " in printed
+    assert "held-out success" in printed
+    data = tmp_path / "seed-0" / "data"
+    tasks, held_out = (
+        {tuple(sorted(json.loads(line)["prompt"].split("*"))) for line in (data / name).read_text().splitlines()}
+        for name in ("tasks.jsonl", "held_out.jsonl")
+    )
+    assert len(tasks) > 3000
+    assert not tasks & held_out
+    rows = [json.loads(line) for line in (data / "demonstrations.jsonl").read_text().splitlines()]
+    calling = sum("tool_calls" in row["messages"][1] for row in rows) / len(rows)
+    assert 0.2 < calling < 0.3
