@@ -92,6 +92,7 @@ vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), a
 	test $(VLLM_EXTRA) != cpu || \
 		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton opencv-python-headless
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest plugins/vllm/tests
+	VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest plugins/vllm/tests/test_vllm_faults.py
 
 outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rP tests/packaging/outside.py

@@ -6,8 +6,8 @@ A trainer (dtensor, one worker process, a Llama in fp32) and one generation work
 process), as in a run; each round is a whole refit, from the driver's call until the version is committed. The weights
 are copied into the engine's own memory. `refit` is proven by checksums, of what arrived and of what is held; `proven
 refit` also by probes, and `probes` is the time of these alone: a token sampled by the engine after each of four
-prompts, without cached prefixes as after a refit, and the trainer's forward of the same rows. Floors, with the same
-number of bytes:
+prompts, without cached prefixes as after a refit, and at the same time the trainer's forward of the prompts. Floors,
+with the same number of bytes:
 
 - `bare copy`: two processes with mapped shared memory. One copies all bytes of a tensor in and signals, the other
   copies them out into its own tensor, each with one `copy_`. No names, no checksums.
@@ -17,8 +17,8 @@ number of bytes:
   buffers, so that one process copies in while the other copies out, on two cores.
 - `bare write`: one process copies all bytes into the shared memory with one `copy_`, and signals: a refit that leaves
   the weights in the engine's memory, without names, proof or calls.
-- `bare write, checksums`: the same in pieces of 128 MiB with checksums as in a refit: the writer's of its source, while
-  in the cache, and the reader's of each piece that has arrived. What it takes longer than `bare write` is their cost.
+- `bare write, checksums`: the same in parts of 128 MiB with checksums as in a refit: the writer's of its source, while
+  in the cache, and the reader's of each part that has arrived. What it takes longer than `bare write` is their cost.
 - `bare broadcast`: one `torch.distributed.broadcast` of all bytes between two processes over gloo.
 - `one forward`: a plain transformers model in the driver's process computes one row with as many tokens as the prompts
   of the probes, and the logits of as many of them as there are probes.
@@ -32,7 +32,6 @@ its inverse, our speed relative to the floor's.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 import time
@@ -45,30 +44,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from interleave import Timings, interleave, machine, table, write_json
+from refit_floors import BROADCAST, CHECKED, CHUNK, COPIES, WRITE, Floor, broadcasting, copying
 
 from rlframework import create_manager, load_config
 from rlframework.conformance.policies import InspectedEngines
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationEngine, SamplingParams
+from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.client import Policy
-from rlframework.weight_sync import buffers, ipc
 from rlframework.weight_sync.calls import RefitCalls
 from rlframework.weight_sync.coordinator import Refitter
 from rlframework.weight_sync.proof import Probes
 
 IPC, COLLECTIVE = "refit, ipc", "refit, collective"
 PROVEN, PROBES = "proven refit, ipc", "probes"
-BARE, MEMCPY = "bare copy", "bare copy, memcpy"
-OVERLAPPED, MEMCPY_OVERLAPPED = "bare copy, overlapped", "bare memcpy, overlapped"
-COPIES = BARE, MEMCPY, OVERLAPPED, MEMCPY_OVERLAPPED
-WRITE, CHECKED = "bare write", "bare write, checksums"
-BROADCAST, FORWARD = "bare broadcast", "one forward"
-PIECE, GROUP = 32 << 20, ipc.OFFERED_GROUP
+FORWARD = "one forward"
 COUNT = 4  # probes
 HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
 PAIRS = (
@@ -79,131 +72,6 @@ PAIRS = (
     (PROBES, IPC),
     (PROBES, FORWARD),
 )
-
-
-# -- floors: two processes each, controlled over pipes ---------------------------------------------------------
-
-
-def copying(rank: int, name: str, size: int, driver: Any, other: Any) -> None:
-    """Rank 0 copies its bytes into the shared memory, rank 1 copies them out."""
-    torch.set_num_threads(1)
-    shared = shared_memory.SharedMemory(name)
-    memory: Any = np.frombuffer(shared.buf, dtype=np.uint8)
-    place: Any = None
-    own = bytes_of_rank(rank, size)
-    driver.send("ready")
-    while (order := driver.recv()) != "end":
-        if order == "sum":
-            driver.send(digest(own))
-            continue
-        if order in (WRITE, CHECKED):
-            write(rank, own, memory, order, other)
-            driver.send("done")
-            continue
-        whole = order in (BARE, MEMCPY)
-        pieces = [(0, size)] if whole else [(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
-        for number, (start, end) in enumerate(pieces):
-            place = memory[:end] if whole else memory[number % 2 * PIECE :][: end - start]
-            if rank == 0:
-                if number > 1:
-                    other.recv_bytes()  # the previous contents have been read
-                copy(place, own[start:end], order)
-                other.send_bytes(b"in")
-            else:
-                other.recv_bytes()
-                copy(own[start:end], place, order)
-                if number + 2 < len(pieces):
-                    other.send_bytes(b"out")
-        driver.send("done")
-    place = memory = None  # otherwise the shared memory cannot be closed
-
-
-def write(rank: int, own: Any, memory: Any, order: str, other: Any) -> None:
-    """Rank 0 writes its bytes into the shared memory; with checksums, rank 1 verifies them there."""
-    size = len(own)
-    for start in range(0, size, size if order == WRITE else GROUP):
-        piece = slice(start, min(start + GROUP, size) if order == CHECKED else size)
-        if rank:
-            sent = other.recv()
-            assert order == WRITE or buffers.checksum(torch.from_numpy(memory[piece])) == sent
-        elif order == WRITE:
-            copy(memory[piece], own[piece], order)
-            other.send(None)
-        else:
-            target, source = torch.from_numpy(memory[piece]), torch.from_numpy(own[piece])
-            other.send(buffers.copy_bytes(target, source, of_source=True))
-
-
-def copy(target: Any, source: Any, order: str) -> None:
-    """Copy with torch's `copy_`, or with numpy."""
-    if order in (MEMCPY, MEMCPY_OVERLAPPED):
-        target[:] = source
-    else:
-        torch.from_numpy(target).copy_(torch.from_numpy(source))
-
-
-def broadcasting(rank: int, address: str, size: int, driver: Any, other: Any) -> None:
-    """Both ranks of a gloo group."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    own = bytes_of_rank(rank, size)
-    tensor = torch.from_numpy(own)
-    driver.send("ready")
-    while (order := driver.recv()) != "end":
-        if order == "sum":
-            driver.send(digest(own))
-            continue
-        dist.broadcast(tensor, 0)
-        driver.send("done")
-    dist.destroy_process_group()
-
-
-def bytes_of_rank(rank: int, size: int) -> Any:
-    """The source of rank 0, in a tensor's memory like weights; ones for rank 1."""
-    if rank:
-        return torch.zeros(size, dtype=torch.uint8).fill_(1).numpy()  # touch its pages
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
-
-
-def digest(values: Any) -> int:
-    import xxhash
-
-    return xxhash.xxh3_64_intdigest(values)
-
-
-class Floor:
-    """Two processes that run `target`, with the driver's ends of their pipes."""
-
-    def __init__(self, target: Any, argument: str, size: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._links = []
-        left, right = spawn.Pipe()
-        for rank, other in enumerate((left, right)):
-            mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=target, args=(rank, argument, size, theirs, other), daemon=True)
-            process.start()
-            self._links.append((mine, process))
-        self._answers()
-
-    def run(self, order: str) -> None:
-        """Send an order and wait for both processes."""
-        self.ask(order)
-
-    def ask(self, order: str) -> list[Any]:
-        for link, _ in self._links:
-            link.send(order)
-        return self._answers()
-
-    def _answers(self) -> list[Any]:
-        return [link.recv() for link, _ in self._links]
-
-    def end(self) -> None:
-        for link, process in self._links:
-            link.send("end")
-            process.join(20)
-
-
-# -- ours -------------------------------------------------------------------------------------------------------------
 
 
 def make_model(path: Path, mebibytes: int) -> Any:
@@ -254,53 +122,68 @@ def measure(mebibytes: int, rounds: int, folder: Path, clock: Callable[[], float
     tokenizer = make_model(folder / "model", mebibytes)
     results: dict[str, Timings] = {}
     with ExitStack() as stack:
-        policy, engines = stack.enter_context(refitting(folder / "model", tokenizer, "ipc"))
-        size = engines.refitter.refit().size
-        shared = shared_memory.SharedMemory(create=True, size=size + 2 * PIECE)
-        stack.callback(shared.unlink)
-        stack.callback(shared.close)
-        floor = Floor(copying, shared.name, size)
-        stack.callback(floor.end)
-        engines.refitter.refit()  # not the first refit, before which the engine has no model
-        check_weights(policy, engines, folder / "saved")
-        for order in COPIES:
-            floor.run(order)
-            sums = floor.ask("sum")
-            assert sums[0] == sums[1], order
-        probes = Probes(COUNT, range(512), SamplingParams(), bound=0.02, positions=64)
-        proven = Refitter(policy, lambda: engines.client.engines, engines.config.refit, probes, "ipc")
-        contenders = {
-            IPC: lambda: float(engines.refitter.refit().size),
-            PROVEN: lambda: float(proven.refit().size),
-            PROBES: partial(_probe, policy, engines, probes, size),
-            FORWARD: partial(_forward, plain_model(folder / "model"), probes, size),
-            **{order: partial(_timed, floor, order, size) for order in (*COPIES, WRITE, CHECKED)},
-        }
+        contenders, size = through_memory(stack, folder, tokenizer)
         results["shared memory"] = interleave(contenders, rounds, warmup=2, clock=clock)
     with ExitStack() as stack:
-        policy, engines = stack.enter_context(refitting(folder / "model", tokenizer, "collective"))
-        for _ in range(2):
-            engines.refitter.refit()
-        check_weights(policy, engines, folder / "saved-again")
-        floor = Floor(broadcasting, f"file://{folder}/meeting", size)
-        stack.callback(floor.end)
-        floor.run(BROADCAST)
-        sums = floor.ask("sum")
-        assert sums[0] == sums[1]
-        contenders = {
-            COLLECTIVE: lambda: float(engines.refitter.refit().size),
-            BROADCAST: partial(_timed, floor, BROADCAST, size),
-        }
+        contenders = over_group(stack, folder, tokenizer)
         results["process group"] = interleave(contenders, rounds, warmup=2, clock=clock)
     return results, size
+
+
+Contenders = dict[str, Callable[[], float]]
+"""Each returns the bytes that it moved, or those of a refit."""
+
+
+def through_memory(stack: ExitStack, folder: Path, tokenizer: Any) -> tuple[Contenders, int]:
+    """A refit through shared memory, its proof and their floors; return them and the bytes of a refit."""
+    policy, engines = stack.enter_context(refitting(folder / "model", tokenizer, "ipc"))
+    size = engines.refitter.refit().size
+    shared = shared_memory.SharedMemory(create=True, size=size + 2 * CHUNK)
+    stack.callback(shared.unlink)
+    stack.callback(shared.close)
+    floor = Floor(copying, shared.name, size)
+    stack.callback(floor.end)
+    engines.refitter.refit()  # not the first refit, before which the engine has no model
+    check_weights(policy, engines, folder / "saved")
+    for order in COPIES:
+        floor.ask(order)
+        sums = floor.ask("sum")
+        assert sums[0] == sums[1], order
+    probes = Probes(COUNT, range(512), SamplingParams(), bound=0.02, positions=64)
+    proven = Refitter(policy, lambda: engines.client.engines, engines.config.refit, probes, "ipc")
+    return {
+        IPC: lambda: float(engines.refitter.refit().size),
+        PROVEN: lambda: float(proven.refit().size),
+        PROBES: partial(_probe, policy, engines, probes, size),
+        FORWARD: partial(_forward, plain_model(folder / "model"), probes, size),
+        **{order: partial(_timed, floor, order, size) for order in (*COPIES, WRITE, CHECKED)},
+    }, size
+
+
+def over_group(stack: ExitStack, folder: Path, tokenizer: Any) -> Contenders:
+    """A refit over a process group, and its floor."""
+    policy, engines = stack.enter_context(refitting(folder / "model", tokenizer, "collective"))
+    for _ in range(2):
+        size = engines.refitter.refit().size
+    check_weights(policy, engines, folder / "saved-again")
+    floor = Floor(broadcasting, f"file://{folder}/meeting", size)
+    stack.callback(floor.end)
+    floor.ask(BROADCAST)
+    sums = floor.ask("sum")
+    assert sums[0] == sums[1]
+    return {
+        COLLECTIVE: lambda: float(engines.refitter.refit().size),
+        BROADCAST: partial(_timed, floor, BROADCAST, size),
+    }
 
 
 def _probe(policy: Policy, engines: InspectedEngines, probes: Probes, size: int) -> float:
     version = engines.refitter.require_committed()
     calls = RefitCalls(policy.worker_group, engines.client.engines, 60.0)
     calls.on_engines(GenerationEngine.release, tags=("kv_cache",))  # the prefixes of the round before
-    answers = probes.ask(calls, version, 60.0)
-    answers.compare(policy.get_logprobs(answers.rows, positions="token_mask")["logprobs"])
+    asked = probes.of_version(version)
+    expecting = calls.start_trainer(PolicyWorker.get_next_token_logprobs, data=asked.prompts)
+    asked.ask(calls, 60.0).compare(calls.of_trainer(expecting)[0])
     return float(size)
 
 
@@ -313,7 +196,7 @@ def plain_model(path: Path) -> Any:
 
 @torch.no_grad()
 def _forward(model: Any, probes: Probes, size: int) -> float:
-    prompts = torch.cat([request.prompt_ids for request in probes.requests(1)])
+    prompts = torch.cat([request.prompt_ids for request in probes.of_version(1).requests])
     assert model(input_ids=prompts[None, :64], use_cache=False, logits_to_keep=COUNT).logits.shape[1] == COUNT
     return float(size)
 
@@ -330,7 +213,7 @@ def cpu_seconds() -> float:
 
 
 def _timed(floor: Floor, order: str, size: int) -> float:
-    floor.run(order)
+    floor.ask(order)
     return float(size)
 
 

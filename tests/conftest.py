@@ -7,34 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from short_runs import short_run
 
 
 @pytest.fixture(scope="session")
 def make_config(tiny_llama: Path):
     """`make_config(folder, algorithm, *overrides)`: like `run_config`, in `folder`, for fixtures of wider scope."""
-    from rlframework import load_config
-
-    def make(folder: Path, algorithm: str, *overrides: str) -> Any:
-        values = {
-            "seed": 3,
-            "output_dir": str(folder / "run"),
-            "device": "cpu",
-            "algorithm": {"name": algorithm, "num_steps": 3, "validation": {"every": 2, "samples": 8}},
-            "plugins": ["probe_tasks"],
-            "environment": {"name": "digits"} if algorithm == "grpo" else {"name": "addition", "digits": 1},
-            "policy": {
-                "model_name": str(tiny_llama),
-                "train_global_batch_size": 16,
-                "optimizer": {"lr": 1e-3},
-                "batching": {"tokens": 64},
-            },
-            "generation": {"max_new_tokens": 3},
-            "observers": {"console": False, "tensorboard": False},
-        }
-        grpo = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=8"] if algorithm == "grpo" else []
-        return load_config(values, [*grpo, *overrides])
-
-    return make
+    return partial(short_run, tiny_llama)
 
 
 @pytest.fixture

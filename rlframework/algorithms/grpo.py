@@ -16,10 +16,15 @@ from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
 from rlframework.datasets.loader import PromptLoader
+from rlframework.errors import ConfigError
+from rlframework.interfaces.environment import has_episodes
 from rlframework.interfaces.loss import LossFunction
 from rlframework.plugins.user_defined import load_loss
 from rlframework.policy.microbatching import average_metrics
-from rlframework.rollout.single_turn import Rollout, rollout, row_seeds
+from rlframework.rollout.optimizer_steps import optimizer_steps
+from rlframework.rollout.result import Rollout
+from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.seeds import row_seeds
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
 
@@ -51,6 +56,12 @@ class GRPO(StepLoop):
         # a single optimizer step per batch is on-policy, so the loss does not need `prev_logprobs`
         self.scores_before_training = steps_on_batch > 1
         self.uses_reference = self.needs_reference_model(self.config)
+        if has_episodes(parts.environment) and self.config.overlong.buffer:
+            raise ConfigError(
+                f"algorithm.overlong.buffer={self.config.overlong.buffer} penalizes completions near "
+                "generation.max_new_tokens, which limits a turn and not an episode; set it to 0, or let the "
+                "environment return a penalty"
+            )
         self.inputs.rollouts(self.train_samples, scored=self.scores_before_training or self.uses_reference)
 
     def train_step(self, step: int, timer: Timer) -> StepResult:
@@ -60,11 +71,18 @@ class GRPO(StepLoop):
         with timer.phase("generate"):
             result = rollout(self.parts, samples, row_seeds(self.parts.config.seed, step, len(samples)))
         metrics = self._add_advantages(result)
+        data, rows = optimizer_steps(
+            result.data,
+            result.episode_of,
+            episodes=self.parts.config.policy.train_global_batch_size,
+            ranks=self.parts.policy.data_parallel_size,
+            level=getattr(self.config.loss, "level", "token"),
+        )
         with timer.phase("logprobs"):
-            self._add_logprobs(result.data)
+            self._add_logprobs(data)
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
-            trained = [self.train(step, result.data, self.loss) for _ in range(self.config.epochs_per_batch)]
+            trained = [self.train(step, data, self.loss, rows) for _ in range(self.config.epochs_per_batch)]
         means = average_metrics([result["metrics"] for result in trained])
         metrics |= training_metrics(trained) | {f"train/{name}": value for name, value in means.items()}
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
@@ -83,15 +101,16 @@ class GRPO(StepLoop):
             leave_one_out=config.leave_one_out,
             normalize_std=config.normalize_std,
             eps=config.std_epsilon,
+            left_out=result.failed,
         )
-        data["advantages"] = advantages[:, None] * data["token_mask"]
+        data["advantages"] = advantages[result.episode_of][:, None] * data["token_mask"]
         if config.skip_zero_variance and not config.loss.kl_coef:  # a KL term still gives these rows a gradient
-            data["sample_mask"][constant] = 0.0
+            data["sample_mask"][constant[result.episode_of]] = 0.0
         if config.overlong.drop_truncated:
-            data["sample_mask"][result.truncated] = 0.0
+            data["sample_mask"][result.truncated[result.episode_of]] = 0.0
         return {f"train/{name}": value for name, value in result.metrics.items()} | {
-            "train/reward_std": float(result.rewards.view(config.prompts_per_step, -1).std(1).mean()),
-            "train/shaped_reward": float(shaped.mean()),
+            "train/reward_std": reward_std(result.rewards, config.samples_per_prompt, result.failed),
+            "train/shaped_reward": float(shaped[~result.failed].mean()),
             "train/zero_variance_groups": float(constant.sum()) / config.samples_per_prompt,
         }
 
@@ -114,14 +133,19 @@ def group_advantages(
     leave_one_out: bool = False,
     normalize_std: bool = True,
     eps: float = 1e-6,
+    left_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the advantage of each sample within its group, and the rows of groups without variance.
+    """Return the advantage of each sample within its group, and the samples of groups without variance.
 
-    `rewards [B]` is fp32, with groups of `samples_per_prompt` consecutive rows. The baseline is the mean of the group
-    (GRPO, arXiv:2402.03300) or, with `leave_one_out`, the mean of the group's other rows (RLOO, arXiv:2402.14740).
-    `normalize_std` divides by the group's standard deviation (with n - 1) plus `eps`. Returns `advantages [B]` fp32 and
-    `constant [B]` bool, True for rows of groups whose rewards are all equal; their advantages are 0.
+    `rewards [B]` is fp32, with groups of `samples_per_prompt` consecutive samples. The baseline is the mean of the
+    group (GRPO, arXiv:2402.03300) or, with `leave_one_out`, the mean of the group's other samples (RLOO,
+    arXiv:2402.14740). `normalize_std` divides by the group's standard deviation (with n - 1) plus `eps`. Samples that
+    are `left_out [B]` bool have advantage 0, and the others are those of a group without them. Returns
+    `advantages [B]` fp32 and `constant [B]` bool, True for samples of groups whose rewards are all equal; their
+    advantages are 0.
     """
+    if left_out is not None and bool(left_out.any()):
+        return _advantages_without(rewards, samples_per_prompt, leave_one_out, normalize_std, eps, left_out)
     groups = rewards.float().view(-1, samples_per_prompt)
     groups = groups - groups[:, :1]  # exact for similar rewards, and their sum keeps the digits of their differences
     count = groups.shape[1]
@@ -133,6 +157,30 @@ def group_advantages(
     constant = (groups == 0).all(1, keepdim=True).expand_as(groups)
     advantages = torch.where(constant, torch.zeros_like(advantages), advantages)
     return advantages.reshape(-1), constant.reshape(-1)
+
+
+def _advantages_without(
+    rewards: Tensor, samples_per_prompt: int, leave_one_out: bool, normalize_std: bool, eps: float, left_out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply `group_advantages` to each group without those `left_out`; a group of one has no variance."""
+    advantages, constant = torch.zeros(len(rewards)), torch.ones(len(rewards), dtype=torch.bool)
+    for rows in torch.arange(len(rewards)).view(-1, samples_per_prompt):
+        kept = rows[~left_out[rows]]
+        if len(kept) > 1:
+            advantages[kept], equal = group_advantages(
+                rewards[kept], len(kept), leave_one_out=leave_one_out, normalize_std=normalize_std, eps=eps
+            )
+            constant[rows] = equal[0]
+    return advantages, constant
+
+
+def reward_std(rewards: Tensor, samples_per_prompt: int, failed: Tensor) -> float:
+    """Return the mean over groups of the standard deviation (with n - 1) of their rewards, without those `failed`."""
+    groups, kept = rewards.view(-1, samples_per_prompt), ~failed.view(-1, samples_per_prompt)
+    if bool(kept.all()):
+        return float(groups.std(1).mean())
+    spreads = [float(group[keep].std()) for group, keep in zip(groups, kept, strict=True) if int(keep.sum()) > 1]
+    return sum(spreads) / len(spreads) if spreads else 0.0
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:

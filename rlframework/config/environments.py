@@ -1,6 +1,7 @@
 """The sections of the built-in environments: `environment: {name: addition | gsm8k | dataset, ...}`."""
 
 import string
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -124,6 +125,22 @@ class ColumnsConfig(Section):
         return tuple(sorted(names, key=lambda name: name not in self.renamed))
 
 
+class WeightedReward(Section):
+    """One of several reward functions."""
+
+    function: Annotated[str, ImportsCode()] = Field(description="import path of the reward function")
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = Field(1.0, description="factor of its reward in the sum")
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _import_path(cls, function: object) -> object:
+        """Replace a function by its import path."""
+        return import_path(function) if callable(function) else function
+
+
+RewardName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+
+
 class DatasetConfig(EnvironmentConfig):
     """Your own data: JSONL, Parquet, the output of `datasets.save_to_disk`, or a dataset on the Hugging Face Hub."""
 
@@ -149,8 +166,10 @@ class DatasetConfig(EnvironmentConfig):
         description="how completions are scored. none: not at all (for sft); exact: by exact match; math: by "
         "math-verify, where the reference answer may be a text that ends in `#### result`",
     )
-    reward: Annotated[str | None, ImportsCode()] = Field(
-        None, description="import path of your reward function, an alternative to `check`"
+    reward: Annotated[str | Mapping[RewardName, WeightedReward] | None, ImportsCode()] = Field(
+        None,
+        description="import path of your reward function, an alternative to `check`; or several by name, each "
+        "{function: import path, weight: 1.0}, whose weighted sum is the reward",
     )
     reward_timeout: Seconds | None = Field(
         60.0,
@@ -169,6 +188,23 @@ class DatasetConfig(EnvironmentConfig):
         """Replace a function by its import path."""
         return import_path(reward) if callable(reward) else reward
 
+    @field_validator("reward")
+    @classmethod
+    def _several_rewards(cls, reward: object) -> object:
+        if isinstance(reward, Mapping):
+            if not reward:
+                raise ValueError("reward has no functions; name at least one, or remove the key")
+            if taken := sorted(reward.keys() & {"accuracy", "reward", "reward_failures"}):
+                raise ValueError(f"{', '.join(taken)} cannot be the name of a reward function; choose another")
+        return reward
+
+    @property
+    def reward_functions(self) -> Mapping[str, str]:
+        """The import paths of the reward functions, by the key that holds them; empty if there are none."""
+        if isinstance(self.reward, Mapping):
+            return {f"environment.reward.{name}.function": part.function for name, part in self.reward.items()}
+        return {} if self.reward is None else {"environment.reward": self.reward}
+
     @property
     def scores_completions(self) -> bool:
         """Whether completions are given a reward."""
@@ -177,7 +213,7 @@ class DatasetConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _one_judge(self) -> Self:
         if self.check != "none" and self.reward is not None:
-            both = f"reward ({self.reward}) and check ({self.check})"
+            both = f"reward ({', '.join(self.reward_functions.values())}) and check ({self.check})"
             raise ValueError(f"{both} both score completions; set only one of them")
         return self
 
@@ -190,4 +226,4 @@ class DatasetConfig(EnvironmentConfig):
         drawn = self.validation_path is None and self.validation_split is None
         judging = {"check", "reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward"}
         drawing = set() if drawn else {"environment.validation_fraction", "seed"}
-        return frozenset({f"environment.{key}" for key in judging} | drawing)
+        return super().unseen_by_training | {f"environment.{key}" for key in judging} | drawing

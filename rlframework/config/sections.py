@@ -162,15 +162,29 @@ class EnvironmentConfig(Section):
         description="an environment (`rlframework plugins` lists them), or the import path `module:Class` of yours"
     )
     system_prompt: str | None = Field(None, description="system message of conversations, if there is a chat template")
+    max_turns: Count = Field(16, description="most turns of the model in an episode, which then ends as truncated")
+    max_episode_tokens: Tokens | None = Field(
+        None, description="most tokens of an episode's conversation, with all turns; null: the model's positions"
+    )
+    step_timeout: Seconds = Field(
+        60.0, description="seconds for each reset and step of an episode; one that takes longer fails, alone"
+    )
+    max_concurrent_episodes: Count | None = Field(
+        None, description="episodes that run at the same time; null: as many as the engines decode at a time"
+    )
+    gather_timeout: Seconds = Field(
+        0.02, description="seconds for which engines wait for episodes between two turns, to decode the next together"
+    )
 
     @property
     def unseen_by_training(self) -> frozenset[str]:
-        """The keys that do not affect the training rows: `environment.key` or `seed`. Empty by default.
+        """The keys that do not affect the training rows: `environment.key` or `seed`. By default those of episodes.
 
         Tokenized data may be reused by a run in which only these keys differ. A key that determines which rows are held
         out does affect the training rows.
         """
-        return frozenset()
+        keys = ("max_turns", "max_episode_tokens", "step_timeout", "max_concurrent_episodes", "gather_timeout")
+        return frozenset(f"environment.{key}" for key in keys)
 
 
 class ValidationConfig(Section):

@@ -70,6 +70,9 @@ def _marked(config: BaseModel, above: Keys = ()) -> Iterator[tuple[Keys, Any, Ne
         value = getattr(config, name)
         if isinstance(value, BaseModel):
             yield from _marked(value, (*above, name))
+        elif isinstance(value, Mapping) and any(isinstance(each, BaseModel) for each in value.values()):
+            for key, each in value.items():
+                yield from _marked(each, (*above, name, key))
         elif value != info.get_default(call_default_factory=True):
             marks = [mark for mark in info.metadata if isinstance(mark, (NeedsTrust, ImportsCode))]
             yield from (((*above, name), value, mark) for mark in marks)

@@ -18,6 +18,7 @@ CONTRACTS: Mapping[int, str] = {
     8: "invalid input, an invalid configuration or an undeclared capability is one clear error before any work",
     9: "each request comes back once; its result depends on its prompt, seed, sampling and the weights, nothing else",
     10: "weights are used as a whole or not at all, nothing of older ones after an update, and tokens have versions",
+    11: "a trajectory's sampled tokens and log-probabilities are the engine's, and its row re-scored gives them again",
 }
 
 FP32 = 1e-5

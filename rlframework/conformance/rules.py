@@ -33,6 +33,7 @@ SETTINGS = frozenset(
 class Requirement:
     """The requirements of a test: its contract, capabilities, a number of data-parallel ranks, a GPU.
 
+    `without`: capabilities whose declaration leaves nothing to test.
     `alone`: the test runs with one worker only, because other layouts would show nothing more.
     """
 
@@ -41,10 +42,11 @@ class Requirement:
     data_parallel: int = 1
     gpu: bool = False
     alone: bool = False
+    without: frozenset[Capability] = frozenset()
 
     def declared(self, record: Record) -> bool:
-        """Return True if `record` declares the required capabilities."""
-        return self.capabilities <= record.capabilities
+        """Return True if `record` declares the required capabilities, and none of those that leave nothing to test."""
+        return self.capabilities <= record.capabilities and not self.without & record.capabilities
 
     def fits(self, layout: Layout, device: str) -> bool:
         """Return True if the test has something to check with `layout` on `device`.
@@ -62,14 +64,19 @@ class Requirement:
 
 
 def holds(
-    contract: int, *needs: Capability, data_parallel: int = 1, gpu: bool = False, alone: bool = False
+    contract: int,
+    *needs: Capability,
+    data_parallel: int = 1,
+    gpu: bool = False,
+    alone: bool = False,
+    without: frozenset[Capability] = frozenset(),
 ) -> Callable[[Test], Test]:
     """Mark a suite test with its `contract` and its requirements."""
     if contract not in CONTRACTS:
         raise ValueError(f"unknown contract {contract}")
 
     def mark(test: Test) -> Test:
-        found = Requirement(contract, frozenset(needs), data_parallel, gpu, alone)
+        found = Requirement(contract, frozenset(needs), data_parallel, gpu, alone, without)
         test.requirement = found  # type: ignore[attr-defined]
         return test
 

@@ -333,7 +333,7 @@ def _segments(vocabulary: _Vocabulary, sample: Sample, train_on: TrainOn) -> lis
 
 def _render(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[_Segment]]) -> list[Rendered]:
     texts = [text for row in rows for segment in row for text in (segment.text, segment.end) if text]
-    encoded = iter(_encode(tokenizer, texts))
+    encoded = iter(encode_texts(tokenizer, texts))
     rendered = []
     for row in rows:
         ids: list[int] = []
@@ -342,15 +342,18 @@ def _render(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[_Segment
             tokens = next(encoded) if segment.text else []
             end = next(encoded) if segment.end else []
             if tokens[: len(end)] != end:  # characters merge across the boundary: tokenise separately
-                tokens = end + _encode(tokenizer, [segment.text[len(segment.end) :]])[0]
+                tokens = end + encode_texts(tokenizer, [segment.text[len(segment.end) :]])[0]
             ids += [*tokens, *segment.tokens]
             mask += [True] * len(end) + [segment.trained] * (len(tokens) - len(end) + len(segment.tokens))
         rendered.append((ids, mask))
     return rendered
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """The ids of each text, without added special tokens."""
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text, without added special tokens.
+
+    Raises a `DataError` for characters that the tokenizer has no token for, and for halves of characters.
+    """
     if not texts:
         return []
     try:

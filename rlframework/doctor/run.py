@@ -19,7 +19,7 @@ from rlframework.doctor.probes import RayCluster, RayNode
 from rlframework.errors import RLFrameworkError
 from rlframework.huggingface.hub import hub_problem, is_path
 from rlframework.observers import host
-from rlframework.workers.machine import cpu_count
+from rlframework.workers.machine import cpu_count, python_path
 
 ATTACH_SECONDS, CONNECT_SECONDS, PYTHON_SECONDS = 60.0, 3.0, 60.0
 _VERSIONS = (
@@ -211,8 +211,8 @@ def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
         ("workers", getattr(config.worker_group, "python", None) or backend.py_executable),
         ("generation engines", engines),
     ):
-        if named is not None:
-            yield _same_versions(whose, named)
+        if (python := python_path(named)) is not None:
+            yield _same_versions(whose, python)
 
 
 def generation_engine(context: Context, config: RunConfig) -> Iterator[Finding]:

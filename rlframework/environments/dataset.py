@@ -23,8 +23,8 @@ from rlframework.datasets.rendering import has_answer
 from rlframework.datasets.sources.opening import is_local, open_rows
 from rlframework.datasets.sources.rows import Rows
 from rlframework.environments.math_answers import is_comparable, same_answer
-from rlframework.environments.own_reward import OwnReward
 from rlframework.environments.verifiable import VerifiableEnvironment
+from rlframework.environments.weighted_rewards import reward_of
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, text_of
@@ -75,7 +75,7 @@ class DatasetEnvironment(VerifiableEnvironment):
         self._unanswered: list[int] = []
         train = open_rows(config.path, subset=config.subset, split=config.split)
         self.scores = config.scores_completions
-        self._reward = None if config.reward is None else OwnReward(config)
+        self._reward = reward_of(config)
         keys = self._keys(train)
         path = config.validation_path
         if path is None and config.validation_split is None:

@@ -50,23 +50,22 @@ _PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory befo
 class OwnReward:
     """Scores answers with the function that `environment.reward` names."""
 
-    def __init__(self, config: DatasetConfig) -> None:
-        """Load the function; a `ConfigError` if it cannot be used. No process is started yet."""
-        assert config.reward is not None
+    def __init__(self, config: DatasetConfig, path: str, key: str = "environment.reward") -> None:
+        """Load the function at `path`; a `ConfigError` that names `key` if it cannot be used. Starts no process yet."""
         self._config = config
         try:
-            form = load_reward(config.reward)[1]
+            form = load_reward(path)[1]
         except ConfigError as error:
-            raise ConfigError(f"environment.reward: {error}") from error
-        self._name = f"environment.reward={config.reward!r} ({form.place})"
+            raise ConfigError(f"{key}: {error}") from error
+        self._name = f"{key}={path!r} ({form.place})"
         self._logged: set[str] = set()
         timeout, limit = config.reward_timeout, config.reward_concurrency
         self._calls: RewardCalls | RewardProcess
         self._thread: ThreadPoolExecutor | None = None
         if timeout is not None:
-            self._calls = RewardProcess(config.reward, timeout=timeout, concurrency=limit, is_async=form.is_async)
+            self._calls = RewardProcess(path, timeout=timeout, concurrency=limit, is_async=form.is_async)
         else:
-            self._calls = RewardCalls(config.reward, timeout=None, concurrency=limit)
+            self._calls = RewardCalls(path, timeout=None, concurrency=limit)
             if form.is_async:  # in a thread, because this one may run another event loop
                 self._thread = ThreadPoolExecutor(1, "reward")
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import inspect
 import math
 import numbers
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from rlframework.environments.process_ends import end_together
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
 from rlframework.interfaces.messages import text_of
@@ -119,7 +118,7 @@ class RewardCalls:
         if isinstance(returned, Failure):
             return [returned] * count
         if not self._form.batched:
-            return [_result(returned)]
+            return [read_result(returned)]
         if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):
             text = f"it returned {returned!r:.80}, not a list with one value per answer"
             return [_wrong_type(text, returned)] * count
@@ -132,7 +131,7 @@ class RewardCalls:
                 f"environment.reward={self._path!r} ({self._form.place}) returned {len(values)} values for {count} "
                 "answers; it must return one per answer, in the same order"
             )
-        return [_result(value) for value in values]
+        return [read_result(value) for value in values]
 
 
 def timed_out(seconds: float, what: str = "it") -> Failure:
@@ -149,7 +148,7 @@ def serve(descriptor: int, stack: int) -> None:
     """
     for inherited in (descriptor, stack):
         os.set_inheritable(inherited, False)
-    _end_together((descriptor, stack))
+    end_together((descriptor, stack))
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     link = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver has exited
@@ -172,30 +171,6 @@ def serve(descriptor: int, stack: int) -> None:
             except UserError as error:
                 failure = error
             link.send(failure)
-
-
-def _end_together(descriptors: Iterable[int]) -> None:
-    """End this process with the driver, and everything in its process group with this process. Linux only.
-
-    The kernel does the first even while no thread of this process can run. A child, which closes its `descriptors`,
-    does the second: it outlives this process long enough to kill the processes that the function has started.
-    """
-    if sys.platform != "linux":
-        return
-    when_parent_ends, parent = 1, os.getpid()
-    prctl = ctypes.CDLL(None).prctl
-    prctl(when_parent_ends, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    if os.fork() == 0:
-        try:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            prctl(when_parent_ends, signal.SIGTERM)
-            if os.getppid() == parent:
-                signal.sigwait({signal.SIGTERM})
-        finally:
-            os.killpg(0, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _failure_of(error: BaseException) -> Failure:
@@ -225,7 +200,7 @@ def _prompt(sample: Sample) -> str:
     return text_of(sample.messages[-1]) if sample.messages else ""
 
 
-def _result(value: Any) -> RewardResult:
+def read_result(value: Any) -> RewardResult:
     """The result in one returned value: a number, or a dict with `reward` and other numbers."""
     try:
         named = dict(value) if isinstance(value, Mapping) else {"reward": value}

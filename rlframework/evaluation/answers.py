@@ -17,7 +17,8 @@ from rlframework.datasets.sources.opening import open_rows
 from rlframework.errors import DataError, UserError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.logs import printable
-from rlframework.rollout.single_turn import complete, prompt_seeds
+from rlframework.rollout.seeds import prompt_seeds
+from rlframework.rollout.single_turn import complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,9 @@ from rlframework.evaluation.report import Evaluation, pass_at_k
 from rlframework.files import writing
 from rlframework.interfaces.environment import Sample
 from rlframework.logs import ProgressCallback, printable
-from rlframework.rollout.single_turn import Rollout, prompt_seeds, rollout
+from rlframework.rollout.result import Rollout
+from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.seeds import prompt_seeds
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.recording import plain_json
 
@@ -95,6 +97,8 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
             "accuracy": round(float(scored.accuracies[row]), 6),
             "tokens": int(scored.completion_lengths[row]),
             "truncated": bool(scored.truncated[row]),
+            **({"turns": list(scored.transcripts[row])} if scored.transcripts else {}),
+            **({"failure": scored.failures[row]} if scored.failures and scored.failures[row] else {}),
         }
         for row, sample in enumerate(scored.samples)
     ]
@@ -117,6 +121,7 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
         result.values.setdefault(name, []).extend(values)
     result.ids += [sample.id for sample in scored.samples[::attempts]]
     result.failures += int(scored.metrics.get("reward_failures", 0))
+    result.failed_episodes += int(scored.failed.sum())
 
 
 @contextmanager

@@ -55,12 +55,14 @@ class Estimate:
 class Evaluation:
     """The result of an evaluation. `values` has one value per prompt for each metric, in the order of `ids`.
 
-    `failures` counts the completions on which the user's reward function failed.
+    `failures` counts the completions on which the user's reward function failed, `failed_episodes` the episodes whose
+    environment failed.
     """
 
     ids: list[str] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
     failures: int = 0
+    failed_episodes: int = 0
     seconds: float = 0.0
 
     @cached_property
@@ -135,6 +137,7 @@ def summary(source: ModelSource, parts: Parts, plan: EvaluationPlan, result: Eva
         "seed": parts.config.seed,
         "metrics": _as_json(result.estimates),
         "reward_failures": result.failures,
+        "failed_episodes": result.failed_episodes,
         "interval": {"level": LEVEL, "over": "prompts", "bootstrap_resamples": RESAMPLES},
         "completions": "completions.jsonl",
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -201,6 +204,11 @@ def as_table(plan: EvaluationPlan, results: Sequence[Evaluation]) -> Group:
         Text(f"the reward function failed on {result.failures:,} completions of {name}; they count as failed_reward")
         for name, result in zip(names, results, strict=True)
         if result.failures
+    ]
+    failed += [
+        Text(f"{result.failed_episodes:,} episodes of {name} failed; they count as wrong, with reward 0")
+        for name, result in zip(names, results, strict=True)
+        if result.failed_episodes
     ]
     how = "greedy" if plan.greedy else "sampled"
     attempts = "" if plan.attempts == 1 else f", {plan.attempts} attempts each"

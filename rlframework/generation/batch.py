@@ -46,9 +46,9 @@ def requests_of(
 ) -> list[GenerationRequest]:
     """Return a request for each row, with ids that are unique in all processes.
 
-    `data`: `input_ids [B, S]` int64, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64, all 64 bits
-    significant. `stop_tokens`: all tokens that end a completion. Raises `BatchError` for missing seeds and an empty
-    prompt.
+    `data`: `input_ids [B, S]` of any integer dtype, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64, all
+    64 bits significant. `stop_tokens`: all tokens that end a completion. Raises `BatchError` for missing seeds and an
+    empty prompt.
     """
     prompts, seeds = _unpadded_prompts(data)
     sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, stop_tokens)
@@ -106,4 +106,5 @@ def _unpadded_prompts(data: BatchedDataDict[Any]) -> tuple[list[Tensor], list[in
         raise BatchError(
             f"input_lengths of row {wrong[0]} is {int(lengths[wrong[0]])}; it must be between 1 and {ids.shape[1]}"
         )
+    ids = ids if ids.is_floating_point() else ids.long()  # a request rejects fractions
     return [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)], seeds.tolist()

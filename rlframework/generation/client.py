@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import accumulate
@@ -14,6 +14,9 @@ from rlframework.generation.scheduler import Outcome, Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming
 from rlframework.weight_sync.receiver import listed
+
+_SHORT = 0.1
+"""Seconds of an exchange while requests come one by one."""
 
 
 class GenerationClient:
@@ -35,6 +38,13 @@ class GenerationClient:
         self.engines = list(engines)
         ends = list(accumulate(engine.lanes for engine in self.engines))
         self._lanes = [range(end - engine.lanes, end) for engine, end in zip(self.engines, ends, strict=True)]
+        self.limit = limit
+        """The most requests that an engine has at a time."""
+        self.gather: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each exchange, to wait for requests that are about to come.
+
+        While it is set, exchanges are short, so that requests which come one by one soon join those in progress.
+        """
         self.lanes = ends[-1]
         """The number of engines that get their own requests; an engine handle may have several."""
         self._scheduler = Scheduler(self.lanes, limit)
@@ -106,6 +116,8 @@ class GenerationClient:
 
     async def _exchange_while_busy(self, index: int) -> None:
         while any(map(self._scheduler.busy, self._lanes[index])):
+            if self.gather is not None:
+                await self.gather()
             self._settle(await self._exchange(index))
 
     async def _exchange(self, index: int) -> Iterable[Outcome]:
@@ -115,7 +127,8 @@ class GenerationClient:
             if index not in self._exchanges:
                 outgoing = [self._scheduler.outgoing(lane) for lane in lanes]
                 self._require_ready()  # a refit may have failed since the requests were accepted
-                self._exchanges[index] = engine.exchange(outgoing, engine.interval)
+                interval = engine.interval if self.gather is None else min(engine.interval, _SHORT)
+                self._exchanges[index] = engine.exchange(outgoing, interval)
             answers = await _result(self._exchanges[index])
             del self._exchanges[index]
             self._require_ready()  # a refit may have failed meanwhile

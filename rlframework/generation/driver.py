@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -21,10 +22,12 @@ from rlframework.config.sections import RunConfig
 from rlframework.errors import RefitError
 from rlframework.generation.batch import batch_of, requests_of
 from rlframework.generation.client import GenerationClient
+from rlframework.generation.completions import Completions, require_version
 from rlframework.generation.engine_handle import EmbeddedEngines, EngineHandle
 from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.stop_tokens import stop_tokens
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.generation.tasks import gather_or_cancel
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework.policy.batch_checks import BatchLimits
@@ -77,7 +80,7 @@ class Generation:
 
     def finish_generation(self) -> bool:
         """Have the engines free their caches between rollouts. Raises like `GenerationClient.drain`."""
-        _run(self.client.drain())
+        run_in_loop(self.client.drain())
         return all(all(engine.call("finish_generation")) for engine in self.client.engines)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
@@ -89,9 +92,24 @@ class Generation:
         """
         self._limits.check_prompts(data)
         requests = requests_of(data, self.config, self._stop_tokens, greedy=greedy)
-        results = _run(self._complete(requests))
-        _require_version(results, self.weights_version)
+        results = run_in_loop(self._complete(requests))
+        require_version({span.version for result in results for span in result.spans}, self.weights_version)
         return batch_of(results, [request.prompt_ids for request in requests], self._pad_id)
+
+    @asynccontextmanager
+    async def completions(self, *, greedy: bool = False) -> AsyncIterator[Completions]:
+        """Context with `Completions` of single prompts, in the event loop of `run_in_loop`.
+
+        Call `prepare_for_generation` before and `finish_generation` after it. Raises a `RefitError` at its end, unless
+        an error ends it, for tokens sampled with other weights than those of `weights_version`.
+        """
+        config = self.config
+        sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, self._stop_tokens)
+        completions = Completions(
+            self.client, sampling, max_new_tokens=config.max_new_tokens, positions=self._limits.positions
+        )
+        yield completions
+        require_version(completions.versions, self.weights_version)
 
     @property
     def weights_version(self) -> int | None:
@@ -104,16 +122,8 @@ class Generation:
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         shards = np.array_split(np.arange(len(requests)), self.client.lanes)
         lanes = [lane for lane, rows in enumerate(shards) for _ in rows]
-        tasks = [
-            asyncio.ensure_future(self.client.generate(request, lane=lane))
-            for request, lane in zip(requests, lanes, strict=True)
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # after an error, the others are aborted
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        pairs = zip(requests, lanes, strict=True)
+        return await gather_or_cancel([self.client.generate(request, lane=lane) for request, lane in pairs])
 
 
 class RemoteGeneration(Generation):
@@ -182,7 +192,7 @@ class RemoteGeneration(Generation):
     def finish_generation(self) -> bool:
         """Have engines that share a GPU with the trainer free their caches; others keep what they have computed."""
         if self._shares_gpu:
-            _run(self.client.drain())
+            run_in_loop(self.client.drain())
             self._released = all(all(engine.call("finish_generation")) for engine in self._usable())
         return True
 
@@ -192,7 +202,7 @@ class RemoteGeneration(Generation):
         `transport` and `buffer_bytes` override `generation.refit`. Raises like `Refitter.refit`, and like
         `GenerationClient.drain` while requests are in progress.
         """
-        _run(self.client.drain())
+        run_in_loop(self.client.drain())
         try:
             report = self.refitter.refit(transport, buffer_bytes)
         except RefitError as error:
@@ -267,18 +277,7 @@ def start_generation(
     return RemoteGeneration(config, policy, tokenizer, manager, device=device)
 
 
-def _require_version(results: Sequence[GenerationResult], version: int | None) -> None:
-    """Raise `RefitError` unless all tokens were sampled with the weights of `version`; None: of any single one."""
-    used = {span.version for result in results for span in result.spans}
-    if len(used) > 1 or (version is not None and used - {version}):
-        raise RefitError(
-            f"the engines sampled with weights of versions {sorted(used)}, but the batch needs "
-            f"{'a single version' if version is None else f'version {version}'}: refit the engines, and report a bug "
-            "of the engine's plugin if this happens again"
-        )
-
-
-def _run(task: Coroutine[Any, Any, R]) -> R:
+def run_in_loop(task: Coroutine[Any, Any, R]) -> R:
     """Run `task` in an event loop; in another thread if this one has a running loop, as in a notebook."""
     try:
         asyncio.get_running_loop()

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError, RefitError, UserError
+from rlframework.generation.weight_fit import require_none
 from rlframework.huggingface.model_directories import quiet_transformers, read_config
-from rlframework.models.file_weights import FileWeight, file_weights
+from rlframework.models.file_weights import FileLayout, FileWeight, file_weights
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.lora_math import A, B, is_adapter, merge
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.ipc import SharedMemory, move_to_shared_memory
-from rlframework.weight_sync.receiver import CollectingSink, WeightSink, listed
+from rlframework.weight_sync.receiver import CollectingSink, WeightSink
 
 
 class EngineModel(WeightSink):
@@ -32,6 +33,7 @@ class EngineModel(WeightSink):
         self._module: nn.Module | None = None
         self._names: frozenset[str] = frozenset()
         self._parts: dict[str, FileWeight] = {}
+        self._tied: dict[str, list[str]] = {}
         self._targets: dict[str, Tensor] = {}
         self._memory: SharedMemory | None = None
         self._base: dict[str, Tensor] = {}
@@ -89,9 +91,13 @@ class EngineModel(WeightSink):
             )
         self._base = {layer: weights[f"{layer}.weight"].clone() for layer in layers}
         self._names, self._memory = frozenset(), None
-        placed: nn.Module = module.to(self._device, self._dtype).eval()
-        self._parts = file_weights(placed, placed.state_dict())
-        return placed
+        return self._place(module.to(self._device, self._dtype))
+
+    def _place(self, module: nn.Module) -> nn.Module:
+        """Find out which weights `module` has, and which of them are tied; return it in evaluation mode."""
+        self._parts = file_weights(module, module.state_dict())
+        self._tied = FileLayout.of(module).other_names
+        return module.eval()
 
     def sink(self, info: WeightInfo, ready: Callable[[nn.Module], None]) -> WeightSink:
         """Return the destination of a refit with weights `info`; it calls `ready(module)` when complete.
@@ -112,14 +118,13 @@ class EngineModel(WeightSink):
         return _CastingSink(info, self._device, self._use, self._dtype, self._targets)
 
     def _use_adapters(self, adapters: Iterable[tuple[str, Tensor]]) -> None:
-        self._ready(self.load_adapters(adapters))
+        self._serve_with(self.load_adapters(adapters))
 
     def _use(self, weights: Iterable[tuple[str, Tensor]] | None) -> Mapping[str, Tensor]:
         """Load `weights`, or None if they are in the module already; return the tensors in use, by name."""
         module = self._module if weights is None else self.load(weights)
         assert module is not None
-        self._ready(module)
-        return self._views(module)
+        return self._serve_with(module)
 
     def target(self, name: str) -> Tensor:
         """See `WeightSink.target`."""
@@ -137,8 +142,24 @@ class EngineModel(WeightSink):
     def finish(self) -> Mapping[str, Tensor]:
         """See `WeightSink.finish`."""
         assert self._module is not None
-        self._ready(self._module)
-        return self._targets
+        return self._serve_with(self._module)
+
+    def _serve_with(self, module: nn.Module) -> Mapping[str, Tensor]:
+        """Have `module` used from now on, and return its weights.
+
+        Raises `RefitError` if a tied weight, which is sent once, differs under another of its names: with a small
+        learning rate, probes would not detect a head that was left behind.
+        """
+        held = self._views(module)
+        for name, others in self._tied.items():
+            for other in others:
+                if held[other].data_ptr() != held[name].data_ptr() and not torch.equal(held[other], held[name]):
+                    raise RefitError(
+                        f"the engine's {other!r} is tied to {name!r}, but differs from it after the update: the model "
+                        f"{self._model_name!r} does not stay tied in this engine; report a bug"
+                    )
+        self._ready(module)
+        return held
 
     def _views(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights of `module` under their names in files, sharing memory."""
@@ -175,20 +196,13 @@ class EngineModel(WeightSink):
         mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
         self._require_match(info["missing_keys"], info["unexpected_keys"], mismatched)
         self._names, self._memory, self._base = frozenset(given), None, {}
-        placed: nn.Module = module.to(self._device).eval()
-        self._parts = file_weights(placed, placed.state_dict())
-        return placed
+        return self._place(module.to(self._device))
 
     def _require_match(
         self, missing: Collection[str], unexpected: Collection[str], mismatched: Collection[str]
     ) -> None:
         mistakes = {"missing": missing, "unknown": unexpected, "with another shape": mismatched}
-        if any(mistakes.values()):
-            described = "; ".join(f"{what}: {listed(sorted(names))}" for what, names in mistakes.items() if names)
-            raise UserError(
-                f"the weights do not fit the model {self._model_name!r} ({described}); give all weights under the "
-                "names that save_pretrained writes, tied heads once"
-            )
+        require_none(self._model_name, mistakes)
 
 
 class _CastingSink(CollectingSink):

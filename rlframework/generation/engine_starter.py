@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -41,7 +40,7 @@ class EngineStarter:
         engine = manager.select("generation_engine", config.generation.name).record
         assert isinstance(engine, GenerationEngineRecord)
         self._gpus = 1 if engine.gpus_per_engine is None else engine.gpus_per_engine(config.generation)
-        self._python = _absolute(workers.python) or engine.py_executable
+        self._python = workers.python or engine.py_executable
         self._target = worker
         self._kwargs = {
             "engine_target": engine.target,
@@ -111,8 +110,3 @@ class EngineStarter:
         sharding = policy_sharding(1, ParallelismConfig())
         group: WorkerGroup = group_class(spec, model(**section), sharding=sharding, device=self._device)
         return RemoteEngine(group, f"generation engine {index}")
-
-
-def _absolute(python: str | None) -> str | None:
-    """Return `python` as an absolute path, as workers have other folders; a bare name is found by each node's PATH."""
-    return os.path.abspath(python) if python and os.path.dirname(python) else python

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_MIN_GROWTH = 8
-"""Positions that the memory grows by at least; a long one grows by a quarter."""
+_FIRST_POSITIONS = 256
+"""Positions that memory is allocated for at first, unless fewer are expected; later it doubles."""
+
+_ALIGNMENT = 64
+"""Bytes: the width of a vector register, and a cache line."""
 
 
 class Slots:
@@ -16,6 +21,11 @@ class Slots:
 
     def __init__(self) -> None:
         self._layers: list[list[Tensor]] = []
+        self._expected = 0
+
+    def expect(self, positions: int) -> None:
+        """Allow memory for so many `positions` before they are written."""
+        self._expected = max(self._expected, positions)
 
     def put(self, layer: int, first: int, states: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write keys and values `[heads, m, D]` at the beginning of the slots from `first` on."""
@@ -25,13 +35,18 @@ class Slots:
             for buffer, state in zip(buffers, pair, strict=True):
                 buffer[slot, :, : state.shape[1]] = state
 
-    def append(self, layer: int, lengths: Tensor, *states: Tensor) -> None:
-        """Write `states [n, heads, D]` of the first `n` slots after `lengths [n]` positions."""
-        rows = torch.arange(len(lengths))
-        whole = [state.unsqueeze(2) for state in states]
-        buffers = self._reserved(layer, len(lengths), int(lengths.max()) + 1, whole)
+    def append(self, layer: int, places: tuple[Tensor, Tensor | int], longest: int, *states: Tensor) -> None:
+        """Write `states [n, heads, D]` of the first `n` slots.
+
+        `places`: the slots, and the position of each or of all; `longest`: the positions that the slots then have.
+        """
+        (slots, positions), count = places, len(states[0])
+        buffers = self._reserved(layer, count, longest, [state.unsqueeze(2) for state in states])
         for buffer, state in zip(buffers, states, strict=True):
-            buffer[rows, :, lengths] = state
+            if isinstance(positions, int):
+                buffer[:count, :, positions] = state
+            else:
+                buffer[slots, :, positions] = state
 
     def get(self, layer: int, slots: int, positions: int) -> tuple[Tensor, Tensor]:
         """Return the first `slots`, up to `positions`."""
@@ -62,7 +77,7 @@ class Slots:
             if slots > have:
                 have = max(slots, have + have // 4)
             if positions > room:
-                room = positions + max(_MIN_GROWTH, positions // 4)
+                room = max(positions, min(self._expected, max(_FIRST_POSITIONS, 2 * positions)))
             buffers[:] = [_enlarged(buffer, have, room) for buffer in buffers]
         return buffers
 
@@ -75,6 +90,8 @@ class KeyValues:
 
     def row(self, slot: int, given: int, row: int, own: int) -> list[tuple[Tensor, Tensor]]:
         """Return copies of `given` positions of a prompt and `own` of a row, `[heads, given + own, D]`, by layer."""
+        if not given:
+            return [(keys.clone(), values.clone()) for keys, values in self.rows.slot(row, own)]
         if not own:  # perhaps no row was written to yet
             return [(keys.clone(), values.clone()) for keys, values in self.prompts.slot(slot, given)]
         parts = zip(self.prompts.slot(slot, given), self.rows.slot(row, own), strict=True)
@@ -83,6 +100,14 @@ class KeyValues:
 
 def _enlarged(buffer: Tensor, slots: int, positions: int) -> Tensor:
     """A copy of `buffer` at the beginning of `[slots, heads, positions, D]`; the rest is zero."""
-    larger = buffer.new_zeros(slots, buffer.shape[1], positions, buffer.shape[3])
+    larger = _zeros((slots, buffer.shape[1], positions, buffer.shape[3]), buffer.dtype)
     larger[: buffer.shape[0], :, : buffer.shape[2]] = buffer
     return larger
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros, of which the operating system provides a page when it is first written to; torch's own write all pages."""
+    size = prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + _ALIGNMENT, np.uint8))
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + size].view(dtype).view(shape)

@@ -3,7 +3,8 @@
 Each forward takes the new tokens of all rows as one row, as the trainer's packed rows. Keys and values are kept here:
 those of each distinct prompt once, those of generated tokens by row. The attention of a token to its prompt and that to
 the tokens after the prompt are computed apart and merged by their normalizers; the queries of all rows with a prompt
-read its keys together, and so do the query heads that share a key-value head.
+read its keys together, and so do the query heads that share a key-value head. While no prompts are shared, prompts are
+kept with their rows instead, and there is one attention.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import NotSupported
-from rlframework.generation.key_values import KeyValues
+from rlframework.generation.key_values import KeyValues, Slots
 from rlframework.generation.row_forward import Prefix, RowForward
+from rlframework.generation.shared_prompts import SharedPrompts
 from rlframework.models.attention import RowLayout, Segments, attention, register
 from rlframework.models.scores import PLAIN, Scores
 
@@ -45,14 +47,18 @@ class PackedRows(RowForward):
         """See `RowForward.start`."""
         register()
         self._kept = KeyValues()
-        self._plan: _SharedPrompts | None = None
+        self._plan: SharedPrompts | None = None
         self._prompts: list[_Prompt] = []
-        self._slots = torch.empty(0, dtype=torch.int64)  # of each row, its prompt
-        self._lengths = torch.empty(0, dtype=torch.int64)  # of each row, its tokens after the prompt
+        self._slots = torch.empty(0, dtype=torch.int64)  # of each row, its prompt; -1: it is kept with the row
+        self._lengths = torch.empty(0, dtype=torch.int64)  # of each row, its tokens after a prompt in a slot
         return self.join(prompts, longest, prefixes)
 
     def join(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
         """See `RowForward.join`."""
+        self._plan = None
+        if not self._prompts and len({prompt.numpy().tobytes() for prompt in prompts}) == len(prompts):
+            return self._join_unshared(prompts, longest, prefixes)
+        self._kept.rows.expect(longest)
         known = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
         keys = [prompt.numpy().tobytes() for prompt in prompts]
         new: dict[bytes, tuple[Tensor, Prefix | None]] = {}
@@ -65,13 +71,23 @@ class PackedRows(RowForward):
         slots = torch.tensor([known[key] for key in keys])
         self._slots = torch.cat((self._slots, slots))
         self._lengths = torch.cat((self._lengths, torch.zeros_like(slots)))
-        self._plan = None
         return torch.stack([self._prompts[slot].logits for slot in slots.tolist()])
+
+    def _join_unshared(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None]) -> Tensor:
+        sizes, cached = [len(prompt) for prompt in prompts], prefixes or [None] * len(prompts)
+        self._kept.rows.expect(longest + max(sizes))
+        first = len(self._slots)
+        logits = [
+            self._computed(prompts[part], cached[part], self._kept.rows, first + part.start) for part in _parts(sizes)
+        ]
+        self._slots = torch.cat((self._slots, torch.full((len(prompts),), -1)))
+        self._lengths = torch.cat((self._lengths, torch.tensor(sizes)))
+        return torch.cat(logits)
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See `RowForward.advance`."""
-        plan = self._plan = self._plan or _SharedPrompts([prompt.length for prompt in self._prompts], self._slots)
-        positions = plan.lengths[self._slots] + self._lengths
+        plan = self._plan = self._plan or SharedPrompts([prompt.length for prompt in self._prompts], self._slots)
+        positions = plan.given + self._lengths
         layout = _NewTokens(self._kept, plan, self._lengths, positions)
         logits = self._packed(tokens, positions, layout)
         self._lengths = self._lengths + 1
@@ -81,32 +97,36 @@ class PackedRows(RowForward):
         """See `RowForward.keep`."""
         self._kept.rows.keep(rows, int(self._lengths.max()))
         self._slots, self._lengths = self._slots[rows], self._lengths[rows]
-        used = torch.bincount(self._slots, minlength=len(self._prompts)) > 0
+        used = torch.bincount(self._slots + 1, minlength=len(self._prompts) + 1)[1:] > 0
         if not bool(used.all()):
             kept = with_holes_filled(used)
             self._kept.prompts.keep(kept, max(prompt.length for prompt in self._prompts))
             self._prompts = [self._prompts[slot] for slot in kept.tolist()]
-            numbers = torch.empty_like(used, dtype=torch.int64)
+            numbers = torch.full((len(used) + 1,), -1)  # the last one: rows without a slot
             numbers[kept] = torch.arange(len(kept))
             self._slots = numbers[self._slots]
         self._plan = None
 
     def tokens_of(self, row: int) -> Prefix:
         """See `RowForward.tokens_of`. Returns copies."""
-        slot = int(self._slots[row])
-        return self._kept.row(slot, self._prompts[slot].length, row, int(self._lengths[row]))
+        slot, own = int(self._slots[row]), int(self._lengths[row])
+        return self._kept.row(slot, 0 if slot < 0 else self._prompts[slot].length, row, own)
 
     def _prefill(self, new: Sequence[tuple[bytes, tuple[Tensor, Prefix | None]]]) -> None:
-        """Compute prompts, and keep them."""
-        known = [0 if cached is None else cached[0][0].shape[1] for _, (_, cached) in new]
-        ids = [prompt[count:] for (_, (prompt, _)), count in zip(new, known, strict=True)]
-        positions = [torch.arange(count, count + len(part)) for part, count in zip(ids, known, strict=True)]
-        ends = list(accumulate(len(part) for part in ids))
-        first = len(self._prompts)
-        layout = _NewPrompts(self._kept, first, [len(part) for part in ids], [cached for _, (_, cached) in new])
-        logits = self._packed(torch.cat(ids), torch.cat(positions), layout, torch.tensor(ends) - 1)
+        """Compute prompts that may be shared, and keep them."""
+        prompts, cached = zip(*(given for _, given in new), strict=True)
+        logits = self._computed(prompts, cached, self._kept.prompts, len(self._prompts))
         for (key, (prompt, _)), after in zip(new, logits, strict=True):
             self._prompts.append(_Prompt(key, len(prompt), after))
+
+    def _computed(self, prompts: Sequence[Tensor], cached: Sequence[Prefix | None], slots: Slots, first: int) -> Tensor:
+        """Return the logits `[n, V]` after `prompts`, whose keys and values are put into `slots` from `first` on."""
+        known = [0 if each is None else each[0][0].shape[1] for each in cached]
+        ids = [prompt[count:] for prompt, count in zip(prompts, known, strict=True)]
+        positions = [torch.arange(count, count + len(part)) for part, count in zip(ids, known, strict=True)]
+        ends = list(accumulate(len(part) for part in ids))
+        layout = _NewPrompts(slots, first, [len(part) for part in ids], cached)
+        return self._packed(torch.cat(ids), torch.cat(positions), layout, torch.tensor(ends) - 1)
 
     def _packed(self, ids: Tensor, positions: Tensor, layout: RowLayout, wanted: Tensor | None = None) -> Tensor:
         """Return the logits `[n, V]` of a packed row, at the `wanted` tokens."""
@@ -125,8 +145,8 @@ class _NewPrompts(RowLayout):
     `cached`: of each, the keys and values of earlier tokens.
     """
 
-    def __init__(self, kept: KeyValues, first: int, sizes: Sequence[int], cached: Sequence[Prefix | None]) -> None:
-        self._kept, self._first, self._sizes, self._cached = kept, first, sizes, cached
+    def __init__(self, slots: Slots, first: int, sizes: Sequence[int], cached: Sequence[Prefix | None]) -> None:
+        self._slots, self._first, self._sizes, self._cached = slots, first, sizes, cached
         self._layer = 0
         self._segments = Segments([0, *accumulate(sizes)]) if all(each is None for each in cached) else None
 
@@ -145,51 +165,18 @@ class _NewPrompts(RowLayout):
             states.append((keys[0], values[0]))
             if self._segments is None:
                 outputs.append(self.causal(queries, keys, values, scores))
-        self._kept.prompts.put(layer, self._first, states)
+        self._slots.put(layer, self._first, states)
         return torch.cat(outputs, 1) if self._segments is None else self._segments.attend(query, key, value, scores)
-
-
-class _SharedPrompts:
-    """Which rows share prompts of `lengths`: `slots [n]` are those of the rows.
-
-    The queries of a prompt's rows are adjacent in `[d, m]`, where `m` is the largest number of rows of a prompt;
-    `places [n]` are those of the rows.
-    """
-
-    def __init__(self, lengths: Sequence[int], slots: Tensor) -> None:
-        self.lengths, self.count, self.slots = torch.tensor(lengths), len(lengths), slots
-        self.equal = min(lengths) == max(lengths)
-        order = torch.argsort(slots, stable=True)
-        counts = torch.bincount(slots, minlength=self.count)
-        firsts = counts.cumsum(0) - counts
-        ranks = torch.empty_like(slots)
-        ranks[order] = torch.arange(len(slots)) - firsts[slots[order]]
-        self.most = int(counts.max())
-        self.places = slots * self.most + ranks
-        self.trivial = torch.equal(self.places, torch.arange(self.count * self.most))
-        self.longest = int(self.lengths.max())
-
-    def gathered(self, rows: Tensor) -> Tensor:
-        """Arrange `rows [n, ...]` as `[d, m, ...]`, with zeros between them."""
-        if not self.trivial:
-            spread = rows.new_zeros(self.count * self.most, *rows.shape[1:])
-            rows = spread.index_copy_(0, self.places, rows)
-        arranged: Tensor = rows.unflatten(0, (self.count, self.most))
-        return arranged
-
-    def scattered(self, gathered: Tensor) -> Tensor:
-        """Invert `gathered`."""
-        rows = gathered.flatten(0, 1)
-        return rows if self.trivial else rows[self.places]
 
 
 class _NewTokens(RowLayout):
     """A new token of each row, in the order of the rows, which have `lengths [n]` tokens after their prompts so far."""
 
-    def __init__(self, kept: KeyValues, plan: _SharedPrompts, lengths: Tensor, positions: Tensor) -> None:
+    def __init__(self, kept: KeyValues, plan: SharedPrompts, lengths: Tensor, positions: Tensor) -> None:
         self._kept, self._plan, self._lengths, self._positions = kept, plan, lengths, positions
         self._longest = int(lengths.max()) + 1
         self._equal = int(lengths.min()) + 1 == self._longest
+        self._places = torch.arange(len(lengths)), self._longest - 1 if self._equal else lengths
         self._layer = 0
         self._masks: dict[tuple[int | None, int, torch.dtype], tuple[Tensor | None, Tensor | None]] = {}
 
@@ -198,18 +185,20 @@ class _NewTokens(RowLayout):
         _require_supported(scores)
         layer, self._layer = self._layer, self._layer + 1
         plan, (_, heads, rows, size), shared = self._plan, query.shape, key.shape[1]
-        self._kept.rows.append(layer, self._lengths, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self._kept.rows.append(layer, self._places, self._longest, key[0].transpose(0, 1), value[0].transpose(0, 1))
         queries = query[0].transpose(0, 1).reshape(rows, shared, heads // shared, size)
         window = None if scores.window is None or int(self._positions.max()) < scores.window else scores.window
         masks = self._masks_of(window, heads // shared, query.dtype)
         own, own_sums = _attend(queries, *self._kept.rows.get(layer, rows, self._longest), masks[0], scores.scaling)
+        if not plan.count:
+            return own.reshape(1, rows, heads, -1)
         together = plan.gathered(queries).transpose(1, 2).flatten(2, 3)
         prompts = self._kept.prompts.get(layer, plan.count, plan.longest)
         given, given_sums = _attend(together, *prompts, masks[1], scores.scaling)
-        given = plan.scattered(given.unflatten(2, (plan.most, -1)).transpose(1, 2))
-        given_sums = plan.scattered(given_sums.unflatten(2, (plan.most, -1)).transpose(1, 2))
+        given = plan.scattered(given.unflatten(2, (plan.most, -1)).transpose(1, 2), 0.0)
+        given_sums = plan.scattered(given_sums.unflatten(2, (plan.most, -1)).transpose(1, 2), -torch.inf)
         if window is not None:  # of some rows no token of the prompt is visible any more
-            beyond = (self._positions - window >= plan.lengths[plan.slots] - 1)[:, None, None]
+            beyond = (self._positions - window >= plan.given - 1)[:, None, None]
             given_sums = given_sums.masked_fill(beyond, -torch.inf)
             given = given.masked_fill(beyond[..., None], 0)
         # the share of the prompt in the sum over all exponentiated scores
@@ -238,10 +227,13 @@ class _NewTokens(RowLayout):
 
     def _prompt_mask(self, window: int | None, shared: int) -> Tensor | None:
         """Mask of the prompt tokens to attend to, `[d, 1, 1, P]` bool (`[d, 1, m * shared, P]` with a window)."""
-        plan, columns = self._plan, torch.arange(self._plan.longest)
+        plan = self._plan
+        if not plan.count:
+            return None
+        columns = torch.arange(plan.longest)
         if window is None:
             return None if plan.equal else (columns < plan.lengths[:, None])[:, None, None]
-        visible = (columns < plan.lengths[plan.slots, None]) & (columns > self._positions[:, None] - window)
+        visible = (columns < plan.given[:, None]) & (columns > self._positions[:, None] - window)
         return plan.gathered(visible).repeat_interleave(shared, 1)[:, None]
 
 

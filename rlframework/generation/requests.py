@@ -22,9 +22,9 @@ class ServingLimits:
     vocabulary: int | None
 
     @classmethod
-    def of(cls, config: Any) -> ServingLimits:
-        """Return the limits of a model of `config`."""
-        return cls(RowLimits.of(config), first_size(config.get_text_config(), "vocab_size"))
+    def of(cls, config: Any, max_tokens: int | None = None) -> ServingLimits:
+        """Return the limits of a model of `config`, of whose positions an engine has at most `max_tokens`."""
+        return cls(RowLimits.of(config, max_tokens), first_size(config.get_text_config(), "vocab_size"))
 
     def budget(self, request: GenerationRequest) -> int:
         """Return the most tokens of the completion."""

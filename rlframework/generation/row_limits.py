@@ -23,10 +23,10 @@ class RowLimits:
     bounds: tuple[float, ...]
 
     @classmethod
-    def of(cls, config: Any) -> RowLimits:
-        """Return the limits of a model of `config`: those of its regimes, and the number of its positions."""
+    def of(cls, config: Any, max_tokens: int | None = None) -> RowLimits:
+        """Return the limits of a model of `config`: those of its regimes, and its positions, at most `max_tokens`."""
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1
-        last = positions if positions > 0 else math.inf
+        last = min(positions if positions > 0 else math.inf, max_tokens or math.inf)
         return cls((*(limit for limit in regime_limits(config) if limit < last), last))
 
     def regime(self, prompt: int) -> int:

@@ -54,11 +54,15 @@ def _choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingParams) -> tu
         tokens = draw(logprobs, uniforms, rule.top_k, rule.top_p)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
     top = logits.amax(-1, keepdim=True).float()
-    masses = logits - top  # in fp32; the only tensor as large as the logits: fresh memory costs more than arithmetic
+    # the only tensor as large as the logits: fresh memory costs more than arithmetic
+    masses = logits - top if logits.dtype == top.dtype else logits.float().sub_(top)
     masses = (masses if temperature == 1.0 else masses.div_(temperature)).exp_()
-    tokens = logits.argmax(-1, keepdim=True) if rule.greedy or uniforms is None else _invert(masses, uniforms)[:, None]
-    chosen = (logits.gather(-1, tokens).float() - top) / temperature
-    return tokens.squeeze(-1), (chosen - masses.sum(-1, keepdim=True).log()).float().squeeze(-1)
+    if rule.greedy or uniforms is None:
+        tokens, total = logits.argmax(-1), masses.sum(-1)
+    else:
+        tokens, total = _invert(masses, uniforms)
+    chosen = (logits.gather(-1, tokens[:, None]).float() - top).squeeze(-1) / temperature
+    return tokens, (chosen - total.log()).float()
 
 
 def draw(logprobs: Tensor, uniforms: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
@@ -70,7 +74,7 @@ def draw(logprobs: Tensor, uniforms: Tensor, top_k: int | None = None, top_p: fl
     """
     size = logprobs.shape[-1]
     if top_p == 1.0 and (top_k is None or top_k >= size):
-        return _invert(logprobs.double().exp(), uniforms)
+        return _invert(logprobs.double().exp(), uniforms)[0]
     values, tokens = logprobs.topk(min(top_k or size, size), dim=-1)
     masses = values.double().exp()
     if top_p < 1.0:
@@ -78,23 +82,24 @@ def draw(logprobs: Tensor, uniforms: Tensor, top_k: int | None = None, top_p: fl
         keep = share.cumsum(-1) - share < top_p
         keep[:, 0] = True
         masses = masses * keep
-    return tokens.gather(-1, _invert(masses, uniforms)[:, None]).squeeze(-1)
+    return tokens.gather(-1, _invert(masses, uniforms)[0][:, None]).squeeze(-1)
 
 
-def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index where the cumulative `masses [B, K]` exceed `uniforms` times the total; never mass 0.
+def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first index where the cumulative `masses [B, K]` exceed `uniforms` times the total, and the total in
+    fp64; never an index of mass 0.
 
-    Sums of blocks show in which block the index is, so only this one is accumulated.
+    Sums of blocks, in the dtype of the masses, show in which block the index is, so only this one is accumulated.
     """
     rows, size = masses.shape
     padded = nn.functional.pad(masses, (0, -size % _BLOCK)) if size % _BLOCK else masses
     blocks = padded.view(rows, -1, _BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    sums = blocks.sum(-1).double().cumsum(-1)
     block = _first_beyond(sums, uniforms.to(sums)[:, None] * sums[:, -1:])
     before = nn.functional.pad(sums, (1, 0)).gather(-1, block)
     inside = blocks[torch.arange(rows, device=masses.device), block.squeeze(-1)].double().cumsum(-1)
     index = _first_beyond(inside, uniforms.to(sums)[:, None] * sums[:, -1:] - before)
-    return (block * _BLOCK + index).squeeze(-1)
+    return (block * _BLOCK + index).squeeze(-1), sums[:, -1]
 
 
 def _first_beyond(sums: Tensor, thresholds: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ prefilling a prompt once for a whole group. Not supported: paged caches, beam se
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +22,19 @@ from rlframework.generation.decoding import Row, RowBatch
 from rlframework.generation.engine_model import EngineModel
 from rlframework.generation.packed_linears import PackedLinears
 from rlframework.generation.probing import row_forward
-from rlframework.generation.requests import ServingLimits, check_requests
+from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_forward import PaddedRows, RowForward, WholeRows
+from rlframework.generation.serving import Served, ServingEngine
 from rlframework.generation.sessions import SessionPrefixes
-from rlframework.huggingface.model_directories import read_config
 from rlframework.interfaces.generation import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
     SamplingParams,
     Tag,
-    WeightSpan,
 )
 from rlframework.weight_sync.buffers import WeightInfo
-from rlframework.weight_sync.receiver import Held, ReceivesWeights, WeightSink
+from rlframework.weight_sync.receiver import Held, WeightSink
 
 _PACKED_FROM = 8
 """Tokens of the longest completion from which packing the weights of linear layers costs less than it saves."""
@@ -46,29 +44,18 @@ _BEGIN_TOGETHER = 4
 
 
 @dataclass(eq=False)
-class _Served:
-    """An unfinished request and its row. `starts`: the first token of each weight version, and the version."""
+class _Served(Served):
+    """An unfinished request and its row."""
 
-    request: GenerationRequest
     row: Row
-    starts: list[tuple[int, int]] = field(default_factory=list)
 
-    def use(self, version: int, count: int) -> None:
-        """Note that the tokens from `count` on are sampled with the weights of `version`."""
-        if not self.starts or self.starts[-1][1] != version:
-            self.starts.append((count, version))
+    def completion(self) -> tuple[Tensor, Tensor]:
+        """See `Served.completion`."""
+        return self.row.tokens, self.row.logprobs
 
-    def spans(self) -> tuple[WeightSpan, ...]:
-        """Return which tokens were sampled with which weights."""
-        length = len(self.row.tokens)
-        if not self.starts:
-            return ()
-        ends = [start for start, _ in self.starts[1:]] + [length]
-        spans = (
-            WeightSpan(start, min(end, length), version)
-            for (start, version), end in zip(self.starts, ends, strict=True)
-        )
-        return tuple(span for span in spans if span.start < span.end)
+    def result(self, reason: FinishReason) -> GenerationResult:
+        """See `Served.result`. A row that ended with a stop token has stopped, even if it is aborted now."""
+        return super().result("stop" if self.row.ended else reason)
 
 
 class _Kind(NamedTuple):
@@ -79,7 +66,7 @@ class _Kind(NamedTuple):
     version: int
 
 
-class TransformersEngine(ReceivesWeights):
+class TransformersEngine(ServingEngine[_Served]):
     """See `GenerationEngine`. An attached model keeps its dtype and device."""
 
     def __init__(
@@ -92,68 +79,35 @@ class TransformersEngine(ReceivesWeights):
         precision: str,
     ) -> None:
         own = config if isinstance(config, TransformersGenerationConfig) else TransformersGenerationConfig()
-        self._config, self._model_name, self._keep_caches = config, model_name, own.cache_after_update == "keep"
+        super().__init__(config, tokenizer, model_name=model_name, device=device, precision=precision)
+        self._keep_caches = own.cache_after_update == "keep"
         self._pad_id = int(tokenizer.pad_token_id)
         self._engine_model = EngineModel(model_name, device, precision)
-        self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
         self._model: Any = None
         self._forwards: type[RowForward] = PaddedRows
         self._probed_config: Any = None
         self._linears = PackedLinears()
-        self._limits: ServingLimits | None = None
-        self._served: dict[str, _Served] = {}
-        self._waiting: dict[str, _Served] = {}  # those in no batch, in the order in which they begin
-        self._batches: list[tuple[_Kind, RowBatch]] = []
+        self._batches: list[tuple[_Kind, RowBatch]] = []  # of the requests that do not wait
         self._sessions = SessionPrefixes(own.session_cache_tokens)
-        self._results: list[GenerationResult] = []
-        self._paused = False
         self._updated = False  # the weights, since the last step
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `GenerationEngine.submit`. Requests submitted together are served in the order of their lengths.
+        """See `ServingEngine.submit`. Requests submitted together are served in the order of their lengths."""
+        super().submit(sorted(requests, key=lambda request: (len(request.prompt_ids), request.prompt_ids.tolist())))
 
-        If a prompt leaves fewer than `max_new_tokens` of the model's positions, its completion gets the remaining ones.
-        """
-        limits = self._limits = self._limits or ServingLimits.of(read_config(self._model_name))
-        check_requests(requests, limits, self._served.keys())
-        for request in sorted(requests, key=lambda request: (len(request.prompt_ids), request.prompt_ids.tolist())):
-            name, session = request.request_id, request.session_id
-            row = Row(name, request.prompt_ids, request.seed, limits.budget(request), keep_prefix=session is not None)
-            self._served[name] = self._waiting[name] = _Served(request, row)
+    def accepted(self, request: GenerationRequest) -> _Served:
+        """See `ServingEngine.accepted`."""
+        name, session, budget = request.request_id, request.session_id, self.limits.budget(request)
+        return _Served(request, Row(name, request.prompt_ids, request.seed, budget, keep_prefix=session is not None))
 
-    def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
-        """See `GenerationEngine.poll`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if self._served and not self._paused and not self._results:
-            version = self.weight_state.require()
-            worthwhile = max(served.row.left for served in self._served.values()) >= _PACKED_FROM
-            with _evaluating(self._model), self._linears.used(self._model, pack=worthwhile):
-                while not self._results:
-                    self._admit(version)
-                    self._step(version)
-                    if deadline is not None and time.monotonic() >= deadline:
-                        break
-        results, self._results = self._results, []
-        return results
-
-    def abort(self, request_ids: Collection[str]) -> None:
-        """See `GenerationEngine.abort`."""
-        ending = [name for name in dict.fromkeys(request_ids) if name in self._served]
-        self._withdraw(set(ending))
-        for name in ending:
-            self._finish(name, "stop" if self._served[name].row.ended else "aborted")
-
-    def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
-        """See `GenerationEngine.pause`."""
-        self._paused = True
-        if mode == "abort":
-            self.abort(list(self._served))
-
-    def resume(self) -> None:
-        """See `GenerationEngine.resume`."""
-        self._paused = False
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """See `ServingEngine.serving`."""
+        worthwhile = max(served.row.left for served in self._served.values()) >= _PACKED_FROM
+        with _evaluating(self._model), self._linears.used(self._model, pack=worthwhile):
+            yield
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
@@ -187,8 +141,9 @@ class TransformersEngine(ReceivesWeights):
         batch.add(rows)
         self._batches.append((kind, batch))
 
-    def _step(self, version: int) -> None:
-        """Give each active row a token."""
+    def step(self, version: int) -> bool:
+        """See `ServingEngine.step`. Gives each active row a token."""
+        self._admit(version)
         updated, self._updated = self._updated, False
         for kind, batch in self._batches:
             if updated and kind.version != version:  # caches are kept
@@ -196,21 +151,21 @@ class TransformersEngine(ReceivesWeights):
                 for row, count in batch.counts():
                     self._served[row.name].use(version, count)
             for row in batch.step():
-                self._finish(row.name, "stop" if row.ended else "length")
+                self.finish(row.name, "length")
         self._batches = [(kind, batch) for kind, batch in self._batches if len(batch)]
+        return True
 
-    def _finish(self, name: str, reason: FinishReason) -> None:
-        served = self._served.pop(name)
-        self._waiting.pop(name, None)
+    def finish(self, name: str, reason: FinishReason) -> _Served:
+        """See `ServingEngine.finish`. Keeps the row's cache for the next request of its session."""
+        served = super().finish(name, reason)
         request, row = served.request, served.row
-        self._results.append(GenerationResult(name, row.tokens, row.logprobs, reason, served.spans()))
-        same_weights = len(served.starts) == 1 and reason != "aborted"
+        same_weights = len(served.starts) == 1 and (row.ended or reason != "aborted")
         if request.session_id is not None and row.prefix is not None and same_weights:
             self._sessions.store(request.session_id, served.starts[0][1], row.ids[:-1], row.prefix)
+        return served
 
     def _kind(self, served: _Served, version: int) -> _Kind:
-        assert self._limits is not None
-        row, rows = served.row, self._limits.rows
+        row, rows = served.row, self.limits.rows
         alike = len(row.prompt) + len(row.tokens) if self._forwards.equal_lengths else rows.regime(len(row.prompt))
         return _Kind(served.request.sampling, alike, version)
 
@@ -232,8 +187,9 @@ class TransformersEngine(ReceivesWeights):
         most = min(room, fit)
         return -(-len(waiting) // -(-len(waiting) // most))  # in batches of nearly equal size
 
-    def _withdraw(self, names: Collection[str]) -> list[_Served]:
-        """Take the active ones of these requests out of their batches, and return them."""
+    def withdraw(self, names: Collection[str]) -> list[_Served]:
+        """See `ServingEngine.withdraw`. Returns their records."""
+        names = set(names)
         withdrawn: list[_Served] = []
         for _, batch in self._batches:
             rows = [row for row in batch.rows if row.name in names]
@@ -291,10 +247,10 @@ class TransformersEngine(ReceivesWeights):
 
     def _preempt(self) -> int:
         """Have all active requests begin again, with the tokens that they have; return the tokens that had caches."""
-        preempted = self._withdraw(self._served.keys())
+        preempted = self.withdraw(self._served.keys())
         for served in preempted:
             if served.row.ended:
-                self._finish(served.row.name, "stop")
+                self.finish(served.row.name, "stop")
         again = {served.row.name: served for served in preempted if not served.row.ended}
         self._waiting = again | self._waiting
         return sum(len(served.row.ids) for served in preempted)
@@ -302,7 +258,7 @@ class TransformersEngine(ReceivesWeights):
     def _use(self, model: nn.Module) -> None:
         if model.config is not self._probed_config:
             self._forwards, self._probed_config = row_forward(model), model.config
-            self._limits = ServingLimits.of(model.config)
+            self.limits = ServingLimits.of(model.config)
         self._model, self._updated = model, True
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, Tag
 from rlframework.interfaces.generation_exchange import Incoming, submit_each
+from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
 from rlframework.weight_sync.calls import attempt
@@ -82,7 +83,7 @@ class GenerationWorker:
             return self.engine.get_refit_state()
         return {"device": "", "joined": False}
 
-    def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
+    def attempt(self, method: str, arguments: Mapping[str, Any]) -> Attempt:
         """See `calls.attempt`."""
         return attempt(self, method, arguments)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 from rlframework.errors import NotSupported
 
@@ -50,6 +50,14 @@ class TrainResult(TypedDict):
     rank: int
     times: dict[str, float]
     flops: NotRequired[float]
+
+
+class Attempt(NamedTuple):
+    """The outcome of a call that may fail: its `result`, or the message of its `error` and whether the user made it."""
+
+    result: Any
+    error: str = ""
+    user_error: bool = False
 
 
 class BytesMoved(TypedDict):
@@ -316,10 +324,10 @@ class PolicyWorker(ABC):
         """Return the state that the driver needs before a refit. Capabilities `collective_refit`, `ipc_refit`."""
         raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
 
-    def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """Call `method` and return its result and an empty string, or None and the message of a `RefitError`.
+    def attempt(self, method: str, arguments: Mapping[str, Any]) -> Attempt:
+        """Call `method` and return its result, or the message of a `RefitError` or `UserError`.
 
-        An exception would stop the worker group, but a failure of the receiver leaves the trainer intact.
+        An exception would stop the worker group, but a failed refit leaves the trainer intact.
         """
         raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
 
@@ -356,6 +364,15 @@ class PolicyWorker(ABC):
         """Return the checksum of each weight that this worker sent in the last refit, by name; empty if it sent none.
 
         Of the bytes as sent: see `rlframework.weight_sync.buffers.checksum`.
+        """
+        raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
+
+    def get_next_token_logprobs(self, data: Rows) -> Tensor | None:
+        """Return log-probabilities `[B, V]` fp32 of the token after each row, on rank 0; None on the others.
+
+        `data` is the same on all ranks: `input_ids [B, S]` and `input_lengths [B]`, at least 1. The temperature is that
+        of `get_logprobs`. A refit compares them with those of the engines. Capabilities `collective_refit`,
+        `ipc_refit`.
         """
         raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
 

@@ -48,7 +48,7 @@ class JsonlObserver:
         """Write the step's line, with `time` in seconds since 1970, and its samples with the run's id."""
         rows: dict[str, list[dict[str, Any]]] = {
             METRICS_FILE: [{"step": step, "time": round(time.time(), 3), **metrics}],
-            SAMPLES_FILE: [{"run": self._run_id, **asdict(sample)} for sample in samples],
+            SAMPLES_FILE: [{"run": self._run_id, **_fields(sample)} for sample in samples],
         }
         for name, file in self._files.items():
             lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in rows[name])
@@ -58,6 +58,11 @@ class JsonlObserver:
         """Close both files."""
         for file in self._files.values():
             file.close()
+
+
+def _fields(sample: SampleRecord) -> dict[str, Any]:
+    """The fields of `sample` without those of episodes, if it is none."""
+    return {name: value for name, value in asdict(sample).items() if name not in ("turns", "failure") or value}
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,14 @@ from typing import Any, TypeVar
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
+from rlframework.config.episode_environments import (
+    AgentConfig,
+    GymnasiumConfig,
+    McpConfig,
+    OpenEnvConfig,
+    ReasoningGymConfig,
+    ToolsConfig,
+)
 from rlframework.config.sections import (
     RayGroupConfig,
     RemoteGroupConfig,
@@ -77,6 +85,32 @@ def rlframework_environments() -> list[EnvironmentRecord]:
         core("addition", "environments.addition:AdditionEnvironment", sums, AdditionConfig),
         core("gsm8k", "environments.gsm8k:Gsm8kEnvironment", math, Gsm8kConfig),
         core("dataset", "environments.dataset:DatasetEnvironment", own, DatasetConfig, check=check_dataset),
+        *_environments_with_episodes(),
+    ]
+
+
+def _environments_with_episodes() -> list[EnvironmentRecord]:
+    core = partial(_core, EnvironmentRecord)
+    several = frozenset({Capability.EPISODES})
+    own = "the methods of a class of yours as tools, with rows of your data as tasks"
+    servers = "the tools of an MCP server, with rows of your data as tasks"
+    gym, reasoning = "a Gymnasium environment with text or discrete actions", "procedural tasks of reasoning-gym"
+    agents = "an agent of yours that talks to an OpenAI-compatible endpoint of the run"
+    sockets = "an OpenEnv server, which runs elsewhere, over a WebSocket"
+    return [
+        core("agent", "environments.agent:AgentEnvironment", agents, AgentConfig, check=check_tools),
+        core(
+            "tools",
+            "environments.tool_environment:ToolEnvironment",
+            own,
+            ToolsConfig,
+            check=check_tools,
+            capabilities=several,
+        ),
+        core("mcp", "environments.mcp:McpEnvironment", servers, McpConfig, check=check_dataset, capabilities=several),
+        core("gymnasium", "environments.gymnasium:GymnasiumEnvironment", gym, GymnasiumConfig, capabilities=several),
+        core("reasoning_gym", "environments.reasoning_gym:ReasoningGymEnvironment", reasoning, ReasoningGymConfig),
+        core("openenv", "environments.openenv:OpenEnvEnvironment", sockets, OpenEnvConfig, capabilities=several),
     ]
 
 
@@ -111,7 +145,8 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
     if not isinstance(environment, DatasetConfig):
         return []
     if environment.reward is not None:
-        return _problem_of("environment.reward", load_reward, environment.reward)
+        paths = environment.reward_functions.items()
+        return [problem for key, path in paths for problem in _problem_of(key, load_reward, path)]
     if environment.scores_completions:
         return []
     if isinstance(algorithm, GRPOConfig):
@@ -125,6 +160,12 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
         "environment.reward to your own function."
     )
     return [Problem("environment.check", f"completions are not scored, so {missing}.", hint)]
+
+
+def check_tools(config: RunConfig, device: str) -> list[Problem]:
+    """Check the reward functions as `check_dataset` does; the class itself is checked when it is loaded."""
+    environment = config.environment
+    return check_dataset(config, device) if getattr(environment, "reward", None) is not None else []
 
 
 def check_sft(config: RunConfig, device: str) -> list[Problem]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pluggy
 
@@ -43,13 +43,20 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One completion of a step as text, with its reward."""
+    """One completion of a step as text, with its reward.
+
+    Of an episode, `completion` is the model's last turn, and `turns` are all messages: mappings as
+    `rlframework.interfaces.messages.Message`, with `trained` (whether its tokens are in the loss) and, for the model's
+    turns, the `reward` that followed. `failure`: why the episode failed, so that it is not trained on.
+    """
 
     prompt: str
     completion: str
     reward: float
     step: int
     kind: Literal["train", "validation"] = "train"
+    turns: Sequence[Mapping[str, Any]] = ()
+    failure: str = ""
 
 
 # Registration hooks. Each specification returns nothing: pluggy never calls it.

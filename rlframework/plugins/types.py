@@ -79,6 +79,8 @@ class Capability(StrEnum):
     """Checkpoints in the engine's own files: `checkpoints.format=native`."""
     LEARNED_POSITIONS = "learned_positions"
     """Models with learned position embeddings, such as GPT-2."""
+    EPISODES = "episodes"
+    """For an environment: episodes of several turns, instead of single turns."""
 
 
 CAPABILITY_OF_AXIS: Mapping[str, Capability] = {

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.loading import check_model, make_current_directory_importable
-from rlframework.plugins.types import API_VERSION, EnvironmentRecord
+from rlframework.plugins.types import API_VERSION, Capability, EnvironmentRecord
 
 SINGULAR = ("sample", "prompt", "completion", "answer")
 PLURAL = tuple(f"{name}s" for name in SINGULAR)
@@ -76,16 +76,18 @@ def load_import_path(path: str) -> Any:
 def environment_record(path: str) -> EnvironmentRecord:
     """Return a record of the environment class at `path`. Its attribute `config_model`, if any, types its section."""
     try:
-        target = load_import_path(path)
+        target: Any = load_import_path(path)
     except ConfigError as error:
         raise PluginError(f"environment.name: {error}") from error
     interface = "rlframework.interfaces.environment"
-    base = getattr(sys.modules.get(interface), "Environment", ())  # a subclass has imported it
+    base: Any = getattr(sys.modules.get(interface), "Environment", ())  # a subclass has imported it
     if not isinstance(target, type) or not issubclass(target, base):
         raise PluginError(f"environment.name: {path!r} must be a class derived from {interface}.Environment")
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise PluginError(f"environment.name: {path!r} does not implement {', '.join(missing)}")
-    record = EnvironmentRecord(path, path, API_VERSION, "your own", config_model=getattr(target, "config_model", None))
+    model = getattr(target, "config_model", None)
+    declared = frozenset({Capability.EPISODES} if getattr(target, "episode", None) is not base.episode else ())
+    record = EnvironmentRecord(path, path, API_VERSION, "your own", declared, model)
     check_model(record)
     return record
 

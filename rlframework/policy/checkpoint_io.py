@@ -58,6 +58,7 @@ class CheckpointIO:
         asynchronous: bool = False,
     ) -> None:
         """See `PolicyWorker.save_checkpoint`."""
+        self.residency.require_policy("save_checkpoint")
         if form not in FORMS:
             raise ConfigError(f"unknown checkpoint form {form!r}; choose one of {', '.join(FORMS)}")
         if asynchronous and form != "sharded":
@@ -158,6 +159,7 @@ class CheckpointIO:
 
     def load(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """See `PolicyWorker.load_checkpoint`."""
+        self.residency.require_policy("load_checkpoint")
         self.finish()
         engine, optimizer = self.engine, optimizer_path is not None
         # check everything before anything changes

@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rlframework.batch.batch_rows import copy_to_cpu
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported
+from rlframework.interfaces.data_processor import Microbatch
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.microbatches.on_demand import on_host
-from rlframework.policy.engine import Engine, require_head
-from rlframework.policy.head.patch import HeadRequest
+from rlframework.policy.engine import Engine, Step, StepResult, require_head
+from rlframework.policy.head.patch import HeadOutput, HeadRequest
 from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
 from rlframework.policy.shared_state import Residency
@@ -83,25 +85,55 @@ class Scoring:
             raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
         return self.residency.holding_reference(self.reference.use())
 
+    def get_next_token_logprobs(self, data: Rows) -> Tensor | None:
+        """See `PolicyWorker.get_next_token_logprobs`."""
+        require_head(self.engine.config, "language", "get_next_token_logprobs")
+        if not bool((data["input_lengths"] > 0).all()):
+            raise BatchError("a row is empty; the first token has no log-probability: give each row a token")
+        head = HeadRequest(frozenset({"logits"}), self.temperature)
+        found = self._outputs(data, head, _next_token_step, None, "last")
+        if self.engine.context.rank:
+            return None
+        rows = torch.cat([microbatch.rows for microbatch, _ in found])
+        logprobs = torch.cat([outputs["logprobs"] for _, outputs in found])
+        return logprobs[rows.argsort()]
+
     def score_rows(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
         """Return the head's results at each token, `[B, S, ...]` on the CPU; 0 at positions that were not requested."""
-        self.residency.onload("model")
-        config = self.engine.config
-        tokens = config.batching.logprob_tokens or config.batching.tokens
-        microbatches = self.microbatching.split(data, positions, micro_batch_size or config.logprob_batch_size, tokens)
         scored = {
             name: torch.zeros((*data["input_ids"].shape, *shape), dtype=dtype)
             for name, (shape, dtype) in head.results.items()
         }
+        for microbatch, outputs in self._outputs(data, head, values_step, micro_batch_size, positions):
+            for name, part in outputs.items():
+                scored[name][microbatch.rows, : part.shape[1]] = part
+        return BatchedDataDict(scored)
+
+    def _outputs(
+        self, data: Rows, head: HeadRequest, step: Step, micro_batch_size: int | None, positions: str
+    ) -> list[tuple[Microbatch, dict[str, Tensor]]]:
+        """Run `step` on the rows of `data` without gradients; return each microbatch with its outputs, on the CPU."""
+        self.residency.onload("model")
+        config = self.engine.config
+        tokens = config.batching.logprob_tokens or config.batching.tokens
+        microbatches = self.microbatching.split(data, positions, micro_batch_size or config.logprob_batch_size, tokens)
         if not microbatches:
-            return BatchedDataDict(scored)
-        results = self.engine.forward_backward(microbatches, head, values_step, forward_only=True)
+            return []
+        results = self.engine.forward_backward(microbatches, head, step, forward_only=True)
         require_results(results, microbatches)
         real = [
-            (result, batch) for result, batch in zip(results, on_host(microbatches), strict=True) if not batch.is_dummy
+            (batch, result) for batch, result in zip(on_host(microbatches), results, strict=True) if not batch.is_dummy
         ]
-        for name, whole in scored.items():
-            values = copy_to_cpu([result.outputs[name] for result, _ in real])
-            for (_, microbatch), part in zip(real, values, strict=True):
-                whole[microbatch.rows, : part.shape[1]] = part
-        return BatchedDataDict(scored)
+        names = list(real[0][1].outputs) if real else []
+        columns = [copy_to_cpu([result.outputs[name] for _, result in real]) for name in names]
+        return [
+            (batch, dict(zip(names, values, strict=True)))
+            for (batch, _), values in zip(real, zip(*columns, strict=True), strict=True)
+        ]
+
+
+def _next_token_step(output: HeadOutput, _: Microbatch) -> StepResult:
+    """Return the log-probabilities `[b, V]` of the token after each row of a microbatch."""
+    if output.logits is None:
+        raise RuntimeError("the HeadOutput has no logits; compute what HeadRequest.wants names")
+    return StepResult(outputs={"logprobs": torch.log_softmax(output.logits.float(), -1)})

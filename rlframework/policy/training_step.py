@@ -83,6 +83,8 @@ class Training:
         require_head(self.engine.config, "language", "train")
         if not eval_mode and not self.has_optimizer:
             raise NotSupported("this worker was built without an optimizer; build it with init_optimizer=True to train")
+        if not eval_mode:
+            self.residency.require_policy("train")
         config = self.engine.config
         self.residency.onload(*(("model",) if eval_mode else ("model", "optimizer")))
         self.memory.training_begins()

@@ -27,6 +27,8 @@ from rlframework.weight_sync.collective import RefitGroup
 from rlframework.weight_sync.ipc import GroupHandles, IpcSender, device_id, free_bytes, group_bytes
 from rlframework.workers.machine import bind_free_port
 
+_OF_CALL = 0.8  # of worker_group.deadlines.call, after which the driver ends the workers with an error that says less
+
 
 @dataclass
 class WeightSender:
@@ -109,7 +111,8 @@ class WeightSender:
         if reserved is not None and reserved.getsockname()[1] != port:
             reserved.close()
             reserved = None
-        self._group = RefitGroup(ip, port, 0, world_size, self.engine.device, self.config.deadline, reserved)
+        deadline = min(self.config.deadline, _OF_CALL * self.engine.context.deadline)
+        self._group = RefitGroup(ip, port, 0, world_size, self.engine.device, deadline, reserved)
 
     def collective_info(self) -> WeightInfo:
         """See `PolicyWorker.prepare_info_for_collective`."""

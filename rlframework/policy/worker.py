@@ -19,7 +19,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
+from rlframework.interfaces.policy_worker import Attempt, BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target
 from rlframework.policy.checkpoint_io import CheckpointIO
@@ -41,6 +41,19 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _prepared_device(config: PolicyConfig, context: WorkerContext) -> torch.device:
+    """Return the worker's device, with torch's settings for it made."""
+    # a worker sees only its own GPU, as device 0
+    device = torch.device("cuda", 0) if context.device == "cuda" else torch.device(context.device)
+    prepare_device(
+        str(device),
+        tf32=config.tf32,
+        cudnn_attention=config.cudnn_attention,
+        expandable_segments=config.expandable_segments,
+    )
+    return device
 
 
 def _answered_by(
@@ -93,44 +106,50 @@ class PolicyWorkerBase(PolicyWorker):
         """
         config = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(dict(config))
         context, generation = context or WorkerContext(), generation or GenerationConfig()
-        # a worker sees only its own GPU, as device 0
-        device = torch.device("cuda", 0) if context.device == "cuda" else torch.device(context.device)
-        prepare_device(
-            str(device),
-            tf32=config.tf32,
-            cudnn_attention=config.cudnn_attention,
-            expandable_segments=config.expandable_segments,
-        )
+        device = _prepared_device(config, context)
         section = self.engine_class.backend_config_model.model_validate(backend_config or {})
         self.engine = engine = self.engine_class(config, section, tokenizer, context, device)
-        self.progress = progress = TrainingProgress()
-        self.residency = residency = Residency(engine)
-        self.generation = EmbeddedGeneration(engine, residency, progress, generation, generation_target)
+        self.progress = TrainingProgress()
+        self.residency = Residency(engine)
+        self.generation = EmbeddedGeneration(engine, self.residency, self.progress, generation, generation_target)
+        self._build(device, init_optimizer)
+        self._add_services(generation, processor_target, init_optimizer, init_reference_model)
+        if weights_path is not None:
+            self.load_checkpoint(weights_path, optimizer_path)
+
+    def _build(self, device: torch.device, init_optimizer: bool) -> None:
+        """Build the model; sets the threads and seeds of this process."""
+        engine, context = self.engine, self.engine.context
         if context.threads:
             torch.set_num_threads(context.threads)
-        self.memory = memory = DeviceMemory(device)
+        self.memory = DeviceMemory(device)
         engine.build(init_optimizer=init_optimizer)
-        memory.model_built()
+        self.memory.model_built()
         if context.master_port:  # a process of its own, which torch has seeded differently from any other
             group = engine.data_parallel_group()  # ranks that compute the same rows must draw the same numbers
             torch.manual_seed(0 if group is None else group.rank())
-        reference: SnapshotReference | BaseReference | None = None  # made before a checkpoint is loaded
+
+    def _add_services(
+        self, generation: GenerationConfig, processor_target: str, init_optimizer: bool, init_reference_model: bool
+    ) -> None:
+        """Add the services that need a model, before a checkpoint is loaded: the reference is a copy of it."""
+        engine, residency, progress = self.engine, self.residency, self.progress
+        adapters = engine.config.lora is not None
+        reference: SnapshotReference | BaseReference | None = None
         if init_reference_model:
-            reference = SnapshotReference(engine) if config.lora is None else BaseReference(engine)
+            reference = BaseReference(engine) if adapters else SnapshotReference(engine)
         temperature = generation.temperature or 1.0  # greedy samples are scored at temperature 1
         microbatching = self.microbatching_class(engine, load_target(processor_target)())
         self.training = self.training_class(
-            engine, microbatching, residency, progress, memory, temperature, init_optimizer
+            engine, microbatching, residency, progress, self.memory, temperature, init_optimizer
         )
         self.scoring = self.scoring_class(engine, microbatching, residency, temperature, reference)
-        self.weights = (self.weights_class if config.lora is None else Adapters)(engine, generation)
+        self.weights = (Adapters if adapters else self.weights_class)(engine, generation)
         self.checkpoints = self.checkpoints_class(
             engine, residency, self.weights, progress, type(self).__name__, init_optimizer
         )
         self.sender = WeightSender(engine, residency, self.weights, progress, generation.refit)
-        self.reporting = Reporting(engine, microbatching, memory)
-        if weights_path is not None:
-            self.load_checkpoint(weights_path, optimizer_path)
+        self.reporting = Reporting(engine, microbatching, self.memory)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.engine.context.rank}]"
@@ -138,6 +157,7 @@ class PolicyWorkerBase(PolicyWorker):
     train = _answered_by("training", Training.train, "training")
     get_logprobs = _answered_by("scoring", Scoring.get_logprobs, "scoring")
     get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
+    get_next_token_logprobs = _answered_by("scoring", Scoring.get_next_token_logprobs, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
     score = _answered_by("scoring", Scoring.score, "scoring")
     exchange = _answered_by("generation", EmbeddedGeneration.exchange, "generation")
@@ -187,6 +207,7 @@ class PolicyWorkerBase(PolicyWorker):
 
     def save_pretrained(self, path: str) -> None:
         """See `PolicyWorker.save_pretrained`."""
+        self.residency.require_policy("save_pretrained")
         self.residency.onload("model")
         self.weights.save_pretrained(path)
 
@@ -203,7 +224,7 @@ class PolicyWorkerBase(PolicyWorker):
         adapters.read(path)
         self.progress.weights_version += 1
 
-    def attempt(self, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
+    def attempt(self, method: str, arguments: Mapping[str, Any]) -> Attempt:
         """See `PolicyWorker.attempt`."""
         return attempt(self, method, arguments)
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlframework.datasets.chat_template import apply_template, template_text
+from rlframework.datasets.rendering import encode_texts
 from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 
@@ -47,11 +48,10 @@ class ChatText:
         return apply_template(self._tokenizer, safe, described, prompt=prompt)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, as `render` returns it, without added special tokens."""
+        """Return the tokens of `text`, as `render` returns it. `DataError` if there is none for a character."""
         parts = self._split.split(text) if _MARK in text else [text]
-        return [
-            token for part in parts if part for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]
-        ]
+        ids = encode_texts(self._tokenizer, [part for part in parts if part])
+        return [token for part in ids for token in part]
 
     def mark(self, text: str, role: str) -> str:
         """Mark special tokens that `text` of a message of `role` spells; a system message may contain them.

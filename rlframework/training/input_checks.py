@@ -12,7 +12,7 @@ from rlframework.algorithm import Parts
 from rlframework.datasets.rendering import Rendered, end_of_turn_problem, has_answer, render_prompt
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
-from rlframework.interfaces.environment import Sample, Split
+from rlframework.interfaces.environment import Sample, Split, has_episodes
 from rlframework.interfaces.messages import text_of
 
 _LOG = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class InputCheck:
 
     def __init__(self, parts: Parts) -> None:
         self._tokenizer, self._config = parts.tokenizer, parts.config
+        self._episodes = has_episodes(parts.environment)
         policy = parts.config.policy
         self._positions = model_positions(policy.model_name, policy.trust_remote_code)
         self._positions_limit = (
@@ -48,11 +49,16 @@ class InputCheck:
             "remove such samples, or choose a model with more positions"
         )
 
-    def prompts(self, split: Split, samples: Sequence[Sample]) -> tuple[Sample, int]:
-        """Check that each prompt leaves room for a new token. Return the sample with the longest prompt and its tokens.
+    def prompts(self, split: Split, samples: Sequence[Sample]) -> None:
+        """Check that each prompt leaves room for a new token; those of episodes are known only when they begin.
 
         A prompt that leaves less room than `generation.max_new_tokens` is allowed: its answer may be shorter.
         """
+        if not self._episodes:
+            self._longest_prompt(split, samples)
+
+    def _longest_prompt(self, split: Split, samples: Sequence[Sample]) -> tuple[Sample, int]:
+        """Check like `prompts`. Return the sample with the longest prompt, and its tokens."""
         chosen = worth_rendering(samples)
         lengths = _in_batches(split, chosen, lambda some: [self._prompt_tokens(sample) for sample in some])
         length = max(lengths)
@@ -71,8 +77,23 @@ class InputCheck:
             raise DataError(f"sample {sample.id!r}: {error}") from error
 
     def rollouts(self, samples: Sequence[Sample], *, scored: bool) -> None:
-        """Check that prompts with the longest answers fit into microbatches; `scored`: also into those for scoring."""
-        sample, length = self.prompts("train", samples)
+        """Check that prompts with the longest answers fit into microbatches; `scored`: also into those for scoring.
+
+        Of episodes, check the most tokens that they may have.
+        """
+        if self._episodes:
+            limit = self._config.environment.max_episode_tokens
+            limits = [each for each in (limit, self._positions) if each is not None]
+            if limits:
+                most = min(limits)
+                self._fit_microbatches(
+                    f"an episode may have up to {most} tokens (environment.max_episode_tokens, or the model's "
+                    "positions)",
+                    most,
+                    scored=scored,
+                )
+            return
+        sample, length = self._longest_prompt("train", samples)
         most = length + self._config.generation.max_new_tokens
         most = most if self._positions is None else min(most, self._positions)
         what = (
@@ -135,9 +156,10 @@ class InputCheck:
             limits["policy.batching.logprob_tokens"] = batching.logprob_tokens
         for key, limit in limits.items():
             if batching.mode != "padded" and limit is not None and tokens > limit:
+                otherwise = "lower that limit" if self._episodes else "remove such samples"
                 raise ConfigError(
                     f"{what}, but {key}={limit} is the most that a dynamic or packed microbatch may have: set it to at "
-                    f"least {tokens}, remove the key, or remove such samples"
+                    f"least {tokens}, remove the key, or {otherwise}"
                 )
 
 

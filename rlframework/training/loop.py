@@ -20,7 +20,7 @@ from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.plugins.hookspec import SampleRecord
-from rlframework.rollout.single_turn import validate
+from rlframework.rollout.rollouts import validate
 from rlframework.training.checkpoints import Checkpoints
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.performance import performance_metrics
@@ -105,9 +105,12 @@ class StepLoop(Algorithm):
         Implementations call `self.train`, so that the step can be recorded.
         """
 
-    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> TrainResult:
-        """Call `policy.train` in step `step`, and record the step if the configuration asks for it."""
-        self._trained.append(self.recorder.train(step, data, loss))
+    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction, gbs: int | None = None) -> TrainResult:
+        """Call `policy.train` in step `step`, and record the step if the configuration asks for it.
+
+        `gbs`: the rows of an optimizer step; None: `policy.train_global_batch_size`.
+        """
+        self._trained.append(self.recorder.train(step, data, loss, gbs))
         return self._trained[-1]
 
     def should_stop(self, metrics: dict[str, float]) -> bool:

@@ -71,11 +71,11 @@ class Recorder:
         every = self._config.every
         return step in self._config.steps or (every > 0 and step % every == 0)
 
-    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction) -> TrainResult:
+    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction, gbs: int | None = None) -> TrainResult:
         """Call `policy.train`; record the first call of a selected step."""
         policy, config = self._parts.policy, self._parts.config
         if not self.wants(step) or step in self._recorded:
-            return cast("TrainResult", policy.train(data, loss))
+            return cast("TrainResult", policy.train(data, loss, gbs=gbs))
         self._recorded.add(step)
         facts: dict[str, Any] = {
             "format": FORMAT,
@@ -99,7 +99,7 @@ class Recorder:
             _write_tensors(folder / "logprobs.safetensors", {"logprobs": policy.get_logprobs(data)["logprobs"]})
             policy.prepare_for_training()
             try:
-                result = policy.train(data, loss)
+                result = policy.train(data, loss, gbs=gbs)
                 facts["result"] = plain_json({name: result[name] for name in result if name not in ("rank", "times")})
             except Exception as error:  # noqa: BLE001 - raised below, after the failing step has been recorded
                 failure, facts["failure"] = error, hide_in_text(f"{type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rlframework.errors import DeadlineExceeded, EngineLost, RefitError, UserError, WorkerError, WorkerLost
+from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 
 P = ParamSpec("P")
@@ -49,7 +50,7 @@ class StartedCall:
             if self._error is not None:
                 raise self._error
             assert self._future is not None
-            ((result, error),) = self.engine.results(self._future, deadline)
+            ((result, error, *_),) = self.engine.results(self._future, deadline)
         except DeadlineExceeded as late:
             raise EngineLost(
                 f"{self.engine.name} did not finish its part of a refit within generation.refit.deadline: {late}"
@@ -62,16 +63,16 @@ class StartedCall:
         return result
 
 
-def attempt(worker: object, method: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-    """Call `method` of `worker`; return its result and `""`, or None and the message of the error it raised.
+def attempt(worker: object, method: str, arguments: Mapping[str, Any]) -> Attempt:
+    """Call `method` of `worker`; return its result, or the message of the error it raised.
 
     Applies to a `RefitError` and a `UserError`, such as `NotSupported` or `EngineNotReady`. An exception would end the
     whole worker group, but a failed refit can be repeated.
     """
     try:
-        return getattr(worker, method)(**arguments), ""
+        return Attempt(getattr(worker, method)(**arguments))
     except (RefitError, UserError) as error:
-        return None, str(error)
+        return Attempt(None, str(error), isinstance(error, UserError))
 
 
 class RefitCalls:
@@ -100,11 +101,15 @@ class RefitCalls:
         return self._trainer.run_all_workers_single_data("attempt", method=method.__name__, arguments=arguments)
 
     def of_trainer(self, future: MultiWorkerFuture) -> list[Any]:
-        """Wait for a call of the trainer, and return its results by rank."""
-        answers = self._trainer.get_all_worker_results(future)
-        if errors := [f"rank {rank} of the trainer: {error}" for rank, (_, error) in enumerate(answers) if error]:
-            raise RefitError("; ".join(errors))
-        return [result for result, _ in answers]
+        """Wait for a call of the trainer, and return its results by rank.
+
+        Raises a `UserError` if that is what all ranks raised that failed, and otherwise `RefitError`.
+        """
+        answers = [Attempt(*answer) for answer in self._trainer.get_all_worker_results(future)]
+        if failed := {rank: answer for rank, answer in enumerate(answers) if answer.error}:
+            kind = UserError if all(answer.user_error for answer in failed.values()) else RefitError
+            raise kind("; ".join(f"rank {rank} of the trainer: {answer.error}" for rank, answer in failed.items()))
+        return [answer.result for answer in answers]
 
     def on_engines(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **arguments: P.kwargs) -> list[R]:
         """Call all engines."""

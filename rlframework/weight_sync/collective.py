@@ -15,11 +15,10 @@ refit. If a rank dies or is late, the group cannot be used again.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from itertools import cycle
 from typing import Any, TypeVar
@@ -29,11 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.errors import RefitError
-from rlframework.weight_sync import buffers
+from rlframework.weight_sync import buffers, rendezvous
 from rlframework.weight_sync.buffers import Slot, WeightInfo
 
 _LARGE = 1 << 20  # weights of at least this many bytes are sent alone: one more message costs less than two copies
-_BACKLOG = 1024  # connections the store's socket queues before accepting them: all receivers connect at once
 _MODULUS = 2**64
 _Result = TypeVar("_Result")
 
@@ -59,49 +57,21 @@ class RefitGroup:
         self._group: Any = None
         try:
             self._group = self._join(ip, port, listening)
-            # connections are made at the first collective, so a missing rank is reported now
-            self.sum(torch.zeros(1, dtype=torch.int64, device=device), "connecting")
+            if device.type == "cuda":  # NCCL connects at the first collective: errors are reported now
+                self.sum(torch.zeros(1, dtype=torch.int64, device=device), "connecting")
         except (RuntimeError, OSError) as error:
             raise RefitError(
                 f"rank {rank} of {world_size} could not form the process group of the refit at {ip}:{port} within "
-                f"{deadline:g} s (generation.refit.deadline): {_first_line(error)}"
+                f"{deadline:g} s (generation.refit.deadline): {rendezvous.first_line(error)}"
             ) from error
 
     def _join(self, ip: str, port: int, listening: socket.socket | None) -> Any:
-        untyped: Any = dist
-        timeout, served = timedelta(seconds=self.deadline), None
-        if self.rank == 0:
-            bound = listening or socket.create_server((ip, port), family=_family(ip))
-            bound.listen(_BACKLOG)
-            served = bound.detach()  # the store closes it
-        store = untyped.TCPStore(
-            ip,
-            port,
-            world_size=self.size,
-            is_master=self.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=served,
-        )
+        rank, size, seconds = self.rank, self.size, self.deadline
+        store = rendezvous.serve_store(ip, port, rank, size, seconds, listening)
         if self.device.type == "cuda":
-            return self._join_gpus(store)
-        options = untyped.ProcessGroupGloo._Options()
-        options._devices = [
-            untyped.ProcessGroupGloo.create_device(hostname=_own_address(ip, port) if self.rank else ip)
-        ]
-        options._timeout = timeout
-        return untyped.ProcessGroupGloo(store, self.rank, self.size, options)
-
-    def _join_gpus(self, store: Any) -> Any:
-        """Form a group with NCCL, which waits for missing ranks without limit, and ends the process on errors."""
-        untyped: Any = dist
-        present = [f"rank {rank}" for rank in range(self.size)]
-        store.set(present[self.rank], "")
-        store.wait(present, timedelta(seconds=self.deadline))
-        options = untyped.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=2 * self.deadline + 60)  # only a reserve: `wait` has the deadline
-        with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # its watchdog reports an error, and does not abort
-            return untyped.ProcessGroupNCCL(store, self.rank, self.size, options)
+            return rendezvous.connect_gpus(store, rank, size, seconds)
+        address = rendezvous.own_address(ip, port) if rank else ip
+        return rendezvous.connect_cpus(store, rank, size, address, seconds)
 
     def start_broadcast(self, tensor: Tensor) -> dist.Work:
         """Start sending `tensor` from rank 0 to the others; pass the result to `wait`."""
@@ -133,7 +103,7 @@ class RefitGroup:
             self.close()
             who = "a receiver is gone or took too long" if self.rank == 0 else "the trainer is gone or took too long"
             raise RefitError(
-                f"{what}: {who} (generation.refit.deadline is {self.deadline:g} s): {_first_line(error)}"
+                f"{what}: {who} (generation.refit.deadline is {self.deadline:g} s): {rendezvous.first_line(error)}"
             ) from error
 
     def _require_success(self) -> None:
@@ -155,35 +125,6 @@ class RefitGroup:
         if group is not None and self.device.type == "cuda":
             with suppress(RuntimeError):
                 group.abort()
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable that a library reads during the block."""
-    previous = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = previous
-
-
-def _own_address(ip: str, port: int) -> str:
-    """Return this machine's address on the route to the sender, where the other ranks can reach this process."""
-    with socket.socket(_family(ip), socket.SOCK_DGRAM) as probe:
-        probe.connect((ip, port))  # UDP: sends nothing
-        return str(probe.getsockname()[0])
-
-
-def _family(ip: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in ip else socket.AF_INET
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

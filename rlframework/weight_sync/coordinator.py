@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlframework.config.sections import RefitConfig
-from rlframework.errors import ConfigError, EngineNotReady, RefitError
+from rlframework.errors import ConfigError, EngineNotReady, RefitError, UserError
 from rlframework.interfaces.generation import GenerationEngine, Tag
-from rlframework.interfaces.policy_worker import PolicyWorker, RefitState, Rows
+from rlframework.interfaces.policy_worker import PolicyWorker, RefitState
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 from rlframework.plugins.types import Capability
 from rlframework.weight_sync import ipc
 from rlframework.weight_sync.buffers import group_names, sizes_of
 from rlframework.weight_sync.calls import RefitCalls, RefitEngine, StartedCall
-from rlframework.weight_sync.proof import Probes, compare_reports, sent_by_all
+from rlframework.weight_sync.proof import ProbeRequests, Probes, compare_reports, sent_by_all
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.inline import InlineWorkerGroup
 
@@ -36,10 +36,6 @@ class Trainer(Protocol):
 
     worker_group: WorkerGroup
     capabilities: frozenset[Capability]
-
-    @property
-    def get_logprobs(self) -> Callable[..., Rows]:
-        """See `PolicyWorker.get_logprobs`."""
 
     @property
     def offload_before_refit(self) -> Callable[[], Any]:
@@ -186,14 +182,17 @@ class Refitter:
         calls.on_engines(GenerationEngine.restore, tags=_CACHE)
         if self._probes is None:
             return None
-        asked = self._probes.ask(calls, now.version, self._config.deadline)
+        probes = self._probes.of_version(now.version)
+        # on devices of its own the trainer computes what it expects while the engines sample
+        expecting = None if offload else _start_expecting(calls, probes)
+        answers = probes.ask(calls, self._config.deadline)
         if offload:
             calls.on_engines(GenerationEngine.release, tags=_CACHE)
-        error = asked.compare(self._trainer.get_logprobs(asked.rows, positions="token_mask")["logprobs"])
+        expected = calls.of_trainer(expecting or _start_expecting(calls, probes))
         if offload:
             self._trainer.offload_after_refit()
             calls.on_engines(GenerationEngine.restore, tags=_CACHE)
-        return error
+        return answers.compare(expected[0])
 
     def _calls(self, engines: tuple[RefitEngine, ...]) -> RefitCalls:
         return RefitCalls(self._trainer.worker_group, engines, self._config.deadline)
@@ -284,14 +283,22 @@ class Refitter:
         started = [] if in_driver else start_engines()
         sending = calls.start_trainer(trainer_method, **trainer_arguments)
         started = start_engines() if in_driver else started
-        failed: RefitError | None = None
+        failed: RefitError | UserError | None = None
         try:
             calls.of_trainer(sending)
-        except RefitError as error:  # those of the engines are closer to the cause
+        except (RefitError, UserError) as error:
             failed = error
-        calls.of_engines(started, _GRACE)
+        try:
+            calls.of_engines(started, _GRACE)
+        except RefitError:  # closer to the cause, unless the trainer did not send at all
+            if not isinstance(failed, UserError):
+                raise
         if failed is not None:
             raise failed
+
+
+def _start_expecting(calls: RefitCalls, probes: ProbeRequests) -> MultiWorkerFuture:
+    return calls.start_trainer(PolicyWorker.get_next_token_logprobs, data=probes.prompts)
 
 
 def _require_own_gpus(now: _Round) -> None:

@@ -1,8 +1,9 @@
 """The proof that engines hold and use the weights that the trainer sent: checksums, and probes.
 
 A checksum on arrival does not show that a weight is in use, nor in its place. A probe is a prompt of which the engine
-samples one token; the trainer computes the log-probability of that token too, and the two must be close. Probes do not
-see a change of the weights that changes log-probabilities by less than the bound; checksums do.
+samples one token. The trainer computes the log-probabilities of all tokens after that prompt, without waiting for the
+engine, and the sampled one's must be close. Probes do not see a change of the weights that changes log-probabilities by
+less than the bound; checksums do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import numpy as np
@@ -109,10 +110,11 @@ class Probes:
             config.refit.probes, tokens if len(tokens) else np.arange(len(tokenizer)), sampling, bound, positions
         )
 
-    def requests(self, version: int) -> list[GenerationRequest]:
-        """Return the requests that probe `version`."""
+    def of_version(self, version: int) -> ProbeRequests:
+        """Return the probes of `version`."""
         unique = uuid4().hex[:8]
-        return [self._request(index, version, f"probe-{unique}-{index}") for index in range(self._count)]
+        requests = [self._request(index, version, f"probe-{unique}-{index}") for index in range(self._count)]
+        return ProbeRequests(version, self.bound, requests)
 
     def _request(self, index: int, version: int, request_id: str) -> GenerationRequest:
         repeated = index % 2 == 0
@@ -122,17 +124,33 @@ class Probes:
         session = f"probe-{index}" if repeated else None
         return GenerationRequest(request_id, torch.from_numpy(prompt).long(), seed, 1, self._sampling, session)
 
-    def ask(self, calls: RefitCalls, version: int, deadline: float) -> ProbeAnswers:
+
+@dataclass(frozen=True, eq=False)
+class ProbeRequests:
+    """The probes of `version` of the weights."""
+
+    version: int
+    bound: float
+    requests: Sequence[GenerationRequest]
+
+    @property
+    def prompts(self) -> Rows:
+        """The rows after which the trainer computes the log-probabilities of the next token."""
+        rows = [request.prompt_ids for request in self.requests]
+        lengths = torch.tensor([len(row) for row in rows])
+        return BatchedDataDict({"input_ids": pad_sequence(rows, batch_first=True), "input_lengths": lengths})
+
+    def ask(self, calls: RefitCalls, deadline: float) -> ProbeAnswers:
         """Have all engines complete the prompts within `deadline` seconds."""
-        requests = self.requests(version)
-        names = {request.request_id for request in requests}
+        names = {request.request_id for request in self.requests}
         answers = {engine: dict[str, GenerationResult]() for engine in calls.engines}
-        until, outgoing, waiting = time.monotonic() + deadline, requests, list(calls.engines)
+        until, waiting = time.monotonic() + deadline, list(calls.engines)
+        outgoing = self.requests
         while waiting:
             left = until - time.monotonic()
             if left <= 0:
                 raise RefitError(
-                    f"{waiting[0].name} did not complete the probes of version {version} within {deadline:g} s "
+                    f"{waiting[0].name} did not complete the probes of version {self.version} within {deadline:g} s "
                     "(generation.refit.deadline)"
                 )
             arguments = {"requests": tuple(outgoing), "abort_ids": (), "timeout": min(left, _POLL)}
@@ -141,8 +159,8 @@ class Probes:
                 self._require_accepted(call.engine, incoming.rejected)
                 answers[call.engine] |= {result.request_id: result for result in incoming.results}
             outgoing, waiting = [], [engine for engine in waiting if not answers[engine].keys() >= names]
-        by_name = {engine.name: [found[each.request_id] for each in requests] for engine, found in answers.items()}
-        return ProbeAnswers(version, self.bound, requests, by_name)
+        by_name = {engine.name: [found[each.request_id] for each in self.requests] for engine, found in answers.items()}
+        return ProbeAnswers(self, by_name)
 
     def _require_accepted(self, engine: RefitEngine, rejected: Mapping[str, Exception]) -> None:
         for error in rejected.values():
@@ -151,60 +169,54 @@ class Probes:
 
 @dataclass(frozen=True, eq=False)
 class ProbeAnswers:
-    """The tokens that engines sampled of the probes of `version`."""
+    """The tokens that engines sampled after the prompts of `probes`, by the engine's name."""
 
-    version: int
-    bound: float
-    requests: Sequence[GenerationRequest]
+    probes: ProbeRequests
     answers: Mapping[str, Sequence[GenerationResult]]
 
     def __post_init__(self) -> None:
-        """Raise `RefitError` unless each answer is one token, sampled with the weights of `version`."""
+        """Raise `RefitError` unless each answer is one token, sampled with the weights of the version."""
+        wanted = self.probes.version
         for engine, results in self.answers.items():
             for number, result in enumerate(results):
                 versions = [span.version for span in result.spans]
-                if len(result.token_ids) != 1 or versions != [self.version]:
+                if len(result.token_ids) != 1 or versions != [wanted]:
                     raise RefitError(
-                        f"{engine} answered probe {number} of version {self.version} with {len(result.token_ids)} "
-                        f"tokens of versions {versions}; expected one token of version {self.version}"
+                        f"{engine} answered probe {number} of version {wanted} with {len(result.token_ids)} "
+                        f"tokens of versions {versions}; expected one token of version {wanted}"
                     )
 
-    @property
-    def rows(self) -> Rows:
-        """The rows that the trainer scores: each prompt with each token that an engine sampled, once."""
-        rows = [torch.cat((self.requests[probe].prompt_ids, torch.tensor([token]))) for probe, token in self._columns()]
-        lengths = torch.tensor([len(row) for row in rows])
-        token_mask = torch.arange(int(lengths.max())) == lengths[:, None] - 1
-        data: dict[str, Any] = {"input_ids": pad_sequence(rows, batch_first=True), "input_lengths": lengths}
-        return BatchedDataDict({**data, "token_mask": token_mask.float(), "sample_mask": torch.ones(len(rows))})
-
-    def _columns(self) -> dict[tuple[int, int], int]:
-        """Return the row of each probe and sampled token."""
-        pairs = ((probe, int(result.token_ids)) for each in self.answers.values() for probe, result in enumerate(each))
-        return {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
-
     def compare(self, logprobs: Tensor) -> float:
-        """Compare with the trainer's `logprobs [N, S]` of `rows`; return the largest error of an engine.
+        """Compare with the trainer's `logprobs [P, V]` after each prompt; return the largest error of an engine.
 
         Raises `RefitError` if it exceeds the bound.
         """
-        row_of = self._columns()
         worst = 0.0
         for engine, results in self.answers.items():
-            trainer = [float(logprobs[row_of[probe, int(each.token_ids)]].sum()) for probe, each in enumerate(results)]
+            trainer = [self._trainers(engine, *each, logprobs) for each in enumerate(results)]
             differences = [abs(float(each.logprobs) - one) for each, one in zip(results, trainer, strict=True)]
             error = float(np.mean(differences))
-            if not error <= self.bound:  # also for nan
+            if not error <= self.probes.bound:  # also for nan
                 self._fail(engine, differences, trainer, error)
             worst = max(worst, error)
         return worst
 
+    def _trainers(self, engine: str, probe: int, result: GenerationResult, logprobs: Tensor) -> float:
+        """Return the trainer's log-probability of the token that `engine` sampled."""
+        token, vocabulary = int(result.token_ids), logprobs.shape[1]
+        if not 0 <= token < vocabulary:
+            raise RefitError(
+                f"{engine} answered probe {probe} of version {self.probes.version} with token {token}; the trainer's "
+                f"vocabulary has {vocabulary} tokens: {_REMEDY}"
+            )
+        return float(logprobs[probe, token])
+
     def _fail(self, engine: str, differences: Sequence[float], trainer: Sequence[float], error: float) -> None:
         probe = int(np.argmax(np.nan_to_num(differences, nan=np.inf)))
-        result, prompt = self.answers[engine][probe], self.requests[probe].prompt_ids
+        result, prompt = self.answers[engine][probe], self.probes.requests[probe].prompt_ids
         raise RefitError(
-            f"{engine} was refit to version {self.version}, but gives token {int(result.token_ids)} after the "
+            f"{engine} was refit to version {self.probes.version}, but gives token {int(result.token_ids)} after the "
             f"{len(prompt)} tokens of probe {probe} the log-probability {float(result.logprobs):.5g}, the trainer "
             f"{trainer[probe]:.5g}; the mean difference of its {len(trainer)} probes is {error:.3g}, and at most "
-            f"{self.bound:g} is allowed (generation.refit.probe_bound): {_REMEDY}"
+            f"{self.probes.bound:g} is allowed (generation.refit.probe_bound): {_REMEDY}"
         )

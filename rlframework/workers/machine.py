@@ -25,6 +25,14 @@ INHERITED_PREFIXES = ("LC_", "XDG_", "CUDA_", "NCCL_", "TORCH", "PYTORCH_", "TRI
 _LOWEST_PORT = 20000
 
 
+def python_path(python: str | None) -> str | None:
+    """Return the path of a Python that a configuration names, absolute because workers have other folders.
+
+    `~` is the home of this process. A bare name stays, to be found by each node's PATH.
+    """
+    return os.path.abspath(os.path.expanduser(python)) if python and os.path.dirname(python) else python
+
+
 def cpu_count() -> int:
     """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

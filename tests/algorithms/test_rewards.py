@@ -12,7 +12,7 @@ from rlframework.algorithms.grpo import group_advantages
 from rlframework.errors import UserError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
-from rlframework.rollout.single_turn import rollout
+from rlframework.rollout.single_turn import single_turns
 
 
 class Generation:
@@ -43,7 +43,7 @@ def rolled(outcomes: list[StepOutcome]) -> Any:
         tokenizer=character_tokenizer("ab"), generation=Generation(), environment=environment, config=config
     )
     samples = [Sample(name, ({"role": "user", "content": "a"},), "b") for name in ("one", "two")]
-    return rollout(parts, samples, torch.arange(2))
+    return single_turns(parts, samples, torch.arange(2))
 
 
 def test_the_largest_rewards_give_finite_statistics() -> None:

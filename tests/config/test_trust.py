@@ -130,6 +130,28 @@ def test_modules_in_the_runs_folder_are_not_imported(folder, tmp_path, key, name
         assert marker.exists()
 
 
+def test_keys_of_episodes_that_name_code_or_programs(folder, tmp_path):
+    """Reward functions and tools by import path, also below a name, and programs that a run's file asks for."""
+    marker = tmp_path / "marker"
+    (folder / "evil.py").write_text(PLUGIN.format(marker=str(marker)))
+    rows = {"path": str(tmp_path / "rows.jsonl")}
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 20)
+    several = {"good": {"function": "os:getcwd"}, "bad": {"function": "downloaded.evil:score"}}
+    for environment, problem in (
+        ({"name": "dataset", "reward": several, **rows}, r"environment\.reward\.bad\.function imports .*evil\.py"),
+        ({"name": "tools", "tools": "downloaded.evil:Tools", "check": "exact", **rows}, r"environment\.tools imports"),
+        ({"name": "gymnasium", "id": "downloaded.evil:Game-v0"}, r"environment\.id imports"),
+        (
+            {"name": "mcp", "command": ["sh", "-c", "touch marker"], "check": "exact", **rows},
+            r"environment\.command=.*runs",
+        ),
+        ({"name": "openenv", "url": "ws://198.51.100.7/ws"}, r"environment\.url=.*sends"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load(folder, PLAIN | {"environment": environment})
+    assert not marker.exists()
+
+
 def test_modules_of_the_user_are_imported(folder, tmp_path):
     marker = tmp_path / "marker"
     Path("mine.py").write_text(PLUGIN.format(marker=str(marker)))

@@ -136,3 +136,17 @@ class TestGsm8k(EnvironmentSuite):
 class TestDataset(EnvironmentSuite):
     backend = "dataset"
     section = {"path": TRAIN, "validation_path": VALIDATION, "check": "math"}  # noqa: RUF012
+
+
+class TestToolGame(EnvironmentSuite):
+    backend = "rlframework.conformance.tool_game:ToolGame"
+
+
+class TestGymnasium(EnvironmentSuite):
+    backend = "gymnasium"
+    section = {"id": "FrozenLake-v1", "actions": ("left", "down", "right", "up"), "train_samples": 8}  # noqa: RUF012
+
+
+class TestReasoningGym(EnvironmentSuite):
+    backend = "reasoning_gym"
+    section = {"task": "basic_arithmetic", "train_samples": 20, "validation_samples": 4}  # noqa: RUF012

@@ -39,10 +39,29 @@ class TestUnscoredDataset(EnvironmentSuite):
     section = {"path": PATHS["train_path"], "validation_path": PATHS["validation_path"]}  # noqa: RUF012
 
 
+class TestToolGame(EnvironmentSuite):
+    backend = "rlframework.conformance.tool_game:ToolGame"
+
+
+class TestGymnasium(EnvironmentSuite):
+    backend = "gymnasium"
+    section = {"id": "FrozenLake-v1", "actions": ("left", "down", "right", "up"), "train_samples": 8}  # noqa: RUF012
+
+
+class TestReasoningGym(EnvironmentSuite):
+    backend = "reasoning_gym"
+    section = {"task": "basic_arithmetic", "train_samples": 20, "validation_samples": 4}  # noqa: RUF012
+
+
 class TestMutants(MutantProof):
     kind = "environment"
     backend = "gsm8k"
     section = PATHS
+
+
+class TestEpisodeMutants(MutantProof):
+    kind = "environment"
+    backend = "rlframework.conformance.tool_game:ToolGame"
 
 
 class Tagged(AdditionEnvironment):
@@ -90,7 +109,7 @@ def failures_of(part, tmp_path):
         record, Layout(), manager=manager, device="cpu", folder=tmp_path, models=tmp_path, target=part
     )
     found = {}
-    for name in own.tests():
+    for name in own.expected(record, Layout(), "cpu"):
         try:
             getattr(own(), name)(harness)
         except ConformanceFailure as failure:

@@ -166,8 +166,8 @@ def test_a_test_without_a_contract_is_an_error():
         class Mine(Unmarked, sealed=True):
             pass
 
-    with pytest.raises(ValueError, match="unknown contract 11"):
-        holds(11)
+    with pytest.raises(ValueError, match="unknown contract 12"):
+        holds(12)
 
 
 def test_what_is_declared_decides_what_is_expected():

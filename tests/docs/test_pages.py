@@ -76,6 +76,14 @@ def test_what_a_page_shows_and_does_not_do_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_episodes(tmp_path: Path) -> None:
+    example = next(block for block in blocks((DOCS / "episodes.md").read_text()) if block.title == "guess.py")
+    assert len([line for line in example.text.splitlines() if line]) <= 15
+    execute(DOCS / "episodes.md", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_your_own_reward_function(tmp_path: Path) -> None:
     execute(DOCS / "your_own.md", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
@@ -85,6 +93,28 @@ def test_your_own_reward_function(tmp_path: Path) -> None:
     assert all(row["train/reward_failures"] == 0 for row in rows[1:])
     assert (tmp_path / "runs/own/model/model.safetensors").exists()
     assert not (tmp_path / "runs/fragile/model").exists()
+
+
+@pytest.mark.parametrize("page", ["tools.md", "bring_your_environment.md"])
+def test_environments_with_episodes(page: str, tmp_path: Path) -> None:
+    execute(DOCS / page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_bring_your_agent(tmp_path: Path) -> None:
+    page = DOCS / "bring_your_agent.md"
+    execute(page, tmp_path)
+    written = {block.title: block.text for block in blocks(page.read_text(encoding="utf-8"))}
+    settings = [line for line in written["agent.yaml"].splitlines() if line.startswith("environment")]
+    assert len([line for line in written["my_agent.py"].splitlines() if line] + settings) < 20
+    rows = [json.loads(line) for line in (tmp_path / "runs/agent/metrics.jsonl").read_text().splitlines()]
+    rewards = [row["train/reward"] for row in rows if "train/reward" in row]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert {(row["train/episode_turns"], row["train/failed_episodes"]) for row in rows if "train/reward" in row} == {
+        (2.0, 0.0)
+    }
+    assert (tmp_path / "runs/agent/model/model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -147,6 +147,20 @@ def test_another_python_must_have_the_same_versions(found, with_config, tmp_path
     assert finding.text.startswith(f"the generation engines' Python {other} has Python 3.9.1 and Ray 2.40.0")
 
 
+@pytest.mark.parametrize("key", ["worker_group", "generation.workers"])
+def test_another_python_is_found_as_workers_find_it(found, with_config, tmp_path, monkeypatch, key):
+    other = tmp_path / "home" / "envs" / "python"
+    other.parent.mkdir(parents=True)
+    other.write_text('#!/bin/sh\necho \'["3.9.1", "2.40.0"]\'\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "home")
+    for given in ("~/envs/python", "envs/python", "./envs/python"):
+        context = with_config("worker_group.name=ray", "generation.workers.group=ray", f"{key}.python={given}")
+        [finding] = found("run", "python of the workers", context)
+        assert f" Python {other} has Python 3.9.1" in finding.text
+
+
 def test_the_engine_that_a_run_selects_describes_itself(found, with_config, monkeypatch):
     context = with_config()
     assert found("run", "generation engine", context) == []

@@ -43,6 +43,17 @@ def test_greedy_requests_have_temperature_zero():
     assert all(request.sampling.greedy for request in requests_of(rows(), GenerationConfig(), STOPS, greedy=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])
+def test_prompts_of_other_integers_are_converted(dtype: torch.dtype) -> None:
+    data = rows()
+    data["input_ids"] = data["input_ids"].to(dtype)
+    for request, expected in zip(
+        requests_of(data, GenerationConfig(), STOPS), requests_of(rows(), GenerationConfig(), STOPS), strict=True
+    ):
+        assert request.prompt_ids.dtype == torch.int64
+        assert torch.equal(request.prompt_ids, expected.prompt_ids)
+
+
 def test_ids_of_requests_are_unique_across_calls():
     names = [request.request_id for _ in range(2) for request in requests_of(rows(), GenerationConfig(), STOPS)]
     assert len(set(names)) == 4

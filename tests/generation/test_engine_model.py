@@ -15,6 +15,7 @@ from rlframework.errors import DataError, EngineNotReady, RefitError, UserError
 from rlframework.generation.engine_model import EngineModel
 from rlframework.huggingface.model_directories import make_llama, quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.policy.lora_math import A, B
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
@@ -158,3 +159,29 @@ def test_an_unreadable_model_is_reported_with_the_key_to_change(tiny: Any, tiny_
         EngineModel(str(tmp_path / "nowhere"), "cpu", "float32").load(iter([]))
     with pytest.raises(DataError, match=r"policy\.lora\.refit=adapters.*set policy\.lora\.refit to merged"):
         EngineModel(str(tmp_path / "nowhere"), "cpu", "float32").load_adapters(adapters(tiny_llama, 0).items())
+
+
+@pytest.mark.parametrize("first", ["update", "adapters"])
+def test_a_head_that_does_not_stay_tied_is_not_used(tmp_path: Path, first: str) -> None:
+    """However small the difference is: of a learning rate of 1e-6, probes see nothing."""
+    path = make_llama(tmp_path, character_tokenizer("0123456789"), hidden=32, layers=2, tied=True)
+    used: list[Any] = []
+    adapters = {LAYER + A: torch.zeros(4, 32), LAYER + B: torch.zeros(32, 4)}
+    weights = saved(path) if first == "update" else adapters
+    model = EngineModel(str(path), "cpu", "float32")
+
+    def update() -> None:
+        sink = model.sink({name: (tuple(one.shape), one.dtype) for name, one in weights.items()}, used.append)
+        for name, weight in weights.items():
+            sink.copy(name, weight)
+        sink.finish()
+
+    update()
+    (module,) = used
+    module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone())
+    update()  # other memory, but the same values
+    assert used == [module, module]
+    module.lm_head.weight.data[3, 5] += 1e-6
+    with pytest.raises(RefitError, match=r"'lm_head\.weight' is tied to 'model\.embed_tokens\.weight', but differs"):
+        update()
+    assert used == [module, module]

@@ -16,7 +16,7 @@ from rlframework import load_config, run
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.rollout.single_turn import row_seeds
+from rlframework.rollout.seeds import row_seeds
 
 pytestmark = pytest.mark.slow
 

@@ -46,7 +46,7 @@ def test_overrides_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens to train on are in brackets, or in green on a terminal; nothing is written."""
+    """Trained tokens are in brackets, or in green on a terminal; nothing is written."""
     before = sorted(folder.rglob("*"))
     assert call("tokenize", "run.yaml", "--show", "2", "environment.max_samples=1") == 0
     assert capsys.readouterr().out == "a-1: 6 tokens\n0+1=[[1<eos>]]\n\n"

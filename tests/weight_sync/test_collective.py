@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import count
+from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlframework.errors import RefitError, RefitNotPrepared
 from rlframework.weight_sync import collective
@@ -148,11 +155,14 @@ def test_weights_other_than_announced_are_rejected(sent):
     assert isinstance(sender, RefitError)
 
 
-def test_a_missing_rank_is_reported_within_the_deadline(sent):
+def test_a_missing_rank_is_named_at_the_deadline(sent):
     begun = time.monotonic()
-    with pytest.raises(RefitError, match=r"rank 0 of 2 could not form the process group .* within 1 s"):
+    with pytest.raises(
+        RefitError,
+        match=r"rank 0 of 2 could not form the process group .* within 1 s .*ranks \[1\] have not answered",
+    ):
         RefitGroup("127.0.0.1", 0, 0, 2, CPU, 1.0, bind_free_port("127.0.0.1"))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 1.9
     with pytest.raises(RefitNotPrepared, match="init_collective must be called"):
         ready_engine(sent).update_weights_from_collective()
 
@@ -163,3 +173,85 @@ def test_an_engine_joins_a_new_group_after_the_old_one_was_closed(sent):
     assert exchange(connect([engine]), sent, [engine]) == [None, None]
     engine.finish_weight_update()
     assert sent.loaded_by(engine)
+
+
+class LateGloo:
+    """`ProcessGroupGloo`, whose rank 0 connects later than the others the first time, so that they wait for it."""
+
+    def __init__(self, gloo: Any, seconds: float) -> None:
+        self._gloo, self._seconds, self.attempts = gloo, seconds, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gloo, name)
+
+    def __call__(self, store: Any, rank: int, size: int, options: Any) -> Any:
+        if rank == 0:
+            self.attempts += 1
+            time.sleep(self._seconds if self.attempts == 1 else 0.0)
+        return self._gloo(store, rank, size, options)
+
+
+@contextmanager
+def strangers(first_bytes: bytes) -> Iterator[None]:
+    """Connect to each port at which this process begins to listen, at once, and send `first_bytes`."""
+    ended, held, process = threading.Event(), dict[Any, socket.socket](), psutil.Process()
+
+    def listening() -> set[Any]:
+        return {each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+
+    known = listening()
+
+    def connect_to_all() -> None:
+        while not ended.is_set():
+            for address in listening() - known:
+                known.add(address)
+                with suppress(OSError):
+                    held[address] = socket.create_connection(address, 1.0)
+                    held[address].sendall(first_bytes)
+
+    thread = threading.Thread(target=connect_to_all)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for each in held.values():
+            each.close()
+
+
+def test_a_stranger_who_takes_the_place_of_a_rank_delays_the_group_and_does_not_prevent_it(monkeypatch):
+    """gloo takes eight zero bytes for the trainer. Which rank listens for which depends on their ports: about half."""
+    monkeypatch.setattr("rlframework.weight_sync.rendezvous._FIRST_ATTEMPT", 0.3)
+    sound, begun = dist.ProcessGroupGloo, time.monotonic()
+    for _ in range(20):
+        late = LateGloo(sound, 0.1)
+        monkeypatch.setattr(dist, "ProcessGroupGloo", late)
+        kept = bind_free_port("127.0.0.1")
+        place = "127.0.0.1", kept.getsockname()[1]
+        with strangers(bytes(8)), ThreadPoolExecutor(2) as pool:
+            joining = pool.submit(RefitGroup, *place, 1, 2, CPU, 5.0)
+            groups = [RefitGroup(*place, 0, 2, CPU, 5.0, kept), joining.result()]
+            given = [torch.tensor([7]), torch.tensor([0])]
+            for group, work in [(one, one.start_broadcast(tensor)) for one, tensor in zip(groups, given, strict=True)]:
+                group.wait(work, "using the group")
+        assert given[1] == 7
+        if late.attempts > 1:
+            break
+    assert late.attempts > 1, "no stranger was fast enough"
+    assert time.monotonic() - begun < 20
+
+
+def test_a_group_waits_as_long_as_its_deadline_after_short_attempts_to_connect(monkeypatch):
+    monkeypatch.setattr("rlframework.weight_sync.rendezvous._FIRST_ATTEMPT", 0.3)
+    kept = bind_free_port("127.0.0.1")
+    place = "127.0.0.1", kept.getsockname()[1]
+    with ThreadPoolExecutor(2) as pool:
+        joining = pool.submit(RefitGroup, *place, 1, 2, CPU, 5.0)
+        sender, receiver = RefitGroup(*place, 0, 2, CPU, 5.0, kept), joining.result()
+        received = torch.zeros(1)
+        waiting = pool.submit(receiver.broadcast, received, "receiving")
+        time.sleep(0.6)
+        sender.broadcast(torch.ones(1), "sending")
+        waiting.result()
+    assert received == 1

@@ -66,12 +66,12 @@ def refit(
     policy: Any = SimpleNamespace(
         worker_group=Workers(trainer, calls),
         capabilities=frozenset(capabilities),
-        get_logprobs=lambda *_, **__: calls.append(("get_logprobs", {})) or {"logprobs": None},
         offload_before_refit=lambda: calls.append(("offload_before_refit", {})),
         offload_after_refit=lambda: calls.append(("offload_after_refit", {})),
     )
-    answers = SimpleNamespace(rows=None, others=(), compare=lambda _: 0.0)
-    probes: Any = SimpleNamespace(ask=lambda *_: calls.append(("probes", {})) or answers)
+    answers = SimpleNamespace(compare=lambda _: 0.0)
+    of_version = SimpleNamespace(prompts=None, ask=lambda *_: calls.append(("probes", {})) or answers)
+    probes: Any = SimpleNamespace(of_version=lambda _: of_version)
     handles = [Workers([device], calls) for device in engines]
     refitter = Refitter(policy, lambda: handles, RefitConfig(), probes, transport)
     for _ in range(times):
@@ -130,15 +130,17 @@ def test_two_processes_on_a_gpu_are_rejected_in_a_process_group(trainer, engines
 def memory_moves(calls: Sequence[tuple[str, Any]]) -> list[str]:
     """The calls that move memory, the transfer, and those that use the engines and the trainer for probes."""
     moving = ("offload_before_refit", "offload_after_refit", "release", "restore")
-    shown = ("get_weights_ipc_handles", "probes", "get_logprobs")
+    shown = ("get_weights_ipc_handles", "probes", "get_next_token_logprobs")
     return [" ".join((name, *given.get("tags", ()))) for name, given in calls if name in moving + shown]
 
 
 OFFLOADED = [
     "offload_before_refit", "restore weights", "get_weights_ipc_handles", "offload_after_refit", "restore kv_cache",
-    "probes", "release kv_cache", "get_logprobs", "offload_after_refit", "restore kv_cache",
+    "probes", "release kv_cache", "get_next_token_logprobs", "offload_after_refit", "restore kv_cache",
 ]  # fmt: skip
-NOT_OFFLOADED = ["restore weights", "get_weights_ipc_handles", "restore kv_cache", "probes", "get_logprobs"]
+NOT_OFFLOADED = [  # the trainer computes what it expects while the engines answer
+    "restore weights", "get_weights_ipc_handles", "restore kv_cache", "get_next_token_logprobs", "probes",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

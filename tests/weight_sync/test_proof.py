@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tiny_refits import VOCABULARY, AdapterEngine, CollectingEngine, Run, TinyEn
 from torch import Tensor
 
 from rlframework.errors import EngineLost, EngineNotReady, NotSupported, RefitError, RequestError, UserError, WorkerLost
-from rlframework.interfaces.generation import GenerationRequest, SamplingParams, WeightReport
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightReport
 from rlframework.policy.lora_math import A, B, merge
 from rlframework.weight_sync.proof import Probes, compare_reports, sent_by_all
 
@@ -203,7 +204,7 @@ def test_the_weights_of_the_reference_are_never_sent():
     run.refitter.refit()
     run.step()
     with run.worker.residency.holding_reference(nullcontext()):
-        with pytest.raises(RefitError, match=r"a refit needs the weights of the policy.*leave the block first"):
+        with pytest.raises(UserError, match=r"^rank 0 of the trainer: a refit needs the weights of the policy.*leave"):
             run.refitter.refit()
         with (
             pytest.raises(UserError, match="inside use_reference_model"),
@@ -230,12 +231,16 @@ def test_reports_are_compared_with_what_every_rank_sent():
 
 def test_prompts_fit_the_model_and_repeat_in_part():
     probes = Probes(4, range(5, VOCABULARY), SamplingParams(), bound=0.1, positions=20)
-    one, two = probes.requests(1), probes.requests(2)
+    first = probes.of_version(1)
+    one, two = first.requests, probes.of_version(2).requests
     same = [torch.equal(left.prompt_ids, right.prompt_ids) for left, right in zip(one, two, strict=True)]
     assert same == [True, False, True, False]
     assert [len(each.prompt_ids) for each in one] == [19, 8, 8, 8]
     assert all(int(each.prompt_ids.min()) >= 5 for each in one + two)
-    assert not {each.request_id for each in one} & {each.request_id for each in probes.requests(1)}
+    assert not {each.request_id for each in one} & {each.request_id for each in probes.of_version(1).requests}
+    assert first.prompts["input_lengths"].tolist() == [19, 8, 8, 8]
+    for ids, request in zip(first.prompts["input_ids"], one, strict=True):
+        assert torch.equal(ids[: len(request.prompt_ids)], request.prompt_ids)
 
 
 def test_a_probe_that_is_not_a_number_is_no_match():
@@ -247,4 +252,16 @@ def test_a_probe_that_is_not_a_number_is_no_match():
 
     run.handles[0].group.worker.engine = Nan()
     with pytest.raises(RefitError, match="log-probability nan"):
+        run.refitter.refit()
+
+
+def test_a_token_outside_the_trainers_vocabulary_is_no_match():
+    run = Run()
+
+    class Larger(TinyEngine):
+        def _complete(self, request: GenerationRequest, version: int) -> GenerationResult:
+            return replace(super()._complete(request, version), token_ids=torch.tensor([VOCABULARY]))
+
+    run.handles[0].group.worker.engine = Larger()
+    with pytest.raises(RefitError, match=f"probe 0 of version 1 with token {VOCABULARY}; .* vocabulary has 24 tokens"):
         run.refitter.refit()

@@ -77,3 +77,16 @@ def test_workers_have_the_priority_of_the_driver():
     import ray
 
     assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
+
+
+def test_a_python_is_an_absolute_path_or_a_bare_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/one")
+    monkeypatch.chdir(tmp_path)
+    found = {given: machine.python_path(given) for given in (None, "python3", "/a/python", "~/b/python", "c/python")}
+    assert found == {
+        None: None,
+        "python3": "python3",
+        "/a/python": "/a/python",
+        "~/b/python": "/home/one/b/python",
+        "c/python": str(tmp_path / "c" / "python"),
+    }

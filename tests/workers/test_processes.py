@@ -206,7 +206,7 @@ def test_child_processes_end_with_their_worker():
 
 
 DRIVER = """
-import os, sys, time
+import os, signal, sys, time
 sys.path.append({folder!r})
 from rlframework.config.sections import WorkerGroupConfig
 from rlframework.workers import processes
@@ -214,7 +214,7 @@ from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.workers.processes import ProcessWorkerGroup
 from rlframework.interfaces.worker_group import WorkerSpec
 
-processes.PRELOADED = ()  # these workers need none of it
+processes.PRELOADED = ("rlframework.workers.fork_server",)  # these workers need no more
 
 {guard}
     group = ProcessWorkerGroup(
@@ -276,6 +276,20 @@ def test_ctrl_c_ends_the_workers(tmp_path):
     assert errors.count("Traceback") == 1
     assert "KeyboardInterrupt" in errors.splitlines()[-1]
     assert driver.returncode == -signal.SIGINT
+
+
+def test_a_sigterm_for_all_processes_of_a_group_is_left_to_the_driver(tmp_path):
+    """As `timeout` and job schedulers send it; the driver may still need its workers, to save a checkpoint."""
+    then = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    os.killpg(0, signal.SIGTERM)\n"
+        "    time.sleep(0.5)\n"
+        '    print(len(group.get_all_worker_results(group.run_all_workers_single_data("who"))), group.shutdown())'
+    )
+    driver = run_driver(tmp_path, then)
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    said = driver.stdout.readline()
+    assert (end(driver, pids), said, driver.returncode) == ("", "2 True\n", 0)
 
 
 def test_a_driver_that_forgets_to_shut_down_ends(tmp_path):

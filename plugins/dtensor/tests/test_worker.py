@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import string
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.errors import BatchError, DataError, NotSupported
+from rlframework.config.sections import GenerationConfig
+from rlframework.errors import BatchError, DataError, NotSupported, RefitError, UserError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.host_buffers import HostBuffers
 from rlframework.workers import process_groups
@@ -50,6 +52,29 @@ def worker(model_path, tokenizer):
     yield make
     for each in made:
         each.shutdown()
+
+
+@pytest.mark.parametrize("call", ["train", "save_checkpoint", "load_checkpoint", "save_pretrained"])
+def test_what_needs_the_policy_is_rejected_inside_use_reference_model(worker, batches, tmp_path, call):
+    """It would train, save or replace the weights of the reference. Evaluating them is fine."""
+    made, (batch,) = worker(), batches(1)
+    given = (batch, NLLLoss()) if call == "train" else (str(tmp_path / "saved"),)
+    with made.use_reference_model():
+        with pytest.raises(UserError, match=f"{call} needs the weights of the policy.*leave the block first"):
+            getattr(made, call)(*given)
+        made.train(batch, NLLLoss(), eval_mode=True)
+    assert not (tmp_path / "saved").exists()
+    assert (made.progress.train_calls, made.progress.weights_version) == (0, 0)
+    made.train(batch, NLLLoss())
+
+
+def test_the_trainer_waits_for_receivers_less_long_than_the_driver_for_the_trainer(worker):
+    """So the error says who is missing, and the trainer survives it."""
+    made = worker(generation=GenerationConfig(refit={"deadline": 60}))
+    made.engine.context = replace(made.engine.context, deadline=1.0)
+    _, port = made.reserve_refit_address()
+    with pytest.raises(RefitError, match=r"within 0.8 s .*ranks \[1\] have not answered"):
+        made.init_collective("127.0.0.1", port, 2)
 
 
 def test_bfloat16_restores_the_reference_after_scoring(worker, batches):

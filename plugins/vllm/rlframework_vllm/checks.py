@@ -12,6 +12,7 @@ from typing import Any
 from rlframework.config.sections import RunConfig
 from rlframework.doctor.checks import ProbeError, ask
 from rlframework.plugins.types import Problem
+from rlframework.workers.machine import python_path
 from rlframework_vllm.config import VllmGenerationConfig
 
 TEMPERATURES = 0.01, 2.0
@@ -35,7 +36,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         key = "generation.workers is not set" if workers is None else "generation.workers.group is inline"
         hint = "Set generation.workers.group to processes or ray."
         return [Problem("generation.workers", f"{key}. {message}", hint)]
-    found, (low, high) = environment(workers.python or sys.executable), TEMPERATURES
+    found, (low, high) = environment(python_path(workers.python) or sys.executable), TEMPERATURES
     problems = [*_environment_problems(found, section, device), *_model(config, section, found, device)]
     if section.temperature and not low <= section.temperature <= high:
         message = f"vLLM takes 0 and {low:g} to {high:g}, not {section.temperature:g}."
@@ -49,7 +50,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
 def describe(config: RunConfig) -> str:
     """Return the version of vLLM and the Python of the engines, for `rlframework doctor`."""
     workers = config.generation.workers
-    found = environment((workers.python if workers else None) or sys.executable)
+    found = environment(python_path(workers.python if workers else None) or sys.executable)
     return f"vLLM {found['version'] or 'is not installed'} in {found['python']}"
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import EngineNotReady, RequestError, UserError
-from rlframework.generation.requests import ServingLimits, check_requests
-from rlframework.generation.row_limits import RowLimits
+from rlframework.errors import RequestError
+from rlframework.generation.requests import ServingLimits
+from rlframework.generation.serving import Collected, ServingEngine
+from rlframework.generation.weight_fit import require_fit
 from rlframework.huggingface.model_directories import read_config
-from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, Tag, WeightSpan
+from rlframework.interfaces.generation import GenerationRequest, Tag
 from rlframework.weight_sync.buffers import WeightInfo
-from rlframework.weight_sync.receiver import Held, ReceivesWeights, WeightSink
+from rlframework.weight_sync.receiver import Held, WeightSink
+from rlframework.weight_sync.staged import Source, StagedWeights
 from rlframework_vllm import weights
 from rlframework_vllm.checks import TEMPERATURES, default_cache_bytes
 from rlframework_vllm.config import VllmGenerationConfig, VllmKeys
@@ -29,23 +29,7 @@ _BLOCK = 32  # tokens per block of the cache on a CPU: the smallest size that it
 _FORWARD = 4096  # tokens of a forward on a CPU
 
 
-@dataclass
-class _Row:
-    """A request that is served. `starts`: the first token of each version of the weights."""
-
-    request: GenerationRequest
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    starts: dict[int, int] = field(default_factory=dict)
-
-    def result(self, reason: FinishReason) -> GenerationResult:
-        versions, starts = self.starts.keys(), list(self.starts.values())
-        spans = map(WeightSpan, starts, [*starts[1:], len(self.tokens)], versions)
-        tokens, logprobs = torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs)
-        return GenerationResult(self.request.request_id, tokens, logprobs, reason, tuple(spans))
-
-
-class VllmEngine(ReceivesWeights):
+class VllmEngine(ServingEngine[Collected]):
     """See `GenerationEngine`. vLLM starts at the first update of the weights."""
 
     def __init__(
@@ -57,89 +41,48 @@ class VllmEngine(ReceivesWeights):
         device: str,
         precision: str,
     ) -> None:
-        self._config, self._model_name, self._precision = config, model_name, precision
+        super().__init__(config, tokenizer, model_name=model_name, device=device, precision=precision)
         self._keys = config.vllm if isinstance(config, VllmGenerationConfig) else VllmKeys()
-        self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
-        self._rows: dict[str, _Row] = {}
-        self._new: dict[str, None] = {}  # the rows that vLLM does not have yet
-        self._results: list[GenerationResult] = []
-        self._paused = False
-        self._sink: weights.StagedWeights | None = None
+        self._sink: StagedWeights | None = None
         self._started: Runtime | None = None
         self._asleep: set[Tag] = set()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _limits(self) -> ServingLimits:
-        found, most = ServingLimits.of(read_config(self._model_name)), self._keys.max_model_len
-        if most is None:
-            return found
-        return ServingLimits(RowLimits((*(one for one in found.rows.bounds if one < most), most)), found.vocabulary)
+    def limits(self) -> ServingLimits:
+        """See `ServingEngine.limits`."""
+        return ServingLimits.of(read_config(self._model_name), self._keys.max_model_len)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `GenerationEngine.submit`.
+    def accepted(self, request: GenerationRequest) -> Collected:
+        """See `ServingEngine.accepted`."""
+        (low, high), given = TEMPERATURES, request.sampling.temperature
+        if given and not low <= given <= high:
+            raise RequestError(
+                f"request {request.request_id!r} has temperature={given:g}; vLLM takes 0 and {low:g} to {high:g}"
+            )
+        return Collected(request)
 
-        If a prompt leaves fewer than `max_new_tokens` of the model's positions, its completion gets the remaining ones.
-        """
-        check_requests(requests, self._limits, self._rows)
-        low, high = TEMPERATURES
-        for request in requests:
-            name, given = request.request_id, request.sampling.temperature
-            if given and not low <= given <= high:
-                raise RequestError(f"request {name!r} has temperature={given:g}; vLLM takes 0 and {low:g} to {high:g}")
-        self._rows |= {request.request_id: _Row(request) for request in requests}
-        self._new |= dict.fromkeys(request.request_id for request in requests)
-
-    def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
-        """See `GenerationEngine.poll`. A forward is not interrupted when the time has passed."""
-        end = None if timeout is None else time.monotonic() + timeout
-        advanced = False
-        while self._rows and not self._paused and not self._results:
-            if advanced and end is not None and time.monotonic() >= end:
-                break
-            advanced |= self._step(self.weight_state.require())
-        results, self._results = self._results, []
-        return results
-
-    def abort(self, request_ids: Collection[str]) -> None:
-        """See `GenerationEngine.abort`."""
-        for name in [name for name in dict.fromkeys(request_ids) if name in self._rows]:
-            if name in self._new:
-                del self._new[name]
-            else:
-                self._vllm.abort([name])
-            self._results.append(self._rows.pop(name).result("aborted"))
-
-    def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
-        """See `GenerationEngine.pause`. Requests that go on with new weights compute their caches again."""
-        self._paused = True
-        if mode == "abort":
-            self.abort(list(self._rows))
-
-    def resume(self) -> None:
-        """See `GenerationEngine.resume`."""
-        self._paused = False
-
-    def _step(self, version: int) -> bool:
-        """Compute one forward with the weights of `version`; return whether there are new tokens."""
-        if self._asleep:
-            raise EngineNotReady(f"the memory of {', '.join(sorted(self._asleep))} was released: call restore first")
-        for name in list(self._new):
-            request, vocabulary = self._rows[name].request, self._limits.vocabulary or 2**31 - 1
-            top_k = min(request.sampling.top_k or 0, vocabulary)
-            self._vllm.add(request, self._limits.budget(request), top_k)
-            del self._new[name]
+    def step(self, version: int) -> bool:
+        """See `ServingEngine.step`. Computes one forward."""
+        self.restore()
+        for name, served in list(self._waiting.items()):
+            vocabulary = self.limits.vocabulary or 2**31 - 1
+            top_k = min(served.request.sampling.top_k or 0, vocabulary)
+            self._vllm.add(served.request, self.limits.budget(served.request), top_k)
+            del self._waiting[name]
         advanced = False
         for name, tokens, logprobs, reason in self._vllm.step():
-            row = self._rows[name]
-            row.starts.setdefault(version, len(row.tokens))
-            row.tokens += tokens
-            row.logprobs += logprobs
+            self._served[name].add(version, tokens, logprobs)
             advanced |= bool(tokens)
             if reason is not None:
-                self._results.append(self._rows.pop(name).result(reason))
+                self.finish(name, reason)
         return advanced
+
+    def withdraw(self, names: Collection[str]) -> None:
+        """See `ServingEngine.withdraw`."""
+        if names:
+            self._vllm.abort(names)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -155,7 +98,7 @@ class VllmEngine(ReceivesWeights):
         defaults: dict[str, Any] = {"enforce_eager": cpu}
         if cpu:
             cache = default_cache_bytes(config.get_text_config().to_dict(), self._precision, self._keys.max_model_len)
-            tokens = [one for one in self._limits.rows.bounds if one < math.inf]
+            tokens = [one for one in self.limits.rows.bounds if one < math.inf]
             tokens += [_FORWARD, self._config.batch_size]  # whole prompts, as generators of a CPU take no number back
             defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": int(max(tokens))}
             defaults |= {"block_size": _BLOCK, "kv_cache_memory_bytes": cache}
@@ -176,16 +119,17 @@ class VllmEngine(ReceivesWeights):
 
     def refit_sink(self, info: WeightInfo) -> WeightSink:
         """See `ReceivesWeights.refit_sink`. The first time, vLLM starts."""
+        self.restore(["weights"])
         if self._sink is None or self._sink.info != info:
-            weights.require_fit(info, read_config(self._model_name))
+            require_fit(info, read_config(self._model_name), self._model_name)
             several = self._keys.tensor_parallel_size > 1
-            self._sink = weights.StagedWeights(info, self.refit_device, self._load, several=several)
+            self._sink = StagedWeights(info, self.refit_device, self._load, several=several)
         sink, self._started = self._sink, self._vllm
         if self.refit_device.type == "cuda":
             self._sink = None  # its memory is another copy of the weights
         return sink
 
-    def _load(self, source: weights.Source) -> Held:
+    def _load(self, source: Source) -> Held:
         if self._keys.tensor_parallel_size > 1:
             self._vllm.call(weights.load_shard, source)
             return {}
@@ -200,11 +144,16 @@ class VllmEngine(ReceivesWeights):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def release(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
-        """See `GenerationEngine.release`. On a CPU nothing is freed; on a GPU the cache goes with the weights."""
+        """See `GenerationEngine.release`. On a CPU nothing is freed; on a GPU the cache goes with the weights.
+
+        vLLM cannot keep requests without their caches, so unfinished ones begin again, with the same samples unless the
+        weights change.
+        """
         if self.refit_device.type == "cpu" or self._started is None or self._asleep >= set(tags):
             return 0
-        if self._rows:
-            raise UserError(f"{len(self._rows)} requests are unfinished: abort them before release")
+        self.withdraw([name for name in self._served if name not in self._waiting])
+        self._served = {name: Collected(served.request) for name, served in self._served.items()}
+        self._waiting = dict(self._served)
         before, weights_too = self._free(), "weights" in tags
         self._started.sleep(weights=weights_too)
         self._asleep = {"weights", "kv_cache"} if weights_too else {"kv_cache"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,20 @@ def test_what_keeps_it_from_starting_is_one_error_before_anything_starts(problem
     found = problems(**given)
     assert list(found) == [key]
     assert said in found[key]
+
+
+def test_the_python_of_the_engines_is_found_as_workers_find_it(problems, engines, monkeypatch):
+    monkeypatch.setenv("HOME", str(engines.parent))
+    monkeypatch.chdir(engines.parent)
+    for given in ("~/python", "./python"):
+        checks.environment.cache_clear()
+        assert problems(workers={"python": given}) == {}
+        section = VllmGenerationConfig(name="vllm", workers={"group": "ray", "python": given})
+        run = load_config(
+            {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}, "policy": {"model_name": "m"}}
+        )
+        described = checks.describe(run.model_copy(update={"generation": section}))
+        assert re.fullmatch(rf"vLLM .+ in {re.escape(sys.executable)}", described)
 
 
 def test_without_workers_the_missing_key_is_named():

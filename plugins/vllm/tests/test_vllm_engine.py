@@ -106,7 +106,7 @@ def engine(one_engine, model):
     update(engine, (engine.weight_state._version or 0) + 1, model.weights(0))
     yield engine
     engine.resume()
-    engine.abort(list(engine._rows))
+    engine.abort(list(engine._served))
     engine.poll()
 
 

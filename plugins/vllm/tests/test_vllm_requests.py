@@ -11,17 +11,19 @@ import torch
 from rlframework.errors import EngineNotReady
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_limits import RowLimits
-from rlframework.interfaces.generation import GenerationRequest
+from rlframework.interfaces.generation import FinishReason, GenerationRequest, WeightSpan
 from rlframework_vllm.config import VllmGenerationConfig
 from rlframework_vllm.engine import VllmEngine
 
 
 class Failing:
-    """A runtime that rejects `broken` requests, and gives others one token."""
+    """A runtime that rejects `broken` requests, and gives others a token in each step."""
 
     def __init__(self) -> None:
         self.added: list[str] = []
         self.broken: set[str] = set()
+        self.calls: list[Any] = []
+        self.reason: FinishReason | None = "length"
 
     def add(self, request: GenerationRequest, *_: Any) -> None:
         if request.request_id in self.broken:
@@ -30,10 +32,17 @@ class Failing:
         self.added.append(request.request_id)
 
     def step(self) -> Any:
-        return [(name, [3], [-1.0], "length") for name in self.added]
+        return [(name, [3], [-1.0], self.reason) for name in self.added]
 
     def abort(self, names: Collection[str]) -> None:
         self.added = [name for name in self.added if name not in names]
+
+    def sleep(self, *, weights: bool) -> None:
+        assert not self.added, "vLLM cannot release the cache of requests"
+        self.calls.append(("sleep", weights))
+
+    def wake(self, tags: Collection[str]) -> None:
+        self.calls.append(("wake", sorted(tags)))
 
     def close(self) -> None:
         pass
@@ -43,7 +52,7 @@ class Failing:
 def engine() -> VllmEngine:
     made = VllmEngine(VllmGenerationConfig(name="vllm"), None, model_name="none", device="cpu", precision="float32")
     made._started = Failing()
-    made._limits = ServingLimits(RowLimits((64,)), 24)
+    made.limits = ServingLimits(RowLimits((64,)), 24)
     made.weight_state.commit(1)
     made.submit([GenerationRequest(name, torch.tensor([1]), 0, 1) for name in ("a", "b", "c")])
     return made
@@ -65,6 +74,46 @@ def test_requests_that_were_added_before_one_failed_are_not_added_again(engine):
         ("b", "aborted"),
         ("c", "length"),
     ]
+
+
+@pytest.fixture
+def on_gpu(engine, monkeypatch) -> VllmEngine:
+    """The engine on a GPU with 1000 free bytes, while "a" and "b" have a token and "c" waits."""
+    engine.refit_device = torch.device("cuda")
+    monkeypatch.setattr(engine, "_free", lambda: 1000)
+    engine.abort(["c"])
+    engine.poll()
+    engine._started.reason = None
+    engine.poll()
+    engine.submit([GenerationRequest("c", torch.tensor([1]), 0, 1)])
+    assert [len(served.tokens) for served in engine._served.values()] == [1, 1, 0]
+    return engine
+
+
+def test_unfinished_requests_begin_again_after_the_cache_was_released(on_gpu):
+    on_gpu.release(("kv_cache",))
+    assert on_gpu._started.calls == [("sleep", False)]
+    on_gpu._started.reason = "length"
+    results = [result for _ in range(3) for result in on_gpu.poll()]
+    assert on_gpu._started.calls == [("sleep", False), ("wake", ["kv_cache"])]
+    assert [(result.request_id, result.token_ids.tolist(), result.finish_reason) for result in results] == [
+        ("a", [3], "length"),
+        ("b", [3], "length"),
+        ("c", [3], "length"),
+    ]
+
+
+def test_unfinished_requests_wait_for_the_weights_that_were_released(on_gpu):
+    on_gpu.release()
+    with pytest.raises(EngineNotReady, match="its weights were released"):
+        on_gpu.poll()
+    on_gpu.abort(["b"])
+    assert [(result.request_id, len(result.token_ids)) for result in on_gpu.poll()] == [("b", 0)]
+    on_gpu.weight_state.commit(2)
+    on_gpu._started.reason = "length"
+    spans = {result.request_id: result.spans for result in on_gpu.poll()}
+    assert spans == {"a": (WeightSpan(0, 1, 2),), "c": (WeightSpan(0, 1, 2),)}
+    assert on_gpu._started.calls == [("sleep", True), ("wake", ["kv_cache", "weights"])]
 
 
 def test_a_closed_engine_serves_nothing(engine):

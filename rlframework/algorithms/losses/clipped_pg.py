@@ -18,6 +18,9 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
 
+SEQUENCE_WEIGHTS = "sequence_weights"
+"""The column of the weights of rows in means over sequences."""
+
 
 class ClippedPGLoss:
     """-min(ratio * A, clip(ratio) * A), averaged by global counts, plus `kl_coef` times the KL to the reference.
@@ -30,6 +33,8 @@ class ClippedPGLoss:
     - `generation_logprobs` of the engine that sampled; if absent, no mismatch metrics and no importance correction.
       `kl_correction: generator` requires them;
     - `reference_policy_logprobs`, if `kl_coef` > 0.
+
+    And `sequence_weights [B]`, if present, the weights of rows in means over sequences: of episodes with several rows.
     """
 
     input_type = LossInput.LOGPROBS
@@ -45,6 +50,7 @@ class ClippedPGLoss:
         """See `LossFunction`."""
         config, optional = self.config, LossColumn(required=False)
         columns = {"advantages": LossColumn(), "prev_logprobs": optional, "generation_logprobs": optional}
+        columns[SEQUENCE_WEIGHTS] = LossColumn(per_token=False, required=False)
         if config.kl_coef:
             columns["reference_policy_logprobs"] = LossColumn()
             if config.kl_correction == "generator":
@@ -68,7 +74,8 @@ class ClippedPGLoss:
         def mean(values: Tensor) -> Tensor:
             if config.level == "token":
                 return tokens(values)
-            return sequence_mean(values, mask, global_valid_seqs, config.constant_length)
+            weights = data.get(SEQUENCE_WEIGHTS)
+            return sequence_mean(values, mask, global_valid_seqs, config.constant_length, weights)
 
         current = next_token_logprobs.detach()
         previous = data["prev_logprobs"][:, 1:] if "prev_logprobs" in data else current
@@ -115,12 +122,17 @@ class ClippedPGLoss:
         return loss, clipped
 
 
-def sequence_mean(values: Tensor, mask: Tensor, global_valid_seqs: Tensor, length: int | None = None) -> Tensor:
+def sequence_mean(
+    values: Tensor, mask: Tensor, global_valid_seqs: Tensor, length: int | None = None, weights: Tensor | None = None
+) -> Tensor:
     """Return this microbatch's term of the mean, over all valid sequences of the global batch, of their token means.
 
-    `values` and `mask` are `[B, S-1]`; the mean of a sequence is over its valid tokens, or its sum divided by `length`.
+    `values` and `mask` are `[B, S-1]`; the mean of a sequence is over its valid tokens, or its sum divided by `length`,
+    times its `weights [B]`.
     """
     means = (values * mask).sum(1) / (mask.sum(1).clamp(min=1.0) if length is None else length)
+    if weights is not None:
+        means = means * weights
     return means.sum() / global_valid_seqs.clamp(min=1.0)
 
 

@@ -46,7 +46,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "generation_engine.updates",
         "generation_engine.refit",
     ),
-    "environment": ("environment",),
+    "environment": ("environment", "episodes", "episode_rows"),
 }
 """Kind of part to the modules of its mutants."""
 

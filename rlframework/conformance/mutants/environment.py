@@ -17,6 +17,7 @@ from rlframework.conformance.mutants.mutant import mutant
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, text_of
+from rlframework.plugins.types import Capability
 
 
 def _broken_step(change: Callable[..., Any]) -> Callable[[Any], type]:
@@ -53,6 +54,16 @@ _NOTHING = "test_judging_nothing_gives_nothing"
 _KEY = "test_an_unknown_key_of_its_section_is_an_error"
 _FILE = "test_a_missing_file_is_an_error_that_names_it"
 _END = "test_it_shuts_down_and_leaves_others_alone"
+
+
+@mutant(
+    "episodes_misdeclared",
+    "The record declares episodes that the environment does not have, or not those that it has.",
+    "test_episodes_are_declared",
+    break_record=lambda record: replace(record, capabilities=record.capabilities ^ {Capability.EPISODES}),
+)
+def _episodes_misdeclared(part: Any) -> Any:
+    return part
 
 
 @mutant("validation_leaks", "One validation sample is also in the training split.", _HELD_OUT, _IDS)

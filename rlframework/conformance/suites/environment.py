@@ -1,6 +1,7 @@
 """Requirements on environments: reproducible samples and rewards that can be trusted.
 
-Only the first samples of each split are examined. Not covered: whether an environment is the same in another process,
+Tests of episodes are in `episodes`, those of the rows that a rollout makes of them in `episode_rows`. Only the first
+samples of each split are examined. Not covered: whether an environment is the same in another process,
 and what it does after a turn that does not end the conversation.
 """
 
@@ -8,77 +9,27 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-from rlframework.config.sections import EnvironmentConfig
-from rlframework.conformance.harness import Harness
-from rlframework.conformance.measure import ConformanceFailure
 from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.sections import plain_paths, section_of
+from rlframework.conformance.sections import plain_paths
+from rlframework.conformance.suites.environment_harness import EnvironmentHarness, right_answer, seed_everything
+from rlframework.conformance.suites.episode_rows import EpisodeRows
+from rlframework.conformance.suites.episodes import Episodes
 from rlframework.errors import ConfigError, DataError, UserError
-from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
+from rlframework.interfaces.environment import Environment, Sample, Split, has_episodes
 from rlframework.interfaces.messages import Message, text_of
+from rlframework.plugins.types import Capability
 
-Result = TypeVar("Result")
+SINGLE = frozenset({Capability.EPISODES})
+"""What environments of single turns do not declare."""
 SPLITS: tuple[Split, Split] = ("train", "validation")
-COMPARED_SAMPLES = 2000
-"""Samples of each split that are compared with each other."""
 SCORED_SAMPLES = 8
 """Samples whose answers are scored."""
 ODD_REPLIES = ("", " \n\t", "I do not know.", "####", "\\boxed{", "9" * 5000, "\x00\ud800 \U0001f600", "{expression}")
 """Malformed replies that models do write."""
-
-
-class EnvironmentHarness(Harness):
-    """Creates environments from `section` and turns exceptions of their methods into failures that name the call."""
-
-    def config(self, **changes: Any) -> EnvironmentConfig:
-        """Return the environment's section with `changes`, validated as in a run's configuration."""
-        section = {**self.section, **changes}
-        config: Any = section_of(self.record, section, getattr(self.target, "config_model", None))
-        checked: EnvironmentConfig = config
-        return checked
-
-    def make(self, seed: int = 0) -> Environment:
-        """Create a new environment."""
-        made: Environment = self.load_class()(self.config(), seed=seed)
-        return made
-
-    def samples(self, environment: Environment, split: Split, count: int = COMPARED_SAMPLES) -> list[Sample]:
-        """Return the first samples of a split."""
-        return self.checked_call(f"reading samples of {split}", lambda: list(environment.samples(split)[:count]))
-
-    def step(self, environment: Environment, pairs: Sequence[tuple[Sample, Sequence[Message]]]) -> list[StepOutcome]:
-        """Score pairs of a sample and a conversation about it."""
-        samples, conversations = [sample for sample, _ in pairs], [conversation for _, conversation in pairs]
-        return self.checked_call("step", lambda: environment.step(samples, conversations))
-
-    def rewards(self, environment: Environment, pairs: Sequence[tuple[Sample, Sequence[Message]]]) -> list[float]:
-        """Return the rewards of `step`, one per conversation."""
-        outcomes = self.step(environment, pairs)
-        self.equal("step returns one outcome per conversation", len(outcomes), len(pairs))
-        return [outcome.reward for outcome in outcomes]
-
-    def checked_call(self, what: str, call: Callable[[], Result], *allowed: type[Exception]) -> Result:
-        """Return the result of `call`; any exception not in `allowed` is a failure."""
-        try:
-            return call()
-        except ConformanceFailure:
-            raise
-        except Exception as error:
-            if isinstance(error, allowed):
-                raise
-            self.require(False, f"{what} must not raise", got=f"{type(error).__name__}: {error}", expected="no error")
-            raise AssertionError from error  # not reached
-
-
-def right_answer(sample: Sample) -> str:
-    """Return the correct reply: the sample's completion, or its answer if it has no completion."""
-    return sample.completion or sample.answer
 
 
 def with_reply(sample: Sample, *turns: str) -> list[Message]:
@@ -100,7 +51,7 @@ def right_and_wrong(samples: Sequence[Sample]) -> list[tuple[Sample, str, str]]:
     return found
 
 
-class EnvironmentSuite(Suite, sealed=True):
+class EnvironmentSuite(EpisodeRows, Episodes, Suite, sealed=True):
     """The conformance suite of `rlframework.interfaces.environment.Environment`."""
 
     kind = "environment"
@@ -129,7 +80,7 @@ class EnvironmentSuite(Suite, sealed=True):
         for seed in (0, 1):
             made = []
             for state in (1, 2):
-                _seed_everything(state)
+                seed_everything(state)
                 environment = harness.make(seed)
                 made.append([harness.samples(environment, split) for split in SPLITS])
             harness.equal(f"sample ids of a second environment with seed {seed}", _all_ids(made[1]), _all_ids(made[0]))
@@ -155,9 +106,10 @@ class EnvironmentSuite(Suite, sealed=True):
         Otherwise validation measures memorization.
         """
         environment = harness.make()
-        train = {_question(sample): sample.id for sample in harness.samples(environment, "train")}
+        question = _task if has_episodes(environment) else _question
+        train = {question(sample): sample.id for sample in harness.samples(environment, "train")}
         for sample in harness.samples(environment, "validation"):
-            found = train.get(_question(sample))
+            found = train.get(question(sample))
             harness.require(found is None, f"validation sample {sample.id!r} is not in train", got=found, expected=None)
 
     @holds(1)
@@ -177,13 +129,20 @@ class EnvironmentSuite(Suite, sealed=True):
                     harness.require(
                         sample.messages[-1]["role"] != "assistant", f"{sample.id!r} waits for the assistant"
                     )
-                    harness.require(sample.answer, f"{sample.id!r} has an answer to score against", got=sample.answer)
+                    answer = sample.answer or has_episodes(environment)  # whose steps may score by what happened
+                    harness.require(answer, f"{sample.id!r} has an answer to score against", got=sample.answer)
                 else:
                     harness.require(sample.messages or right_answer(sample), f"{sample.id!r} has something to train on")
 
+    @holds(8)
+    def test_episodes_are_declared(self, harness: EnvironmentHarness) -> None:
+        """The record must declare `episodes` if the environment has them, and otherwise not."""
+        declared = Capability.EPISODES in harness.record.capabilities
+        harness.equal("the record declares episodes", declared, has_episodes(harness.make()))
+
     # -- scoring ------------------------------------------------------------------------------------------------------
 
-    @holds(8)
+    @holds(8, without=SINGLE)
     def test_what_cannot_be_judged_is_refused(self, harness: EnvironmentHarness) -> None:
         """With `scores` False, `step` must raise a `UserError` instead of returning a reward of 0."""
         environment = harness.make()
@@ -196,7 +155,7 @@ class EnvironmentSuite(Suite, sealed=True):
         else:
             harness.raises(UserError, lambda: environment.step([sample], [reply]), "step with `scores` False")
 
-    @holds(1)
+    @holds(1, without=SINGLE)
     def test_a_right_answer_is_worth_more_than_a_wrong_one(self, harness: EnvironmentHarness) -> None:
         """A correct answer must earn more than another sample's answer and more than an empty reply.
 
@@ -216,7 +175,7 @@ class EnvironmentSuite(Suite, sealed=True):
             )
             harness.require(rewards[0] > rewards[2], f"{what} no answer", got=rewards[0], expected=f"> {rewards[2]}")
 
-    @holds(1)
+    @holds(1, without=SINGLE)
     def test_outcomes_are_in_the_order_of_the_conversations(self, harness: EnvironmentHarness) -> None:
         """Outcomes must be in the order of the conversations, so that each row gets its own reward.
 
@@ -234,7 +193,7 @@ class EnvironmentSuite(Suite, sealed=True):
         alone = [harness.rewards(environment, [pair])[0] for pair in pairs]
         harness.equal("rewards of all conversations in one call", forwards, alone)
 
-    @holds(2)
+    @holds(2, without=SINGLE)
     def test_a_batch_is_judged_as_its_rows_one_by_one(self, harness: EnvironmentHarness) -> None:
         """The reward of a row must not depend on the other rows of the call."""
         environment, cases = _scoring_cases(harness)
@@ -246,7 +205,7 @@ class EnvironmentSuite(Suite, sealed=True):
             alone = harness.rewards(environment, [pair])[0]
             harness.scalar(f"the reward of {pair[0].id!r} in a batch, compared with a call of its own", reward, alone)
 
-    @holds(1)
+    @holds(1, without=SINGLE)
     def test_the_last_turn_of_the_assistant_is_judged(self, harness: EnvironmentHarness) -> None:
         """The reward must be that of the assistant's last turn, not of the first and not of all turns batched."""
         environment, cases = _scoring_cases(harness)
@@ -259,7 +218,7 @@ class EnvironmentSuite(Suite, sealed=True):
                 what = f"the reward of {sample.id!r} for {turns[-1][-40:]!r} after another turn"
                 harness.scalar(what, rewards[1], rewards[0])
 
-    @holds(4)
+    @holds(4, without=SINGLE)
     def test_judging_changes_no_argument(self, harness: EnvironmentHarness) -> None:
         """`step` must not modify the samples or the conversations that it receives.
 
@@ -275,7 +234,7 @@ class EnvironmentSuite(Suite, sealed=True):
         harness.require(conversations == before[1], "step must not modify the conversations", got=conversations[:1])
         harness.require(samples == before[0], "step must not modify the samples", got=samples[:1])
 
-    @holds(1)
+    @holds(1, without=SINGLE)
     def test_rewards_are_finite_whatever_the_model_writes(self, harness: EnvironmentHarness) -> None:
         """Rewards and metrics must be finite for any text a model may write.
 
@@ -294,7 +253,7 @@ class EnvironmentSuite(Suite, sealed=True):
                     what = f"the {name} of {sample.id!r} for {reply[:20]!r} is finite"
                     harness.require(math.isfinite(value), what, got=value, expected="a finite number")
 
-    @holds(1)
+    @holds(1, without=SINGLE)
     def test_judging_nothing_gives_nothing(self, harness: EnvironmentHarness) -> None:
         """`step` with no conversations must return no outcomes; the last batch of a rollout may be empty.
 
@@ -387,10 +346,6 @@ def _question(sample: Sample) -> tuple[tuple[str, str], ...]:
     return asked or (("completion", sample.completion),)
 
 
-def _seed_everything(seed: int) -> None:
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def _task(sample: Sample) -> tuple[tuple[str, str], ...]:
+    """Return the question with the metadata, in which environments with episodes may describe the task."""
+    return (*_question(sample), ("metadata", repr(sample.metadata)))

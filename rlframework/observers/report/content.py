@@ -6,6 +6,7 @@ too.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ import numpy as np
 
 from rlframework import __version__
 from rlframework.observers.jsonl import seconds_of
-from rlframework.observers.report.runs import Run, Sample, facts_of, headlines, settings_of
+from rlframework.observers.report.runs import Run, Sample, Turn, facts_of, headlines, settings_of
 
 GROUPS = (
     ("refit", "Refits of the generation engines", r"^(refit/|time/refit$|refit_seconds$)"),
@@ -26,7 +27,11 @@ GROUPS = (
     ("outcome", "Reward and accuracy", r"reward|accuracy|pass[@_]|score|return|win_rate|correct"),
     ("optimisation", "Optimisation", r"loss|grad|(^|/|_)lr$|learning_rate|skipped|non_finite|weight_norm"),
     ("policy", "Policy", r"kl|entropy|clip|ratio|logprob|advantage|importance"),
-    ("completions", "Completions and batch", r"length|truncated|tok|samples|groups|completion|invalid|failed"),
+    (
+        "completions",
+        "Completions and batch",
+        r"length|truncated|tok|samples|groups|completion|invalid|failed|episode|breaks|calls",
+    ),
     ("other", "Other metrics", r""),
 )
 """Identifier, heading, and pattern of metric names; the first matching group is used."""
@@ -51,7 +56,11 @@ TITLES = {
     "generation_logprob_beyond_fraction": "Tokens whose log-prob difference is beyond the bound",
     "importance_weight": "Importance weight, trainer over generation",
     "importance_truncated_fraction": "Importance weights at the cap",
-    "samples": "Held-out samples", "reward_std": "Reward spread in a group", "refit/mb": "Weights sent, MiB",
+    "samples": "Held-out samples", "template_breaks": "Template breaks per hundred turns",
+    "episode_turns": "Turns per episode", "episode_rows": "Training rows per episode",
+    "failed_episodes": "Failed episodes", "tool_calls": "Tool calls per episode",
+    "malformed_tool_calls": "Malformed tool calls per episode",
+    "reward_std": "Reward spread in a group", "refit/mb": "Weights sent, MiB",
     "refit/version": "Version of the weights", "refit/probe_error": "Error of the probes' log-probabilities",
     "refit/dropped_tokens": "Cached tokens dropped", "time/refit": "Seconds per refit",
     "refit_seconds": "Seconds of the refit before a validation",
@@ -284,7 +293,7 @@ def breakdowns_of(run: Run) -> list[Breakdown]:
 
 
 def _samples(run: Run, budget: int) -> dict[str, Any]:
-    """The samples as `rows` of step, kind, index of the prompt, completion, reward, and other fields."""
+    """The samples as `rows` of step, kind, index of the prompt, completion, reward, other fields, and any turns."""
     short = [
         row.model_copy(update={"prompt": _truncate(row.prompt), "completion": _truncate(row.completion)})
         for row in run.samples
@@ -295,7 +304,8 @@ def _samples(run: Run, budget: int) -> dict[str, Any]:
     for row in kept:
         reward = None if row.reward is None or not math.isfinite(row.reward) else round(row.reward, 4)
         extra = {name: str(value)[:500] for name, value in (row.model_extra or {}).items() if value is not None}
-        rows.append([row.step, row.kind, prompts[row.prompt], row.completion, reward, extra])
+        turns = [[_turn(turn) for turn in row.turns]] if row.turns else []
+        rows.append([row.step, row.kind, prompts[row.prompt], row.completion, reward, extra, *turns])
     return {"total": len(run.samples), "prompts": list(prompts), "rows": rows}
 
 
@@ -307,12 +317,32 @@ def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:
         sizes: Counter[int] = Counter()
         for row in rows:
             if row.kind == kind:
-                sizes[row.step] += len(row.completion) + len(row.prompt) + 40
+                sizes[row.step] += len(row.completion) + len(row.prompt) + 40 + sum(map(_turn_size, row.turns))
         steps = sorted(sizes, reverse=True)
         thinned = (steps[::stride] for stride in range(1, len(steps)))
         fitting = (some for some in thinned if sum(sizes[step] for step in some) <= budget // len(kinds))
         kept |= {(kind, step) for step in next(fitting, steps[:1])}
     return [row for row in rows if (row.kind, row.step) in kept]
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    """A message for the page: its role and text, whether it is trained on, and its reward and tool calls, if any."""
+    content = turn.content
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    shown: dict[str, Any] = {"role": turn.role, "text": _truncate(str(content or "")), "trained": turn.trained}
+    if turn.reasoning_content:
+        shown["reasoning"] = _truncate(turn.reasoning_content)
+    if calls := [call.get("function") or {} for call in turn.tool_calls]:
+        shown["calls"] = [_truncate(f"{call.get('name', '')}({call.get('arguments', '')})") for call in calls]
+    if turn.reward is not None and math.isfinite(turn.reward):
+        shown["reward"] = round(turn.reward, 4)
+    return shown
+
+
+def _turn_size(turn: Turn) -> int:
+    """About the number of characters of a message on the page."""
+    return len(json.dumps(_turn(turn), ensure_ascii=False))
 
 
 def _truncate(text: str) -> str:

@@ -44,6 +44,19 @@ LONGEST = 2000
 """Maximum number of characters in a value of a configuration that the page shows."""
 
 
+class Turn(BaseModel):
+    """A message of an episode, see `SampleRecord.turns`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    role: str
+    content: Any = ""
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] = []
+    reward: float | None = None
+    trained: bool = False
+
+
 class Sample(BaseModel):
     """A line of `samples.jsonl`; `model_extra` has its other fields."""
 
@@ -55,6 +68,7 @@ class Sample(BaseModel):
     completion: str
     reward: float | None = None
     run: str | None = None
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)

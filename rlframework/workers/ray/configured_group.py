@@ -34,7 +34,7 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
     def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
         settings = config if isinstance(config, RayGroupConfig) else RayGroupConfig(**config.model_dump())
         check_ranks(sharding, sharding.size)
-        python = settings.python or spec.py_executable
+        python = _python(settings, spec)
         passed = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
         cluster = _reserve(settings, sharding.size, device, spec)
         try:
@@ -65,9 +65,14 @@ class ConfiguredRayWorkerGroup(RayWorkerGroup):
         self.cluster.shutdown()
 
 
+def _python(settings: RayGroupConfig, spec: WorkerSpec) -> str | None:
+    """Return the Python of the workers; None: that of this process."""
+    return machine.python_path(settings.python or spec.py_executable)
+
+
 def _require_python(settings: RayGroupConfig, spec: WorkerSpec) -> None:
     """Raise `ConfigError` unless this machine has the Python of the workers. Ray would wait until its deadline."""
-    python = settings.python or spec.py_executable
+    python = _python(settings, spec)
     if python is not None and shutil.which(python) is None:
         key = "worker_group.python" if settings.python else "generation.workers.python, or py_executable of a plugin,"
         raise ConfigError(f"{key}={python} is not an executable on this machine: set it to the path of a Python")

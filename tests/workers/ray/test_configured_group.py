@@ -43,9 +43,12 @@ def test_only_named_variables_are_passed_and_torch_is_not_imported(monkeypatch):
 def test_what_the_machine_cannot_run_is_rejected_before_anything_starts():
     with pytest.raises(ConfigError, match=r"worker_group\.python=/no/such/python is not an executable"):
         start(1, python="/no/such/python")
-    spec, sharding = WorkerSpec("m:C", {}, py_executable="/no/such/python"), NamedSharding([0], ["data_parallel"])
-    with pytest.raises(ConfigError, match=r"generation\.workers\.python, or .*=/no/such/python is not an executable"):
+    spec, sharding = WorkerSpec("m:C", {}, py_executable="no/such/python"), NamedSharding([0], ["data_parallel"])
+    there = Path.cwd() / "no" / "such" / "python"
+    with pytest.raises(ConfigError, match=rf"generation\.workers\.python, or .*={there} is not an executable"):
         ConfiguredRayWorkerGroup(spec, RayGroupConfig(name="ray"), sharding=sharding, device="cpu")
+    with pytest.raises(ConfigError, match=rf"worker_group\.python={Path.home()}/no/such is not an executable"):
+        start(1, python="~/no/such")
     workers = machine.cpu_count() + 1
     with pytest.raises(ConfigError, match=rf"num_workers={workers}, but this process may use {workers - 1} CPU core"):
         start(workers)

@@ -2,7 +2,7 @@
 const PAGE_SIZE = innerWidth < 760 ? 10 : 20;
 
 function samples() {
-  const all = data.runs.flatMap((run, index) => run.samples.rows.map(([step, kind, prompt, completion, reward, extra]) => ({ run: index, step, kind, prompt: run.samples.prompts[prompt], completion, reward, extra })));
+  const all = data.runs.flatMap((run, index) => run.samples.rows.map(([step, kind, prompt, completion, reward, extra, turns]) => ({ run: index, step, kind, prompt: run.samples.prompts[prompt], completion, reward, extra, turns: turns ?? null })));
   if (!all.length) return el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", { class: "note" }, "No samples were recorded: observers.samples is 0, or the run has not produced any yet."));
   const rewards = all.map((row) => row.reward).filter((value) => value !== null);
   const range = [rewards.reduce((a, b) => Math.min(a, b), 0), rewards.reduce((a, b) => Math.max(a, b), -Infinity)];
@@ -36,7 +36,7 @@ function samples() {
 
   function show() {
     const needle = view.search.toLowerCase();
-    const found = all.filter((row) => fits(row) && (view.step === null || row.step === view.step) && (!needle || `${row.prompt}\n${row.completion}`.toLowerCase().includes(needle)));
+    const found = all.filter((row) => fits(row) && (view.step === null || row.step === view.step) && (!needle || textsOf(row).toLowerCase().includes(needle)));
     const by = { new: (a, b) => b.step - a.step || a.run - b.run, old: (a, b) => a.step - b.step || a.run - b.run, best: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || b.step - a.step, worst: (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity) || b.step - a.step };
     found.sort(by[view.order]);
     body.replaceChildren(...found.slice(0, view.count).map((row) => sampleRow(row, range, one)));
@@ -75,8 +75,24 @@ function sampleRow(row, range, one) {
     data.runs.length > 1 ? el("td", {}, runName(row.run, row.kind === "validation")) : null,
     el("td", { class: "tag" }, { train: "training", validation: "held out" }[row.kind] ?? row.kind),
     el("td", { class: "long", "data-word": "prompt" }, el("div", { class: "prompt" }, folded(row.prompt), again)),
-    el("td", { class: "long", "data-word": "completion" }, folded(row.completion), extra),
+    el("td", { class: "long", "data-word": "completion" }, row.turns ? episode(row.turns) : folded(row.completion), extra),
     el("td", { "data-word": "reward" }, rewardCell(row.reward, range)));
+}
+
+function textsOf(row) {
+  return [row.prompt, row.completion, ...(row.turns ?? []).flatMap((turn) => [turn.text, turn.reasoning ?? "", ...(turn.calls ?? [])])].join("\n");
+}
+
+// An episode turn by turn; the model's turns that are in the loss are marked.
+function episode(turns) {
+  return el("ol", { class: "turns" }, turns.map((turn) => {
+    const facts = [turn.trained ? "trained" : "masked", ...(turn.reward === undefined ? [] : [`reward ${number(turn.reward)}`])];
+    return el("li", { class: turn.trained ? "trained" : null },
+      el("div", { class: "extra" }, el("b", {}, turn.role), ` ${facts.join(", ")}`),
+      turn.reasoning ? el("div", { class: "extra" }, folded(turn.reasoning)) : null,
+      turn.text || !turn.calls ? folded(turn.text) : null,
+      (turn.calls ?? []).map((call) => el("div", { class: "text mono call" }, call)));
+  }));
 }
 
 function folded(text) {

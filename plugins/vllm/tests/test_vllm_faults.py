@@ -1,0 +1,57 @@
+"""Faults on the way from a real trainer to vLLM are caught before the next optimizer step, with each backend.
+
+The trainer runs in this environment and vLLM in that of `VLLM_PYTHON`. As `tests/weight_sync/test_faults_in_runs.py`,
+with these differences:
+
+    tied tensor                      by the comparison of the packed head with its embedding, at any learning rate
+    tied tensor, after the checks    probes, within their bound
+    stale prefix cache               probes; vLLM's own cache
+    undelivered adapter              not possible here: adapters arrive merged, so it is a missing tensor
+    other truncation                 as there, a constant added to the log-probabilities
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_runs import Trainer, make_model, opened, require_caught
+from faulty_vllm import VLLM_FAULTS
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON does not name a Python with vLLM: make vllm"),
+]
+BACKENDS = ("dtensor", "deepspeed", "megatron")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("faults") / "llama")
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def trainer(request: Any, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trainer]:
+    """One vLLM for all faults of a backend: it starts at the first refit."""
+    folder = tmp_path_factory.mktemp(request.param)
+    engine = (
+        'plugins=["probe_tasks", "faulty_vllm"]',
+        "generation.name=faulty_vllm",
+        f"generation.workers={{group: ray, python: {PYTHON}}}",
+        "generation.vllm.kv_cache_memory_bytes=67108864",
+        "generation.refit.deadline=300",  # in which vLLM starts
+    )
+    with opened(folder, model, request.param, *engine) as parts:
+        yield Trainer(parts, folder)
+
+
+@pytest.mark.parametrize("fault", sorted(VLLM_FAULTS))
+def test_a_fault_is_caught_before_the_next_step_and_a_sound_refit_recovers(trainer: Trainer, fault: str) -> None:
+    require_caught(trainer, fault)

@@ -1,0 +1,176 @@
+"""The sections of environments with episodes, and of tasks from other libraries."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from rlframework.config.base import ImportsCode, NeedsTrust, import_path
+from rlframework.config.environments import DatasetConfig
+from rlframework.config.numbers import Count, Seconds, Steps
+from rlframework.config.sections import EnvironmentConfig
+
+Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
+class ToolDataConfig(DatasetConfig):
+    """Rows of your data as tasks that the model solves with tools."""
+
+    max_calls_per_turn: Count = Field(16, description="tool calls of one turn that are made; further ones are refused")
+    max_result_characters: Count = Field(
+        4000, description="characters of a tool's result that the model sees; the rest is cut"
+    )
+
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """See `EnvironmentConfig.unseen_by_training`: tools do not change the rows."""
+        return super().unseen_by_training | {"environment.max_calls_per_turn", "environment.max_result_characters"}
+
+
+class ToolsConfig(ToolDataConfig):
+    """The public methods of a class of yours as tools: a new object for each episode."""
+
+    name: str = Field("tools", description="the methods of a class as tools")
+    tools: Annotated[str, ImportsCode()] = Field(
+        description="import path of the class; its method `reward(self, completion)`, if any, scores the answer"
+    )
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _class_path(cls, tools: object) -> object:
+        """Replace a class by its import path."""
+        return import_path(tools) if callable(tools) else tools
+
+
+class AgentConfig(DatasetConfig):
+    """Rows of your data as tasks for an agent of yours, which talks to the run's OpenAI-compatible endpoint."""
+
+    name: str = Field("agent", description="an agent of yours")
+    agent: Annotated[str, ImportsCode()] = Field(
+        description="import path of `async def solve(sample, session)`; the session has base_url, api_key and model"
+    )
+    agent_timeout: Seconds = Field(300.0, description="seconds for each attempt; one that takes longer fails, alone")
+    agent_sampling: Literal["reject", "override"] = Field(
+        "reject",
+        description="what becomes of an agent's temperature or top_p that is not the run's: reject with an error, or "
+        "override with the run's",
+    )
+
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _function_path(cls, agent: object) -> object:
+        """Replace a function by its import path."""
+        return import_path(agent) if callable(agent) else agent
+
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """See `EnvironmentConfig.unseen_by_training`: agents do not change the rows."""
+        keys = ("agent", "agent_timeout", "agent_sampling")
+        return super().unseen_by_training | {f"environment.{key}" for key in keys}
+
+
+class McpConfig(ToolDataConfig):
+    """The tools of an MCP server, which is a program that is started and spoken to over its standard streams."""
+
+    name: str = Field("mcp", description="the tools of an MCP server")
+    command: Annotated[tuple[str, ...], NeedsTrust("runs this program"), Field(min_length=1)] = Field(
+        description="the server's program and its arguments, such as [python, server.py]"
+    )
+    variables: Annotated[tuple[str, ...], NeedsTrust("gives these environment variables to the server")] = Field(
+        (), description="names of environment variables that the server gets, besides PATH, HOME and the like"
+    )
+    server_per: Literal["episode", "run"] = Field(
+        "episode", description="episode: a server for each, so that they share no state; run: one for all"
+    )
+    start_timeout: Seconds = Field(30.0, description="seconds for a server to start and list its tools")
+    call_timeout: Seconds = Field(30.0, description="seconds for a tool call; one that takes longer is an observation")
+
+
+class GymnasiumConfig(EnvironmentConfig):
+    """An environment of Gymnasium whose actions are discrete or text. Requires the extra `gymnasium`."""
+
+    name: str = Field("gymnasium", description="a Gymnasium environment")
+    id: Annotated[str, ImportsCode()] = Field(
+        description="what `gymnasium.make` takes: FrozenLake-v1, or my_games:Guess-v0 after importing my_games"
+    )
+    arguments: Mapping[str, Any] = Field(default_factory=dict, description="further arguments of `gymnasium.make`")
+    prompt: str = Field(
+        "Reply with one action: {actions}.\n\n{observation}",
+        description="first user message; {actions} are the names of the actions, {observation} what is seen first",
+    )
+    observation_prompt: str = Field("{observation}", description="user message after each action, with {observation}")
+    actions: tuple[str, ...] = Field((), description="names of discrete actions, in order; none: their numbers")
+    render: bool = Field(False, description="show what the environment renders as text, instead of its observations")
+    invalid_action_reward: Number = Field(0.0, description="reward of a reply that is no action; it is not played")
+    solved_reward: Number = Field(1.0, description="total reward from which an episode counts as solved (`accuracy`)")
+    train_samples: Steps = Field(1024, description="number of training tasks, which are seeds of `reset`")
+    validation_samples: Steps = Field(64, description="number of further seeds, held out for validation")
+
+    @model_validator(mode="after")
+    def _prompts(self) -> Self:
+        for key in ("prompt", "observation_prompt"):
+            if "{observation}" not in getattr(self, key):
+                raise ValueError(f"{key} {getattr(self, key)!r} must contain {{observation}}")
+        if len(set(self.actions)) != len(self.actions):
+            raise ValueError(f"actions {list(self.actions)} must differ")
+        return self
+
+
+class ReasoningGymConfig(EnvironmentConfig):
+    """A task of reasoning-gym, by name. Requires the extra `reasoning-gym`."""
+
+    name: str = Field("reasoning_gym", description="tasks of reasoning-gym")
+    task: str = Field(description="name of a data set of reasoning-gym, such as chain_sum")
+    arguments: Mapping[str, Any] = Field(
+        default_factory=dict, description="settings of the task, such as {min_terms: 2}"
+    )
+    train_samples: Steps = Field(1024, description="number of training tasks")
+    validation_samples: Steps = Field(64, description="number of tasks held out for validation")
+    instruction: str = Field("", description="text appended to each question")
+    answer_after: str = Field(
+        "", description="text after whose last occurrence the answer begins; empty: all is answer"
+    )
+    reward_timeout: Seconds = Field(
+        10.0, description="seconds to score one answer, in a process of its own; one that takes longer counts as wrong"
+    )
+
+    @model_validator(mode="after")
+    def _own_keys(self) -> Self:
+        if taken := sorted({"seed", "size"} & set(self.arguments)):
+            raise ValueError(f"arguments {taken} are given by `seed`, `train_samples` and `validation_samples`")
+        return self
+
+
+class OpenEnvConfig(EnvironmentConfig):
+    """Episodes of an OpenEnv server, over a WebSocket. The server runs in a Python environment of its own."""
+
+    name: str = Field("openenv", description="an OpenEnv server")
+    url: Annotated[str, NeedsTrust("sends the model's turns to this address")] = Field(
+        description="address of the server's WebSocket, such as ws://127.0.0.1:8000/ws"
+    )
+    action: str = Field("message", description="field of the server's action that is given the text of a turn")
+    observation: str = Field(
+        "", description="field of the server's observation that the model sees; empty: all of it, as JSON"
+    )
+    prompt: str = Field("{observation}", description="first user message; {observation} is what is seen first")
+    solved_reward: Number = Field(1.0, description="total reward from which an episode counts as solved (`accuracy`)")
+    train_samples: Steps = Field(1024, description="number of training tasks, which are seeds of `reset`")
+    validation_samples: Steps = Field(64, description="number of further seeds, held out for validation")
+    connect_timeout: Seconds = Field(
+        10.0, description="seconds to connect, and to wait for a server that has reached its number of sessions"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _web_socket(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("ws", "wss") or not parts.hostname:
+            raise ValueError(f"url {url!r} must be the address of a WebSocket, such as ws://127.0.0.1:8000/ws")
+        return url
+
+    @model_validator(mode="after")
+    def _shows_observation(self) -> Self:
+        if "{observation}" not in self.prompt:
+            raise ValueError(f"prompt {self.prompt!r} must contain {{observation}}")
+        return self

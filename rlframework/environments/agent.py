@@ -1,0 +1,86 @@
+"""Agents with a loop of their own: `environment: {name: agent, agent: "my_agent:solve", path: rows.jsonl}`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlframework.config.episode_environments import AgentConfig
+from rlframework.environments import threads
+from rlframework.environments.answer_scores import AnswerScores
+from rlframework.environments.dataset import DatasetEnvironment
+from rlframework.environments.reward_calls import Failure, read_result
+from rlframework.errors import ConfigError, UserError
+from rlframework.interfaces.environment import Environment, Sample, StepOutcome
+from rlframework.plugins.user_defined import load_import_path
+
+
+@dataclass(frozen=True)
+class AgentSession:
+    """The endpoint as one attempt at a task sees it, in the terms of an OpenAI client.
+
+    A reward may be posted to `{base_url}/sessions/{id}/reward`.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    id: str
+
+
+def runs_agents(environment: Environment) -> bool:
+    """Whether attempts at the samples of `environment` are made by agents: it has `run_agent` and `score_answer`."""
+    return hasattr(environment, "run_agent")
+
+
+class AgentEnvironment(DatasetEnvironment):
+    """Rows of data as tasks for an agent, a function `solve(sample, session)` of the user's, async or not.
+
+    It returns its reward, in the forms of a reward function, or None: then the reward is the one it has posted, or
+    that of `environment.check` or `environment.reward` for the model's last message.
+    """
+
+    def __init__(self, config: AgentConfig, *, seed: int) -> None:
+        """Raises `ConfigError` if the function cannot be used."""
+        self._agent: Callable[..., Any] = load_agent(config.agent)
+        self._path = config.agent
+        super().__init__(config.model_copy(update={"max_reward_failures": 1.0}), seed=seed)  # `AnswerScores` counts
+        self.scores_answers = self.scores
+        self._scores = AnswerScores(super().step, config.max_reward_failures)
+        self.scores = True
+
+    async def run_agent(self, sample: Sample, session: AgentSession) -> StepOutcome | None:
+        """Run the agent on `sample`, in a thread if it is not async; return the reward that it returned, if any."""
+        returned = await threads.call(self._agent, sample, session)
+        if returned is None or isinstance(returned, StepOutcome):
+            return returned
+        result = read_result(returned)
+        if isinstance(result, Failure):
+            raise UserError(f"environment.agent={self._path!r} returned no reward: {result.text}")
+        return StepOutcome(result.reward, metrics={k: v for k, v in result.metrics.items() if k != "reward_failures"})
+
+    async def score_answer(self, sample: Sample, answer: str) -> StepOutcome:
+        """Score the model's last message. Raises `UserError` if nothing gives rewards."""
+        if not self.scores_answers:
+            raise UserError(
+                f"environment.agent={self._path!r} returned and posted no reward, and neither environment.check nor "
+                "environment.reward is set"
+            )
+        return await self._scores.score(sample, {"role": "assistant", "content": answer})
+
+    def shutdown(self) -> None:
+        """End the process of the reward function."""
+        self._scores.close(super().shutdown)
+
+
+def load_agent(path: str) -> Callable[..., Any]:
+    """Return the function at the import path `path`. Raises `ConfigError` if it is none."""
+    found = load_import_path(path)
+    if not callable(found) or isinstance(found, type):
+        raise ConfigError(
+            f"environment.agent={path!r} is not a function; define `async def solve(sample, session)` or "
+            "`def solve(sample, session)`"
+        )
+    agent: Callable[..., Any] = found
+    return agent

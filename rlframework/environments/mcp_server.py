@@ -1,0 +1,172 @@
+"""A running MCP server: a program in a process group of its own, served by a thread with an event loop.
+
+The thread lives as long as the server, because the kernel ends the program with the thread that started it, and because
+a server for a whole run outlives the event loops of its rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlframework.config.episode_environments import McpConfig
+from rlframework.environments import process_ends
+from rlframework.environments.tool_calls import RejectedCall, spec
+from rlframework.errors import ConfigError, RLFrameworkError
+from rlframework.interfaces.messages import ToolSpec
+
+if TYPE_CHECKING:
+    from mcp import ClientSession, StdioServerParameters
+
+_END_SECONDS = 10.0
+"""For a server to end: the client closes its input, then sends SIGTERM, then SIGKILL, each after two seconds."""
+
+_LOG_CHARACTERS = 2000
+
+
+class McpServer:
+    """The server that `McpConfig.command` starts, on the first use."""
+
+    def __init__(self, config: McpConfig) -> None:
+        self._config = config
+        self._name = f"the MCP server {' '.join(config.command)!r} (environment.command)"
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ready: Future[tuple[ClientSession, tuple[ToolSpec, ...]]] = Future()
+        self._stopping = False
+        self.lost = False
+        """Whether the server did not start, or ended by itself."""
+
+    async def tools(self) -> tuple[ToolSpec, ...]:
+        """Start the server once, and return its tools. Raises `ConfigError` with what it wrote if it does not start."""
+        with self._lock:
+            if self._thread is None:
+                self._loop = asyncio.new_event_loop()
+                self._task = self._loop.create_task(self._serve())
+                self._thread = threading.Thread(target=self._run, name="MCP server", daemon=True)
+                self._thread.start()
+        return (await asyncio.shield(asyncio.wrap_future(self._ready)))[1]  # others wait for it too
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        """Return whether the call failed, and the text of its result.
+
+        Raises `RejectedCall` if it takes more than `call_timeout`, and `RLFrameworkError` if the server has ended.
+        """
+        session, seconds = self._ready.result(0)[0], self._config.call_timeout
+        try:
+            work = _call(session, name, arguments, seconds)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        except TimeoutError:
+            raise RejectedCall(f"{name!r} took more than {seconds:g} s") from None
+        except ConnectionError as error:
+            self.lost, written = True, self._log()
+            self._stop()
+            raise RLFrameworkError(f"{self._name} ended during a call of {name!r}{written}") from error
+        except Exception as error:
+            raise RLFrameworkError(
+                f"{self._name} failed at a call of {name!r}: {type(error).__name__}: {error}{self._log()}"
+            ) from error
+
+    async def close(self) -> None:
+        """End the server, and wait until it has ended."""
+        if self._thread is not None:
+            await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """End the server, and wait until it has ended. Does nothing the second time, or if none was started."""
+        if self._thread is None:
+            return
+        self._stop()
+        self._thread.join(_END_SECONDS)
+
+    def _stop(self) -> None:
+        """Let the thread end the server. Once: a second cancellation would cut that short."""
+        if self._stopping:
+            return
+        self._stopping = True
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the server has ended before
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _run(self) -> None:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._stderr:
+            try:
+                self._loop.run_until_complete(self._task)
+            except BaseException as error:  # noqa: BLE001 - raised where the tools are asked for
+                self.lost = True
+                if not self._ready.done():
+                    self._ready.set_exception(self._start_error(error))
+            finally:
+                self._loop.close()
+
+    async def _serve(self) -> None:
+        from mcp import ClientSession, stdio_client
+
+        async with contextlib.AsyncExitStack() as stack:
+            async with asyncio.timeout(self._config.start_timeout):
+                streams = await stack.enter_async_context(stdio_client(self._parameters(), errlog=self._stderr))
+                session = await stack.enter_async_context(ClientSession(*streams))
+                await session.initialize()
+                tools = await _tools(session)
+            self._ready.set_result((session, tools))
+            await asyncio.get_running_loop().create_future()  # until `end` cancels this task
+
+    def _parameters(self) -> StdioServerParameters:
+        from mcp import StdioServerParameters
+
+        given = {name: os.environ[name] for name in self._config.variables if name in os.environ}
+        program = [str(Path(process_ends.__file__)), *self._config.command]
+        return StdioServerParameters(command=sys.executable, args=["-P", *program], env=given)
+
+    def _start_error(self, error: BaseException) -> ConfigError:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        seconds = self._config.start_timeout
+        late = f"it did not answer within {seconds:g} s (environment.start_timeout)"
+        reason = late if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+        return ConfigError(f"{self._name} did not start: {reason}{self._log()}")
+
+    def _log(self) -> str:
+        """The end of what the server wrote to its standard error."""
+        try:
+            text = os.pread(self._stderr.fileno(), 1_000_000, 0).decode(errors="replace").strip()
+        except (OSError, ValueError):  # it has been closed
+            return ""
+        return f". It wrote:\n{text[-_LOG_CHARACTERS:]}" if text else ""
+
+
+async def _tools(session: ClientSession) -> tuple[ToolSpec, ...]:
+    """The server's tools, of all pages."""
+    from mcp.types import PaginatedRequestParams
+
+    page = await session.list_tools()
+    found = [*page.tools]
+    while page.next_cursor:
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+        found += page.tools
+    return tuple(spec(tool.name, tool.description or "", tool.input_schema) for tool in found)
+
+
+async def _call(session: ClientSession, name: str, arguments: Mapping[str, Any], seconds: float) -> tuple[bool, str]:
+    """Whether the call failed, and its text. Raises `TimeoutError`, and `ConnectionError` if the server has ended."""
+    from mcp import MCPError
+    from mcp.types import CONNECTION_CLOSED, CallToolResult
+
+    try:
+        async with asyncio.timeout(seconds):
+            result = await session.call_tool(name, dict(arguments))
+    except MCPError as error:
+        if error.error.code == CONNECTION_CLOSED:
+            raise ConnectionError(str(error)) from error
+        return True, str(error)
+    if not isinstance(result, CallToolResult):
+        return True, f"the server asks for what cannot be given: {type(result).__name__}"
+    texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    return bool(result.is_error), "\n".join(texts)

@@ -1,0 +1,47 @@
+"""Run synchronous code of environments in threads, so that the event loop of all episodes stays free."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Return what `function` returns: an async function is awaited, another runs in a daemon thread of its own.
+
+    A thread that hangs keeps neither the event loop nor the end of the process waiting: if the caller is cancelled, it
+    is abandoned and its result dropped. `SystemExit` in the thread is raised here as a `RuntimeError`.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            value = function(*args, **kwargs)
+        except SystemExit as error:
+            _settle(result, error=RuntimeError(f"it called sys.exit({error.code!r})"))
+        except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
+            _settle(result, error=error)
+        else:
+            _settle(result, value)
+
+    name = getattr(function, "__qualname__", type(function).__name__)
+    threading.Thread(target=run, name=f"environment: {name}", daemon=True).start()
+    return await asyncio.wrap_future(result)
+
+
+def _settle(result: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+    """Set the outcome of `result`, unless the caller has been cancelled."""
+    if not result.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        if isinstance(error, StopIteration):  # cannot be raised through a coroutine
+            error = RuntimeError(f"StopIteration: {error}")
+        result.set_exception(error)
+    else:
+        result.set_result(value)

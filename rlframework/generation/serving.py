@@ -1,0 +1,171 @@
+"""The engine's side of requests: a base class that implements the serving methods of `GenerationEngine`."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlframework.config.sections import GenerationConfig
+from rlframework.generation.requests import ServingLimits, check_requests
+from rlframework.huggingface.model_directories import read_config
+from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan
+from rlframework.weight_sync.receiver import ReceivesWeights
+
+
+@dataclass(eq=False)
+class Served(ABC):
+    """An unfinished request. `starts`: the first token of each weight version, and the version."""
+
+    request: GenerationRequest
+    starts: list[tuple[int, int]] = field(default_factory=list, init=False)
+
+    def use(self, version: int, count: int) -> None:
+        """Note that the tokens from `count` on are sampled with the weights of `version`."""
+        if not self.starts or self.starts[-1][1] != version:
+            self.starts.append((count, version))
+
+    @abstractmethod
+    def completion(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens, int64, and their log-probabilities, fp32; both [t] and on the CPU."""
+
+    def result(self, reason: FinishReason) -> GenerationResult:
+        """Return what there is, ended for `reason`."""
+        tokens, logprobs = self.completion()
+        return GenerationResult(self.request.request_id, tokens, logprobs, reason, self._spans(len(tokens)))
+
+    def _spans(self, length: int) -> tuple[WeightSpan, ...]:
+        ends = [*(start for start, _ in self.starts[1:]), length]
+        spans = (
+            WeightSpan(start, min(end, length), version)
+            for (start, version), end in zip(self.starts, ends, strict=False)
+        )
+        return tuple(span for span in spans if span.start < span.end)
+
+
+@dataclass(eq=False)
+class Collected(Served):
+    """An unfinished request whose tokens the engine gets as numbers, some at a time."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def add(self, version: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add tokens that were sampled with the weights of `version`."""
+        self.use(version, len(self.tokens))
+        self.tokens += tokens
+        self.logprobs += logprobs
+
+    def completion(self) -> tuple[Tensor, Tensor]:
+        """See `Served.completion`."""
+        return torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs, dtype=torch.float32)
+
+
+S = TypeVar("S", bound=Served)
+
+
+class ServingEngine(ReceivesWeights, Generic[S]):
+    """The serving side of a `GenerationEngine`: checks requests, polls, and keeps the results until they are returned.
+
+    A subclass implements `accepted`, `step` and `withdraw`. Its requests are in `_served`, in order of arrival, and in
+    `_waiting` too until it removes them there: those that it has not begun.
+    """
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model_name: str,
+        device: str,
+        precision: str,
+    ) -> None:
+        self._config, self._model_name, self._precision = config, model_name, precision
+        self.refit_device, self.refit_deadline = torch.device(device), config.refit.deadline
+        self._served: dict[str, S] = {}
+        self._waiting: dict[str, S] = {}
+        self._results: list[GenerationResult] = []
+        self._paused = False
+
+    # -- implemented by the engine -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def accepted(self, request: GenerationRequest) -> S:
+        """Return the record of a request that was checked, and waits now."""
+
+    @abstractmethod
+    def step(self, version: int) -> bool:
+        """Compute for a short time with the weights of `version`; return whether there are new tokens.
+
+        Begins what waits, and calls `finish` for what is complete.
+        """
+
+    @abstractmethod
+    def withdraw(self, names: Collection[str]) -> object:
+        """Stop computing requests of these ids, which do not wait; they keep the tokens that they have."""
+
+    def serving(self) -> AbstractContextManager[object]:
+        """Return the context in which steps are computed."""
+        return nullcontext()
+
+    @cached_property
+    def limits(self) -> ServingLimits:
+        """The requests that the model can serve."""
+        return ServingLimits.of(read_config(self._model_name))
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `GenerationEngine.submit`.
+
+        If a prompt leaves fewer than `max_new_tokens` of the model's positions, its completion gets the remaining ones.
+        """
+        check_requests(requests, self.limits, self._served.keys())
+        accepted = {request.request_id: self.accepted(request) for request in requests}
+        self._served |= accepted
+        self._waiting |= accepted
+
+    def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
+        """See `GenerationEngine.poll`. A step is not interrupted when the time has passed."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._served and not self._paused and not self._results:
+            version, advanced = self.weight_state.require(), False
+            with self.serving():
+                while self._served and not self._results:
+                    advanced |= self.step(version)
+                    if advanced and deadline is not None and time.monotonic() >= deadline:
+                        break
+        results, self._results = self._results, []
+        return results
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """See `GenerationEngine.abort`."""
+        ending = [name for name in dict.fromkeys(request_ids) if name in self._served]
+        self.withdraw([name for name in ending if name not in self._waiting])
+        for name in ending:
+            self.finish(name, "aborted")
+
+    def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
+        """See `GenerationEngine.pause`."""
+        self._paused = True
+        if mode == "abort":
+            self.abort(list(self._served))
+
+    def resume(self) -> None:
+        """See `GenerationEngine.resume`."""
+        self._paused = False
+
+    def finish(self, name: str, reason: FinishReason) -> S:
+        """End a request, whose result the next `poll` returns, and return its record."""
+        served = self._served.pop(name)
+        self._waiting.pop(name, None)
+        self._results.append(served.result(reason))
+        return served

@@ -1,0 +1,1 @@
+"""The agent endpoint: an OpenAI-compatible HTTP server in front of the generation client."""

@@ -1,0 +1,142 @@
+"""Rollouts by agents: each attempt has a session of the endpoint, whose calls become training rows.
+
+An agent that fails (an exception, its deadline, no turn) costs itself alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from rlframework.config.episode_environments import AgentConfig
+from rlframework.environments.agent import AgentEnvironment, AgentSession
+from rlframework.generation.driver import run_in_loop
+from rlframework.generation.tasks import gather_or_cancel
+from rlframework.interfaces.environment import Sample, StepOutcome
+from rlframework.interfaces.generation import SamplingParams
+from rlframework.rollout.endpoint.sampling import Sampler, SamplingRule
+from rlframework.rollout.endpoint.server import Endpoint, served
+from rlframework.rollout.endpoint.sessions import Session
+from rlframework.rollout.episode_thread import Bridge, run_beside
+from rlframework.rollout.episodes import report_failures
+from rlframework.rollout.outcomes import require_numbers
+from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlframework.algorithm import Parts
+
+_GRACE = 1.0
+"""Seconds that an agent has to end after its deadline, when it is cancelled."""
+
+
+def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
+    """Have the environment's agent attempt each of `samples`, with `seeds [E]` int64; return its rows and rewards.
+
+    The tokens depend on the seed, the weights, and the requests, in any order: see `Session.seeds`.
+    Raises `UserError` if all agents have failed.
+    """
+    generation, config = parts.generation, parts.config.environment
+    assert isinstance(config, AgentConfig)
+    client = generation.client
+    at_once = config.max_concurrent_episodes or client.limit * client.lanes
+    tasks = list(zip(samples, seeds.tolist(), strict=True))
+
+    async def play(bridge: Bridge, rule: SamplingRule) -> list[PlayedEpisode]:
+        endpoint = Endpoint(Sampler(parts.tokenizer, bridge, rule, config.max_episode_tokens), "policy")
+        room = asyncio.Semaphore(at_once)
+        async with served(endpoint) as base_url:
+            runner = AgentRunner(cast("AgentEnvironment", parts.environment), config, endpoint, bridge, base_url)
+
+            async def one(sample: Sample, seed: int) -> PlayedEpisode:
+                async with room:
+                    return await runner.play(sample, seed)
+
+            return await gather_or_cancel([one(*task) for task in tasks])
+
+    async def serve() -> list[PlayedEpisode]:
+        async with generation.completions(greedy=greedy) as completions:
+            bridge, run = Bridge(completions, config.gather_timeout), generation.config
+            rule = SamplingRule(
+                SamplingParams(run.temperature, run.top_k, run.top_p), completions.sampling, config.agent_sampling
+            )
+            client.gather = bridge.gather
+            try:
+                work = partial(play, bridge, rule)
+                return await run_beside(work, stalled_after=config.step_timeout, name=config.name)
+            finally:
+                client.gather = None
+
+    generation.prepare_for_generation()
+    played = run_in_loop(serve())
+    generation.finish_generation()  # not after a failure, as a second error would hide the first
+    report_failures(played, config.name)
+    return rollout_of(played, int(parts.tokenizer.pad_token_id))
+
+
+class AgentRunner:
+    """Runs the agent of `environment` against `endpoint`, which is served at `base_url`."""
+
+    def __init__(
+        self, environment: AgentEnvironment, config: AgentConfig, endpoint: Endpoint, bridge: Bridge, base_url: str
+    ) -> None:
+        self._environment, self._config, self._endpoint = environment, config, endpoint
+        self._bridge, self._base_url = bridge, base_url
+
+    async def play(self, sample: Sample, seed: int) -> PlayedEpisode:
+        """Run the agent on `sample` once, with a session of its own, which is closed at its end."""
+        session = Session(self._bridge.begin(), seed, max_turns=self._config.max_turns)
+        self._endpoint.sessions.open(session)
+        try:
+            failure, outcome = await self._run(sample, session)
+        finally:
+            self._endpoint.sessions.close(session)
+            self._bridge.end(session.engine_session)
+        if not failure and not session.trajectory.turns:
+            failure = "the agent has sampled no turn"
+        if not failure:
+            outcome = outcome or await self._rewarded(sample, session)
+            require_numbers([outcome], [sample], self._config.name)
+        return _episode(sample, session, outcome, failure)
+
+    async def _run(self, sample: Sample, session: Session) -> tuple[str, StepOutcome | None]:
+        """Return why the agent failed, or an empty text, and the reward that it returned, if any."""
+        seconds = self._config.agent_timeout
+        view = AgentSession(self._base_url, session.token, self._endpoint.model, session.id)
+        task = asyncio.ensure_future(self._environment.run_agent(sample, view))
+        try:
+            await asyncio.wait({task}, timeout=seconds)
+        finally:
+            in_time = task.done()
+            if not in_time:
+                self._endpoint.sessions.close(session)
+                task.cancel()
+                await asyncio.wait({task}, timeout=_GRACE)
+        if task.done() and not task.cancelled() and (raised := task.exception()) is not None:
+            if not isinstance(raised, Exception):
+                raise raised
+            if in_time:
+                return f"{type(raised).__name__} in the agent: {raised}", None
+        if not in_time:
+            return f"the agent took more than environment.agent_timeout={seconds:g} seconds", None
+        return ("the agent was cancelled", None) if task.cancelled() else ("", task.result())
+
+    async def _rewarded(self, sample: Sample, session: Session) -> StepOutcome:
+        """Return the posted reward, or the environment's for the model's last message."""
+        if session.reward is not None:
+            return StepOutcome(session.reward, metrics=session.metrics)
+        return await self._environment.score_answer(sample, session.completion)
+
+
+def _episode(sample: Sample, session: Session, outcome: StepOutcome | None, failure: str) -> PlayedEpisode:
+    transcript = session.transcript
+    if outcome is not None and (last := next((turn for turn in reversed(transcript) if turn["trained"]), None)):
+        last["reward"] = float(outcome.reward)
+    trajectory = session.trajectory
+    return PlayedEpisode(
+        sample, trajectory.rows, transcript, [outcome] if outcome is not None else [], trajectory.turns,
+        trajectory.breaks, session.calls, session.malformed, session.truncated, failure, session.completion,
+    )  # fmt: skip

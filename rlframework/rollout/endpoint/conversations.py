@@ -1,0 +1,94 @@
+"""The conversations of a session, as a tree of messages: a shared beginning is kept once.
+
+A request brings its conversation as messages. The tree finds the recorded turns in it, whose exact tokens it continues.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlframework.interfaces.messages import Message, ToolSpec, text_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A recorded turn. `messages`: the conversation up to and including it.
+
+    `before`: the turn whose tokens the conversation continues; `ids`: [T] int64, the tokens after those. `length`: the
+    number of all tokens.
+    """
+
+    messages: tuple[Message, ...]
+    before: Turn | None
+    ids: Tensor
+    length: int
+
+    def all_ids(self) -> list[int]:
+        """Return the exact tokens of the conversation."""
+        parts, turn = [self.ids], self.before
+        while turn is not None:
+            parts.append(turn.ids)
+            turn = turn.before
+        ids: list[int] = torch.cat(parts[::-1]).tolist()
+        return ids
+
+
+@dataclass(eq=False)
+class _Node:
+    """A message after those above it. `turn`: set if the model has sampled it."""
+
+    turn: Turn | None = None
+    next: dict[Any, _Node] = field(default_factory=dict)
+
+
+class Conversations:
+    """The recorded conversations. A request costs time in proportion to its messages, and memory for new ones."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, _Node] = {}
+
+    def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Turn | None:
+        """Return the longest recorded turn whose conversation `messages` begins with."""
+        node, found = self._roots.get(_key_of(tools)), None
+        for message in messages:
+            node = None if node is None else node.next.get(_seen(message))
+            if node is None:
+                break
+            found = node.turn or found
+        return found
+
+    def add(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], message: Message, before: Turn | None, ids: Tensor
+    ) -> list[Message]:
+        """Record the turn `message`, an answer to `messages`; return those of `messages` that are new."""
+        node, new = self._roots.setdefault(_key_of(tools), _Node()), []
+        for said in messages:
+            key = _seen(said)
+            if key not in node.next:
+                node.next[key] = _Node()
+                new.append(said)
+            node = node.next[key]
+        sampled = node.next.setdefault(_seen(message), _Node())
+        length = len(ids) + (0 if before is None else before.length)
+        sampled.turn = Turn((*messages, message), before, ids, length)
+        return new
+
+
+def _key_of(tools: Sequence[ToolSpec]) -> str:
+    return json.dumps(tools, sort_keys=True)
+
+
+def _seen(message: Message) -> tuple[Any, ...]:
+    """The parts of a message that distinguish it. Reasoning does not count: clients leave it out."""
+    calls = tuple(
+        (call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
+    )
+    return message["role"], text_of(message), calls, message.get("tool_call_id")

@@ -1,0 +1,206 @@
+"""Sample the turns that clients ask for, and record them in their session.
+
+The tokens of a turn are kept as they were sampled. A conversation that begins with a recorded turn is continued on its
+exact tokens, although the client sends it back as messages.
+"""
+
+from __future__ import annotations
+
+import bisect
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from rlframework.errors import DataError, RequestError
+from rlframework.generation.tasks import gather_or_cancel
+from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
+from rlframework.interfaces.messages import Message
+from rlframework.rollout.chat_format import ChatFormat
+from rlframework.rollout.endpoint.conversations import Turn
+from rlframework.rollout.endpoint.errors import ApiError
+from rlframework.rollout.endpoint.requests import TurnRequest
+from rlframework.rollout.endpoint.sessions import Session
+from rlframework.rollout.episodes import is_malformed
+from rlframework.rollout.seeds import turn_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+Foreign = Literal["reject", "override", "allow"]
+"""The treatment of a temperature or top_p that is not the configured one."""
+
+
+class Completer(Protocol):
+    """Completes prompts: `rlframework.rollout.episode_thread.Bridge`."""
+
+    positions: int | None
+    max_new_tokens: int
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        seed: int,
+        max_new_tokens: int,
+        session: str,
+        sampling: SamplingParams | None = None,
+    ) -> GenerationResult:
+        """Return the completion of a prompt."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplingRule:
+    """The sampling of all turns, and what becomes of a request for another.
+
+    `configured`: what the run is configured with. Turns are sampled with `used`, which differs from it in validation.
+    """
+
+    configured: SamplingParams
+    used: SamplingParams
+    foreign: Foreign = "reject"
+
+    def of(self, request: TurnRequest) -> SamplingParams:
+        """Return the sampling of a turn. `ApiError` if the request asks for another, unless that is allowed."""
+        asked = {"temperature": request.temperature, "top_p": request.top_p}
+        changes: dict[str, Any] = {
+            name: value for name, value in asked.items() if value not in (None, getattr(self.configured, name))
+        }
+        if not changes or self.foreign == "override":
+            return self.used
+        if self.foreign == "reject":
+            raise ApiError(
+                f"{', '.join(f'{name}={value:g}' for name, value in changes.items())}: the run trains on what it "
+                f"samples with temperature={self.configured.temperature:g} and top_p={self.configured.top_p:g}; leave "
+                "both out, or set environment.agent_sampling=override",
+                code="sampling",
+            )
+        if changes.get("top_p") == 0.0:
+            raise ApiError("top_p=0: it must be more than 0")
+        sampling: SamplingParams = replace(self.used, **changes)
+        return sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A sampled turn as a message, and its tokens."""
+
+    message: Message
+    result: GenerationResult
+    prompt_tokens: int
+
+    @property
+    def finish_reason(self) -> str:
+        """The reason in the terms of chat completions."""
+        if self.result.finish_reason != "stop":
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+
+class Sampler:
+    """Samples turns with `completer`, whose prompts have at most `max_tokens` tokens with their completion."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        completer: Completer,
+        rule: SamplingRule,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.tokenizer, self.chat = tokenizer, ChatFormat(tokenizer)
+        self._completer, self._rule = completer, rule
+        limits = [limit for limit in (max_tokens, completer.positions) if limit is not None]
+        self._most = min(limits, default=None)
+
+    def check(self, request: TurnRequest) -> None:
+        """Raise `ApiError` for a sampling that is not served."""
+        self._rule.of(request)
+
+    async def sample(self, session: Session, request: TurnRequest) -> list[Choice]:
+        """Return the choices of a turn, and record them if the session does."""
+        sampling, known = self._rule.of(request), session.find(request.messages, request.tools)
+        prompt, known = self._prompt(request, known)
+        room = self._room(session, request, len(prompt))
+        session.begin_turns(request.choices)
+        ids = torch.tensor(prompt)
+        seeds = session.seeds(ids, request.choices) or _own_seeds(request)
+        try:
+            results = await gather_or_cancel(
+                [self._completer.complete(ids, seed, room, session.engine_session, sampling) for seed in seeds]
+            )
+        except RequestError as error:
+            raise ApiError(str(error)) from error
+        return [self._choice(session, request, ids, result, known) for result in results]
+
+    def _prompt(self, request: TurnRequest, known: Turn | None) -> tuple[list[int], Turn | None]:
+        """Return the prompt's tokens, and the turn whose tokens they begin with: `known`, if it can be continued."""
+        try:
+            if known is not None and (new := request.messages[len(known.messages) :]):
+                extended = self.chat.extend(known.all_ids(), known.messages, new, request.tools)
+                if extended is not None:
+                    return extended, known
+            return self.chat.prompt(request.messages, request.tools), None
+        except DataError as error:
+            raise ApiError(str(error)) from error
+
+    def _room(self, session: Session, request: TurnRequest, used: int) -> int:
+        room = self._completer.max_new_tokens if request.max_tokens is None else request.max_tokens
+        room = min(room, self._completer.max_new_tokens)
+        if self._most is None:
+            return room
+        if used >= self._most:
+            session.truncated = True
+            raise ApiError(
+                f"the conversation has {used} tokens, which leaves no room for a turn: the most is {self._most}",
+                code="context_length_exceeded",
+            )
+        return min(room, self._most - used)
+
+    def _choice(
+        self, session: Session, request: TurnRequest, prompt: Tensor, result: GenerationResult, known: Turn | None
+    ) -> Choice:
+        whole, result = result, self._cut(result, request.stop)
+        ids: list[int] = result.token_ids.tolist()
+        message = self.chat.parse(ids, request.tools)
+        if result is not whole:
+            text = str(message["content"])
+            message = {**message, "content": text[: _first(text, request.stop)]}
+        if session.record:
+            calls = message.get("tool_calls", ())
+            session.calls += len(calls)
+            session.malformed += sum(is_malformed(call, request.tools) for call in calls)
+            session.truncated = session.truncated or result.finish_reason != "stop"
+            session.trajectory.add(prompt, result)
+            begin = 0 if known is None else known.length
+            session.add_turn(request, message, known, torch.cat((prompt[begin:], result.token_ids)))
+        return Choice(message, result, len(prompt))
+
+    def _cut(self, result: GenerationResult, stops: Sequence[str]) -> GenerationResult:
+        """Return the fewest tokens of `result` whose text has one of `stops`; `result` itself if it has none."""
+        ids: Any = result.token_ids.tolist()
+
+        def stopped(count: int) -> bool:
+            text = str(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
+            return any(stop in text for stop in stops)
+
+        if not stops or not stopped(len(ids)):
+            return result
+        end = bisect.bisect_left(range(len(ids)), True, key=lambda index: stopped(index + 1)) + 1
+        spans = tuple(WeightSpan(s, min(e, end), version) for s, e, version in result.spans if s < end)
+        return replace(
+            result, token_ids=result.token_ids[:end], logprobs=result.logprobs[:end], finish_reason="stop", spans=spans
+        )
+
+
+def _own_seeds(request: TurnRequest) -> list[int]:
+    """The seeds of a request whose client chooses them; without a choice, random ones."""
+    seed = secrets.randbits(62) if request.seed is None else request.seed % 2**62  # negative ones are allowed
+    return [turn_seed(seed, number) for number in range(request.choices)]
+
+
+def _first(text: str, stops: Sequence[str]) -> int:
+    """The position of the first of `stops` in `text`, or its end."""
+    return min((found for stop in stops if (found := text.find(stop)) >= 0), default=len(text))

@@ -1,0 +1,241 @@
+"""The HTTP server of the endpoint, on asyncio. It reads and writes no files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlframework.errors import ConfigError, UserError
+from rlframework.rollout.endpoint.chat import ChatReply
+from rlframework.rollout.endpoint.errors import ApiError
+from rlframework.rollout.endpoint.requests import TurnRequest, chat_request
+from rlframework.rollout.endpoint.responses import ResponsesReply, responses_request
+from rlframework.rollout.endpoint.sampling import Choice, Sampler
+from rlframework.rollout.endpoint.sessions import Session, Sessions
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+R = TypeVar("R")
+
+_LOG = logging.getLogger(__name__)
+
+MAX_BODY = 4 * 2**20
+"""Bytes of a request's body; larger ones are rejected with 413."""
+
+_KEEP_ALIVE = 10.0
+"""Seconds between comments to a client that waits for a stream's next event."""
+
+_CLOSING = 2
+
+
+class Endpoint:
+    """Answers requests of open `sessions` for the model `model`, which `sampler` samples from."""
+
+    def __init__(self, sampler: Sampler, model: str, *, max_body: int = MAX_BODY) -> None:
+        self.sessions = Sessions()
+        self.model, self._sampler, self._max_body = model, sampler, max_body
+
+    def app(self) -> Starlette:
+        """Return the ASGI application. Without a valid token, every path answers 401."""
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse, Response
+        from starlette.routing import Route
+
+        async def answer(request: Request) -> Response:
+            try:
+                session = self.sessions.find(request.headers.get("authorization"))
+                return await self._answer(request, session)
+            except ApiError as error:
+                headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+                return JSONResponse(error.body(), error.status, headers)
+            except _Disconnected:
+                return Response(status_code=499)
+            except Exception:  # noqa: BLE001 - logged, and one request alone fails
+                _LOG.exception("the endpoint failed")
+                return JSONResponse(_FAILED.body(), _FAILED.status)
+
+        return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])])
+
+    async def _answer(self, request: Request, session: Session) -> Response:
+        from starlette.responses import JSONResponse
+
+        path, method = request.url.path.rstrip("/"), request.method
+        if (method, path) == ("GET", "/v1/models"):
+            return JSONResponse(
+                {
+                    "object": "list",
+                    "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "rlframework"}],
+                }
+            )
+        if (method, path) == ("POST", "/v1/chat/completions"):
+            body = await self._body(request)
+            turn = chat_request(body)
+            return await self._reply(request, session, body, turn, ChatReply(body, self.model, self._sampler.tokenizer))
+        if (method, path) == ("POST", "/v1/responses"):
+            body = await self._body(request)
+            turn, reply = responses_request(body, session), ResponsesReply(body, self.model)
+            return await self._reply(request, session, body, turn, reply)
+        if (method, path) == ("POST", f"/v1/sessions/{session.id}/reward"):
+            session.set_reward(await self._body(request))
+            return JSONResponse({"id": session.id, "reward": session.reward})
+        raise ApiError(f"there is no {method} {path[:200]}", status=404, code="not_found")
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """Read and parse the body. `ApiError` 413 as soon as it is too large, 400 if it is no JSON object."""
+        announced = request.headers.get("content-length", "0")
+        found, large = bytearray(), announced.isdigit() and int(announced) > self._max_body
+        if not large:
+            async for part in request.stream():
+                found += part
+                if large := len(found) > self._max_body:
+                    break
+        if large:
+            raise ApiError(f"the body has more than {self._max_body} bytes", status=413, code="too_large")
+        try:
+            body = json.loads(found, parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise ApiError(f"the body is not a JSON object, but {type(body).__name__}")
+        return body
+
+    async def _reply(
+        self,
+        request: Request,
+        session: Session,
+        body: dict[str, Any],
+        turn: TurnRequest,
+        reply: ChatReply | ResponsesReply,
+    ) -> Response:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        self._sampler.check(turn)
+        work = self._sampled(session, turn, reply)
+        if body.get("stream") is True:
+            return StreamingResponse(self._stream(request, work, reply), media_type="text/event-stream")
+        return JSONResponse(reply.whole(await _unless_gone(request, work)))
+
+    async def _sampled(self, session: Session, turn: TurnRequest, reply: ChatReply | ResponsesReply) -> list[Choice]:
+        choices = await session.run(self._sampler.sample(session, turn))
+        if isinstance(reply, ResponsesReply) and session.record:
+            session.keep_response(reply.id, (*turn.messages, choices[0].message))
+        return choices
+
+    async def _stream(
+        self, request: Request, work: Coroutine[Any, Any, list[Choice]], reply: ChatReply | ResponsesReply
+    ) -> AsyncIterator[str]:
+        """Send events. The turn is aborted if the client goes away."""
+        task = asyncio.ensure_future(_unless_gone(request, work))
+        try:
+            for event in reply.begin():
+                yield event
+            while not (await asyncio.wait({task}, timeout=_KEEP_ALIVE))[0]:
+                yield ": waiting\n\n"
+            try:
+                events = reply.events(task.result())
+            except ApiError as error:
+                events = reply.failure(error.body())
+            except _Disconnected:
+                return
+            except Exception:  # noqa: BLE001 - logged, and one request alone fails
+                _LOG.exception("the endpoint failed")
+                events = reply.failure(_FAILED.body())
+            for event in events:
+                yield event
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+_FAILED = ApiError("the server failed; its log says why", status=500, code="internal_error")
+
+
+class _Disconnected(Exception):
+    """The client has closed its connection."""
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R:
+    """Return the result of `work`; cancel it and raise `_Disconnected` if the client closes its connection."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise _Disconnected
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+@asynccontextmanager
+async def served(endpoint: Endpoint, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Context in which the endpoint is served; yields its base URL. `port` 0: any free one.
+
+    Raises `ConfigError` without the extra `serve`, and `UserError` for an address that cannot be used.
+    """
+    try:
+        import uvicorn
+
+        app = endpoint.app()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the agent endpoint needs {error.name}: pip install 'rlframework-core[serve]'") from error
+    listening = _listen(host, port)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", server_header=False, ws="none", loop="none",
+        timeout_graceful_shutdown=_CLOSING,
+    )  # fmt: skip
+    server = _server(config)
+    task = asyncio.ensure_future(server.serve(sockets=[listening]))
+    try:
+        while not server.started and not task.done():
+            await asyncio.sleep(0.005)
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{listening.getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        with suppress(asyncio.CancelledError):
+            await task
+        listening.close()
+
+
+def _server(config: Any) -> Any:
+    """Return a server that leaves the process's signals alone."""
+    from contextlib import nullcontext
+
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def capture_signals(self) -> Any:
+            return nullcontext()
+
+    return Server(config)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise UserError(f"cannot listen on {host}:{port}: {error}") from error
+    return listening
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,80 @@
+"""Serve a model at the endpoint until the process is asked to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rlframework.generation.driver import run_in_loop
+from rlframework.rollout.endpoint.sampling import Sampler, SamplingRule
+from rlframework.rollout.endpoint.server import Endpoint, served
+from rlframework.rollout.endpoint.sessions import Session
+from rlframework.rollout.episode_thread import Bridge, run_beside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.generation.driver import Generation
+
+_PATIENCE = 60.0
+"""Seconds for which the server's event loop may stand still."""
+
+
+def serve(
+    tokenizer: PreTrainedTokenizerBase,
+    generation: Generation,
+    *,
+    model: str,
+    token: str,
+    host: str,
+    port: int,
+    started: Callable[[str], None],
+) -> None:
+    """Serve `generation` to clients with the bearer token `token`; `started(base_url)` is called once it is ready.
+
+    Returns after SIGINT or SIGTERM. Nothing that clients send is kept.
+    """
+
+    async def answer(bridge: Bridge, rule: SamplingRule) -> None:
+        endpoint = Endpoint(Sampler(tokenizer, bridge, rule), model)
+        session = Session(bridge.begin(), record=False, token=token)
+        bridge.end(session.engine_session)
+        async with served(endpoint, host, port) as base_url:
+            endpoint.sessions.open(session)
+            started(base_url)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                endpoint.sessions.close(session)
+
+    async def run() -> None:
+        async with generation.completions() as completions:
+            rule = SamplingRule(completions.sampling, completions.sampling, "allow")
+            work = partial(answer, Bridge(completions, timeout=0.0), rule)
+            task = asyncio.ensure_future(run_beside(work, stalled_after=_PATIENCE, name="serve"))
+            with _UntilSignal(task):
+                await asyncio.wait({task})
+            if not task.cancelled():
+                task.result()
+
+    generation.prepare_for_generation()
+    run_in_loop(run())
+    generation.finish_generation()
+
+
+class _UntilSignal:
+    """Context in which SIGINT and SIGTERM cancel `task`. To be used in the main thread."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task, self._signals = task, (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> None:
+        for number in self._signals:
+            asyncio.get_running_loop().add_signal_handler(number, self._task.cancel)
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._signals:
+            asyncio.get_running_loop().remove_signal_handler(number)

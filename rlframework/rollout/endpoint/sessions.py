@@ -1,0 +1,175 @@
+"""Sessions of the endpoint: one for each rollout of an agent, found by its bearer token."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import secrets
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlframework.interfaces.environment import LARGEST_REWARD
+from rlframework.interfaces.messages import Message, ToolSpec, text_of
+from rlframework.rollout.endpoint.conversations import Conversations, Turn
+from rlframework.rollout.endpoint.errors import ApiError, unauthorized
+from rlframework.rollout.endpoint.requests import TurnRequest
+from rlframework.rollout.seeds import turn_seed
+from rlframework.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+R = TypeVar("R")
+
+MOST_RESPONSES = 256
+"""The responses of a session that `previous_response_id` may name: the last ones."""
+
+_MOST_METRICS = 100
+
+
+@dataclass(eq=False)
+class Session:
+    """What an agent has sampled. `engine_session`: the id for the generation client.
+
+    `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
+    those that the agent has posted. `truncated`: whether a limit has ended a turn or refused one.
+    """
+
+    engine_session: str
+    seed: int | None = None
+    record: bool = True
+    max_turns: int | None = None
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    trajectory: Trajectory = field(default_factory=Trajectory)
+    transcript: list[dict[str, Any]] = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    started: int = 0
+    calls: int = 0
+    malformed: int = 0
+    truncated: bool = False
+    completion: str = ""
+    closed: bool = False
+    _conversations: Conversations = field(default_factory=Conversations)
+    _responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    _asked: dict[bytes, int] = field(default_factory=dict)
+    _running: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def begin_turns(self, count: int) -> None:
+        """Count `count` new turns. `ApiError` if that exceeds `max_turns`."""
+        if self.max_turns is not None and self.started + count > self.max_turns:
+            self.truncated = True
+            raise ApiError(
+                f"this session has had {self.started} turns, and {count} more exceed environment.max_turns="
+                f"{self.max_turns}",
+                code="max_turns",
+            )
+        self.started += count
+
+    def seeds(self, prompt: Tensor, count: int) -> list[int] | None:
+        """Return the seeds of `count` turns after the tokens `prompt`, or None if clients choose seeds.
+
+        They depend on the session's seed, on the prompt, and on how often the session has asked for it before, so that
+        requests with different prompts may come in any order.
+        """
+        if self.seed is None:
+            return None
+        digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
+        first = self._asked.get(digest, 0)
+        self._asked[digest] = first + count
+        of_prompt = turn_seed(self.seed, int.from_bytes(digest, "little"))
+        return [turn_seed(of_prompt, number) for number in range(first, first + count)]
+
+    def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Turn | None:
+        """Return the longest recorded turn whose conversation `messages` begins with."""
+        return self._conversations.find(messages, tools)
+
+    def add_turn(self, request: TurnRequest, message: Message, before: Turn | None, ids: Tensor) -> None:
+        """Record `message`, the model's answer to a request; `ids` are the exact tokens after those of `before`."""
+        new = self._conversations.add(request.messages, request.tools, message, before, ids)
+        self.transcript += ({**said, "trained": False} for said in new)
+        self.transcript.append({**message, "trained": True})
+        self.completion = text_of(message)
+
+    def keep_response(self, name: str, messages: tuple[Message, ...]) -> None:
+        """Keep the conversation that ends with the response `name`, and forget the oldest beyond `MOST_RESPONSES`."""
+        self._responses[name] = messages
+        if len(self._responses) > MOST_RESPONSES:
+            del self._responses[next(iter(self._responses))]
+
+    def response(self, name: Any) -> tuple[Message, ...]:
+        """Return the conversation that ends with the response `name`. `ApiError` if it is not kept."""
+        if not isinstance(name, str) or name not in self._responses:
+            kept = f"the last {MOST_RESPONSES} of a session are kept" if self.record else "none are kept here"
+            raise ApiError(
+                f"previous_response_id={name!r:.80} is no response of this session; {kept}", code="not_found"
+            )
+        return self._responses[name]
+
+    def set_reward(self, body: Any) -> None:
+        """Take the reward that the agent posts: `{"reward": 1.0, "metrics": {"name": 0.5}}`. The last one counts."""
+        metrics = body.get("metrics") or {} if isinstance(body, Mapping) else None
+        if not isinstance(metrics, Mapping) or len(metrics) > _MOST_METRICS:
+            raise ApiError('a reward is posted as {"reward": NUMBER, "metrics": {"name": NUMBER}}')
+        values = {"reward": body.get("reward"), **{f"metrics.{name}": value for name, value in metrics.items()}}
+        for name, value in values.items():
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not fits or abs(value) > LARGEST_REWARD:
+                raise ApiError(
+                    f"{name[:80]}={value!r:.80} must be a finite number of at most {LARGEST_REWARD:g} in size"
+                )
+        self.reward = float(body["reward"])
+        self.metrics = {str(name): float(value) for name, value in metrics.items()}
+
+    async def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """Return the result of `work`, which is cancelled when the session is closed: then `ApiError` 401."""
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.closed:
+                raise unauthorized() from None
+            raise
+        finally:
+            task.cancel()
+            self._running.discard(task)
+
+    def close(self) -> None:
+        """Cancel the requests in progress; later ones are rejected."""
+        self.closed = True
+        for task in self._running:
+            task.cancel()
+
+
+class Sessions:
+    """The open sessions."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[bytes, Session] = {}
+
+    def open(self, session: Session) -> Session:
+        """Accept requests of `session` from now on."""
+        self._by_token[_digest(session.token)] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Accept no more requests of `session`, and cancel those in progress."""
+        self._by_token.pop(_digest(session.token), None)
+        session.close()
+
+    def find(self, authorization: str | None) -> Session:
+        """Return the session of the header `Authorization: Bearer TOKEN`. `ApiError` 401 if there is none."""
+        kind, _, token = (authorization or "").partition(" ")
+        session = self._by_token.get(_digest(token.strip())) if kind.lower() == "bearer" else None
+        if session is None:
+            raise unauthorized()
+        return session
+
+
+def _digest(token: str) -> bytes:
+    """The key of a token: comparing digests takes the same time for all wrong tokens."""
+    return hashlib.sha256(token.encode("utf-8", "replace")).digest()

@@ -1,0 +1,162 @@
+"""A thread with an event loop of its own for episodes, beside the one that serves their requests.
+
+An engine in the driver's process keeps the driver's thread for a tenth of a second at a time. Environments and agents
+would wait as long at each of their steps, and their deadlines would measure the engine. So they run here, and send each
+prompt to the driver's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rlframework.errors import UserError
+from rlframework.generation.completions import Completions
+from rlframework.interfaces.generation import GenerationResult, SamplingParams
+
+R = TypeVar("R")
+
+_CLOSING = 5.0
+"""Seconds to wait for what is left after an error, in addition to a deadline of steps."""
+
+
+class Bridge:
+    """Completes prompts for episodes in another thread, on engines that are driven by the loop of this constructor.
+
+    An episode is `away` from its answer until its next request or its end. Exchanges with the engines wait for those
+    away, up to `timeout` seconds after the last that came: a request that misses an exchange is not decoded until the
+    next. If none takes longer, it does not depend on time which requests are decoded together.
+    """
+
+    def __init__(self, completions: Completions, timeout: float) -> None:
+        self._completions, self._loop = completions, asyncio.get_running_loop()
+        self._timeout = timeout
+        self.positions, self.max_new_tokens = completions.positions, completions.max_new_tokens
+        self._away = set[str]()
+        self._came = asyncio.Event()
+
+    def begin(self) -> str:
+        """Return the session id of a new episode, which is away now. Called in the episodes' thread."""
+        session = self._completions.session()
+        self._loop.call_soon_threadsafe(self._away.add, session)
+        return session
+
+    def end(self, session: str) -> None:
+        """Note that an episode makes no more requests. Called in the episodes' thread."""
+        self._loop.call_soon_threadsafe(self._back, session)
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        seed: int,
+        max_new_tokens: int,
+        session: str,
+        sampling: SamplingParams | None = None,
+    ) -> GenerationResult:
+        """Return the completion of a prompt, see `Completions.complete`. Called in the episodes' thread."""
+        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
+
+    async def gather(self) -> None:
+        """See `GenerationClient.gather`."""
+        await asyncio.sleep(0)  # until those whose answers were set are away
+        while self._away:
+            self._came.clear()
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await self._came.wait()
+            except TimeoutError:
+                self._away.clear()
+
+    async def _complete(
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        seed: int,
+        max_new_tokens: int,
+        session: str,
+        sampling: SamplingParams | None = None,
+    ) -> GenerationResult:
+        self._back(session)
+        try:
+            return await self._completions.complete(prompt_ids, seed, max_new_tokens, session, sampling)
+        finally:
+            self._away.add(session)
+
+    def _back(self, session: str) -> None:
+        self._away.discard(session)
+        self._came.set()
+
+
+async def run_beside(work: Callable[[], Coroutine[Any, Any, R]], *, stalled_after: float, name: str) -> R:
+    """Run `work()` in an event loop in another thread, and return its result; cancelling this cancels it.
+
+    Raises `UserError` if that loop does not run for `stalled_after` seconds, because the environment `name` blocks it.
+    """
+    thread = _LoopThread(work)
+    result = asyncio.wrap_future(thread.result)
+    try:
+        while not (await asyncio.wait({result}, timeout=stalled_after))[0]:
+            if not thread.has_run():
+                raise UserError(
+                    f"environment {name!r} blocks the event loop of all episodes for more than {stalled_after:g} "
+                    f"seconds ({thread.place()}); await what takes long, or run it with asyncio.to_thread"
+                )
+        returned: R = result.result()
+        return returned
+    finally:
+        if not result.done():
+            thread.cancel()
+            await asyncio.wait({result}, timeout=stalled_after + _CLOSING if thread.has_run() else _CLOSING)
+            result.cancel()
+
+
+class _LoopThread:
+    """Runs `work()` in an event loop in a daemon thread: one that blocks does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self.result: Future[Any] = Future()
+        self._beat = threading.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._run(work),), name="episodes", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(work())
+        self._ready.set()
+        try:
+            outcome = await self._task
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            if not self.result.cancelled():
+                self.result.set_exception(error)
+        else:
+            if not self.result.cancelled():
+                self.result.set_result(outcome)
+
+    def has_run(self) -> bool:
+        """Whether the loop has run since the last call, or its beginning."""
+        ran = self._beat.is_set() or not self._asked
+        self._beat.clear()
+        self._asked = True
+        self._loop.call_soon_threadsafe(self._beat.set)
+        return ran
+
+    _asked = False
+
+    def cancel(self) -> None:
+        """Cancel the work."""
+        self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def place(self) -> str:
+        """Return the line that the thread is at."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else ()
+        return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "its thread has ended"

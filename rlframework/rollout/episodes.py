@@ -1,0 +1,275 @@
+"""The rollout manager: plays many episodes at once, turn by turn, on the generation client.
+
+An episode that fails (an exception or a deadline of its environment) costs itself alone. What an environment returns is
+checked, and ends the rollout if it is wrong: see `EpisodeChecks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known
+from rlframework.errors import DataError, UserError
+from rlframework.generation.driver import run_in_loop
+from rlframework.generation.tasks import gather_or_cancel
+from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
+from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
+from rlframework.rollout.chat_format import ChatFormat
+from rlframework.rollout.episode_thread import Bridge, run_beside
+from rlframework.rollout.outcomes import EpisodeChecks
+from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
+from rlframework.rollout.seeds import task_seeds, turn_seed
+from rlframework.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlframework.algorithm import Parts
+    from rlframework.config.sections import EnvironmentConfig
+
+_LOG = logging.getLogger(__name__)
+
+_GRACE = 1.0
+"""Seconds that a call has to end after its deadline, when it is cancelled."""
+
+
+def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
+    """Play an episode of each of `samples`, with `seeds [E]` int64, and return their rows and scores.
+
+    Its tokens depend on the sample, its seed, the weights and the environment, not on the other episodes; on these, the
+    rounding of log-probabilities (and of a draw as close to the border of two tokens) depends. Raises `UserError` for
+    what an environment must not return, and if all episodes have failed.
+    """
+    generation, config = parts.generation, parts.config.environment
+    numbers: list[int] = seeds.tolist()
+    tasks = list(zip(samples, numbers, task_seeds(samples, numbers), strict=True))
+    at_once = config.max_concurrent_episodes or generation.client.limit * generation.client.lanes
+
+    async def play(bridge: Bridge) -> list[PlayedEpisode]:
+        player = EpisodePlayer(parts.environment, config, ChatFormat(parts.tokenizer), bridge)
+        pending, played = iter(enumerate(tasks)), dict[int, PlayedEpisode]()
+
+        async def one_by_one() -> None:
+            session = bridge.begin()
+            for number, (sample, seed, task_seed) in pending:
+                played[number] = await player.play(sample, seed, task_seed, session)
+                ended, session = session, bridge.begin()  # before that one ends, so that the engines wait for it
+                bridge.end(ended)
+            bridge.end(session)
+
+        await gather_or_cancel([one_by_one() for _ in range(min(at_once, len(tasks)))])
+        return [played[number] for number in range(len(tasks))]
+
+    async def serve() -> list[PlayedEpisode]:
+        async with generation.completions(greedy=greedy) as completions:
+            bridge = Bridge(completions, config.gather_timeout)
+            generation.client.gather = bridge.gather
+            try:
+                return await run_beside(partial(play, bridge), stalled_after=config.step_timeout, name=config.name)
+            finally:
+                generation.client.gather = None
+
+    generation.prepare_for_generation()
+    played = run_in_loop(serve())
+    generation.finish_generation()  # not after a failure, as a second error would hide the first
+    report_failures(played, config.name)
+    return rollout_of(played, int(parts.tokenizer.pad_token_id))
+
+
+def report_failures(played: Sequence[PlayedEpisode], environment: str) -> None:
+    """Log failed episodes; raise `UserError` if all have failed."""
+    failed = [episode for episode in played if episode.failure]
+    if not failed:
+        return
+    first = f"sample {failed[0].sample.id!r}: {failed[0].failure}"
+    if len(failed) == len(played):
+        raise UserError(f"all {len(played)} episodes of environment {environment!r} failed; the first, of {first}")
+    _LOG.warning(
+        "%d of %d episodes of environment %r failed and are left out; the first, of %s",
+        len(failed), len(played), environment, first,
+    )  # fmt: skip
+
+
+class _EpisodeFailed(Exception):
+    """The environment of an episode has failed; the message is for the samples of the run."""
+
+
+@dataclass(eq=False)
+class _State:
+    """An episode in progress. `history` are the exact tokens of its conversation, once a turn was sampled."""
+
+    sample: Sample
+    seed: int
+    session: str
+    checks: EpisodeChecks
+    tools: tuple[ToolSpec, ...] = ()
+    messages: list[Message] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    trajectory: Trajectory = field(default_factory=Trajectory)
+    transcript: list[dict[str, Any]] = field(default_factory=list)
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    calls: int = 0
+    malformed: int = 0
+    truncated: bool = False
+    completion: str = ""
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Add messages that the model reads."""
+        self.messages += messages
+        self.transcript += [{**message, "trained": False} for message in messages]
+
+    def played(self, failure: str) -> PlayedEpisode:
+        trajectory = self.trajectory
+        return PlayedEpisode(
+            self.sample, trajectory.rows, self.transcript, self.outcomes, trajectory.turns, trajectory.breaks,
+            self.calls, self.malformed, self.truncated, failure, self.completion,
+        )  # fmt: skip
+
+
+class EpisodePlayer:
+    """Plays episodes of `environment`; `bridge` completes their prompts."""
+
+    def __init__(self, environment: Environment, config: EnvironmentConfig, chat: ChatFormat, bridge: Bridge) -> None:
+        self._environment, self._config, self._chat, self._bridge = environment, config, chat, bridge
+        limits = [limit for limit in (config.max_episode_tokens, bridge.positions) if limit is not None]
+        self._most_tokens = min(limits, default=None)
+
+    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
+        """Play one episode: turns depend on `seed`, its environment on `task_seed`. Its `close` is always called."""
+        state = _State(sample, seed, session, EpisodeChecks(self._config.name, sample))
+        return state.played(await self._play(state, task_seed))
+
+    async def _play(self, state: _State, task_seed: int) -> str:
+        """Play `state` to its end; return why it failed, or an empty text."""
+        try:
+            episode = self._environment.episode(state.sample, task_seed)
+        except Exception as error:  # noqa: BLE001 - an environment may raise anything, which is its episode's failure
+            return f"{type(error).__name__} in episode: {error}"
+        try:
+            await self._begin(state, episode)
+            while not (state.truncated or await self._turn(state, episode)):
+                state.truncated = state.truncated or state.trajectory.turns >= self._config.max_turns
+            return ""
+        except _EpisodeFailed as failure:
+            return str(failure)
+        finally:
+            await self._close(state, episode)
+
+    async def _begin(self, state: _State, episode: Episode) -> None:
+        messages = await self._call("reset", 0, episode.reset)
+        state.add(state.checks.start(messages))
+        state.tools = state.checks.tools(episode.tools)
+        state.prompt = self._rendered(state, lambda: self._chat.prompt(state.messages, state.tools))
+        if self._room(state) < 1:
+            raise _EpisodeFailed(
+                f"its first prompt has {len(state.prompt)} tokens, which leaves no room for a turn: the most is "
+                f"{self._most_tokens} (environment.max_episode_tokens, or the model's positions)"
+            )
+
+    async def _turn(self, state: _State, episode: Episode) -> bool:
+        """Sample a turn and give it to the environment; return whether the episode is done."""
+        number = state.trajectory.turns + 1
+        seed = turn_seed(state.seed, number - 1)
+        prompt = torch.tensor(state.prompt)
+        result = await self._bridge.complete(prompt, seed, self._room(state), state.session)
+        state.trajectory.add(prompt, result)
+        ids = result.token_ids.tolist()
+        message = self._chat.parse(ids, state.tools)
+        calls = message.get("tool_calls", ())
+        state.calls += len(calls)
+        state.malformed += sum(is_malformed(call, state.tools) for call in calls)
+        state.completion = text_of(message)
+        turn: dict[str, Any] = {**message, "trained": True}
+        state.transcript.append(turn)
+        given = await self._call("step", number, partial(episode.step, message))
+        outcome = state.checks.outcome(given, number, calls)
+        state.outcomes.append(outcome)
+        turn["reward"] = outcome.reward
+        state.truncated = result.finish_reason != "stop"
+        if not (outcome.done or state.truncated):
+            self._observe(state, ids, message, outcome.observations)
+        return outcome.done
+
+    def _observe(self, state: _State, ids: list[int], message: Message, observations: Sequence[Message]) -> None:
+        """Extend the conversation by the model's turn and what follows it; it is truncated if that leaves no room."""
+        state.messages.append(message)
+        before, history = list(state.messages), [*state.prompt, *ids]
+        state.add(observations)
+
+        def extended() -> list[int]:
+            found = self._chat.extend(history, before, observations, state.tools)
+            return self._chat.prompt(state.messages, state.tools) if found is None else found
+
+        state.prompt = self._rendered(state, extended)
+        state.truncated = self._room(state) < 1
+
+    def _room(self, state: _State) -> int:
+        """Return the most tokens of the next turn."""
+        most = self._bridge.max_new_tokens
+        return most if self._most_tokens is None else min(most, self._most_tokens - len(state.prompt))
+
+    def _rendered(self, state: _State, render: Callable[[], list[int]]) -> list[int]:
+        try:
+            return render()
+        except DataError as error:
+            where = state.checks.where(state.trajectory.turns)
+            raise DataError(
+                f"environment {self._config.name!r} returned {where} messages that cannot be rendered: {error}"
+            ) from error
+
+    async def _call(self, method: str, turn: int, call: Callable[[], Any]) -> Any:
+        """Await a method of the environment's episode; raise `_EpisodeFailed` for an exception and a deadline."""
+        where = f"{method}, turn {turn}" if turn else method
+        seconds = self._config.step_timeout
+        try:
+            awaitable = call()
+        except Exception as error:
+            raise _EpisodeFailed(f"{type(error).__name__} in {where}: {error}") from error
+        if not inspect.isawaitable(awaitable):
+            raise UserError(
+                f"{method} of the episodes of environment {self._config.name!r} is no coroutine: define it with "
+                f"`async def {method}`"
+            )
+        task = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.wait({task}, timeout=seconds)
+        finally:
+            in_time = task.done()
+            if not in_time:
+                task.cancel()
+                await asyncio.wait({task}, timeout=_GRACE)
+        if not in_time:
+            if task.done() and not task.cancelled():
+                task.exception()  # counts as seen
+            raise _EpisodeFailed(f"{where} took more than environment.step_timeout={seconds:g} seconds")
+        if task.cancelled():
+            raise _EpisodeFailed(f"{where} was cancelled by the environment")
+        if (raised := task.exception()) is not None:
+            if not isinstance(raised, Exception):
+                raise raised
+            raise _EpisodeFailed(f"{type(raised).__name__} in {where}: {raised}") from raised
+        return task.result()
+
+    async def _close(self, state: _State, episode: Episode) -> None:
+        try:
+            await self._call("close", 0, episode.close)
+        except _EpisodeFailed as failure:  # its rewards are complete, so that it counts
+            _LOG.warning("an episode of sample %r was not closed: %s", state.sample.id, failure)
+
+
+def is_malformed(call: ToolCall, tools: Sequence[ToolSpec]) -> bool:
+    """Whether `call` names none of `tools`, or its arguments are no JSON object."""
+    try:
+        require_known(call["function"]["name"], names_of(tools))
+        object_of(call)
+    except RejectedCall:
+        return True
+    return False

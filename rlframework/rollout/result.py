@@ -1,0 +1,167 @@
+"""The result of a rollout: training rows, and what the environment made of each episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.errors import RLFrameworkError
+from rlframework.interfaces.environment import Sample, StepOutcome
+from rlframework.interfaces.messages import Message, text_of
+from rlframework.plugins.hookspec import SampleRecord
+from rlframework.rollout.outcomes import outcome_metrics
+from rlframework.rollout.trajectory import TrainingRow
+
+
+@dataclass
+class Rollout:
+    """The episodes of E samples, with their scores, and R rows to train on. A single turn is an episode with one row.
+
+    `data` has `input_ids [R, T]`, `input_lengths [R]`, `token_mask [R, T]` (1 on sampled tokens), `sample_mask [R]` (0
+    for rows of failed episodes) and `generation_logprobs [R, T]`; `episode_of [R]` int64 is the episode of each row, in
+    ascending order. By episode: `completions`, the text of the model's last turn; `rewards [E]` and `accuracies [E]`
+    fp32, both 0 if the episode has failed; `completion_lengths [E]`, its sampled tokens; `truncated [E]` bool;
+    `failed [E]` bool; and of episodes with several turns `transcripts`, their messages with `reward` and `trained`, and
+    `failures`, why they failed or an empty text. `metrics` are means over the episodes that have not failed, and those
+    of `outcome_metrics`.
+    """
+
+    samples: Sequence[Sample]
+    completions: list[str]
+    data: BatchedDataDict[Any]
+    rewards: Tensor
+    accuracies: Tensor
+    completion_lengths: Tensor
+    truncated: Tensor
+    metrics: dict[str, float]
+    episode_of: Tensor
+    failed: Tensor
+    transcripts: Sequence[Sequence[Mapping[str, Any]]] = ()
+    failures: Sequence[str] = ()
+
+    def records(self, step: int, kind: Literal["train", "validation"], count: int) -> list[SampleRecord]:
+        """Return at most `count` of the samples for logging: evenly spaced, and one that failed if there is any."""
+        rows = list(range(0, len(self.samples), -(-len(self.samples) // count))) if count else []
+        if rows and bool(self.failed.any()) and not bool(self.failed[rows].any()):
+            rows[-1] = int(self.failed.nonzero()[0])
+        return [self._record(row, step, kind) for row in rows]
+
+    def _record(self, row: int, step: int, kind: Literal["train", "validation"]) -> SampleRecord:
+        sample, completion, reward = self.samples[row], self.completions[row], float(self.rewards[row])
+        if not self.transcripts:
+            return SampleRecord(text_of(sample.messages[-1]), completion, reward, step, kind)
+        counted = bool((self.data["sample_mask"][self.episode_of == row] != 0).any())
+        turns = tuple({**turn, "trained": counted and turn["trained"]} for turn in self.transcripts[row])
+        first = next((number for number, turn in enumerate(self.transcripts[row]) if turn["trained"]), len(turns))
+        prompt = text_of(cast("Message", turns[first - 1])) if first else ""
+        return SampleRecord(prompt, completion, reward, step, kind, turns, self.failures[row])
+
+
+@dataclass(frozen=True, eq=False)
+class PlayedEpisode:
+    """One episode of `sample`, as the manager or an agent has played it.
+
+    `rows`: of its trajectory, none if no turn was sampled. `transcript`: its messages in order; those of the model have
+    `trained` True, and `reward`, that of the outcome that followed. `outcomes`: of its steps. `breaks`: rows that began
+    because the chat template rewrites earlier turns. `calls`, `malformed`: the model's tool calls, and those of them
+    that no tool can take. `failure`: why it is not trained on; empty if it is.
+    """
+
+    sample: Sample
+    rows: Sequence[TrainingRow]
+    transcript: Sequence[Mapping[str, Any]]
+    outcomes: Sequence[StepOutcome]
+    turns: int = 0
+    breaks: int = 0
+    calls: int = 0
+    malformed: int = 0
+    truncated: bool = False
+    failure: str = ""
+    completion: str = ""
+
+    @property
+    def sampled(self) -> int:
+        """The number of sampled tokens."""
+        return sum(int(row.token_mask.sum()) for row in self.rows)
+
+    @property
+    def total(self) -> StepOutcome:
+        """The whole episode's outcome: sums of rewards and metrics, and the last `accuracy` if there is one."""
+        if self.failure:
+            return StepOutcome(0.0, metrics={"accuracy": 0.0})
+        metrics = dict[str, float]()
+        for outcome in self.outcomes:
+            for name, value in outcome.metrics.items():
+                metrics[name] = float(value) + (metrics.get(name, 0.0) if name != "accuracy" else 0.0)
+        return StepOutcome(sum(float(outcome.reward) for outcome in self.outcomes), metrics=metrics)
+
+
+def rollout_of(played: Sequence[PlayedEpisode], pad_id: int) -> Rollout:
+    """Return the rollout of `played`, whose episodes have at least one row each: an empty one gets a masked token."""
+    totals = [episode.total for episode in played]
+    failed = torch.tensor([bool(episode.failure) for episode in played])
+    data, episode_of = _rows(played, pad_id)
+    data["sample_mask"] = (~failed[episode_of]).float()
+    rewards = torch.tensor([float(total.reward) for total in totals])
+    accuracies = torch.tensor([accuracy_of(total) for total in totals])
+    lengths = torch.tensor([episode.sampled for episode in played])
+    truncated = torch.tensor([episode.truncated for episode in played])
+    means = {
+        "reward": rewards,
+        "accuracy": accuracies,
+        "completion_length": lengths,
+        "truncated_fraction": truncated,
+        "episode_turns": torch.tensor([episode.turns for episode in played]),
+        "episode_rows": torch.bincount(episode_of, minlength=len(played)),
+        "tool_calls": torch.tensor([episode.calls for episode in played]),
+        "malformed_tool_calls": torch.tensor([episode.malformed for episode in played]),
+    }
+    metrics = {name: float(values[~failed].float().mean()) for name, values in means.items()}
+    turns = sum(episode.turns for episode in played)
+    metrics["template_breaks"] = 100.0 * sum(episode.breaks for episode in played) / max(turns, 1)
+    metrics["failed_episodes"] = float(failed.sum())
+    metrics |= outcome_metrics(total for total, episode in zip(totals, played, strict=True) if not episode.failure)
+    return Rollout(
+        [episode.sample for episode in played],
+        [episode.completion for episode in played],
+        data,
+        rewards,
+        accuracies,
+        lengths,
+        truncated,
+        metrics,
+        episode_of,
+        failed,
+        [episode.transcript for episode in played],
+        [episode.failure for episode in played],
+    )
+
+
+def accuracy_of(outcome: StepOutcome) -> float:
+    """Return the metric `accuracy`; without one, an outcome counts as correct if its reward is at least 1."""
+    return float(outcome.metrics.get("accuracy", outcome.reward >= 1.0))
+
+
+def _rows(played: Sequence[PlayedEpisode], pad_id: int) -> tuple[BatchedDataDict[Any], Tensor]:
+    one, none = torch.tensor([pad_id]), torch.zeros(1)
+    empty = TrainingRow(one, none.bool(), none, (), torch.full((1,), -1))
+    rows = [row for episode in played for row in episode.rows or (empty,)]
+    episode_of = torch.tensor([number for number, episode in enumerate(played) for _ in episode.rows or (empty,)])
+    logprobs = pad_sequence([row.logprobs for row in rows], batch_first=True)
+    if not bool(torch.isfinite(logprobs).all()):
+        raise RLFrameworkError("the model's probabilities are not finite: its weights contain NaN or infinity")
+    data: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "input_ids": pad_sequence([row.token_ids for row in rows], batch_first=True, padding_value=pad_id),
+            "input_lengths": torch.tensor([len(row.token_ids) for row in rows]),
+            "token_mask": pad_sequence([row.token_mask for row in rows], batch_first=True).float(),
+            "generation_logprobs": logprobs,
+        }
+    )
+    return data, episode_of

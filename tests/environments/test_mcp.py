@@ -1,0 +1,173 @@
+"""A real MCP server over stdio (`mcp_test_server.py`): calls, deadlines, and the end of its process."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from episode_play import calls, play, says, texts
+
+from rlframework.config.episode_environments import McpConfig
+from rlframework.environments.mcp import McpEnvironment
+from rlframework.errors import ConfigError, RLFrameworkError
+
+SERVER = Path(__file__).with_name("mcp_test_server.py")
+COMMAND = (sys.executable, str(SERVER))
+
+
+@pytest.fixture
+def make(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(20)))
+    made = []
+
+    def make(command=COMMAND, **keys):
+        config = McpConfig(command=command, path=str(tmp_path / "rows.jsonl"), check="exact", **keys)
+        made.append(McpEnvironment(config, seed=0))
+        return made[-1]
+
+    yield make
+    for environment in made:
+        environment.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name == "MCP server"]
+
+
+def gone(pid, seconds=15.0):
+    """Whether the process ends within some seconds; a zombie has ended."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_an_episode(make, monkeypatch):
+    monkeypatch.setenv("NOTES_TOKEN", "given")
+    monkeypatch.setenv("NOTES_SECRET", "kept")
+    environment = make(variables=("NOTES_TOKEN",), max_result_characters=100)
+    sample = environment.samples("train")[0]
+    wrong = calls(("add_note", {}), ("fail", {"reason": "no reason"}), ("nothing", {}), ("add_note", "{"), start=10)
+    turns = [
+        calls(("add_note", {"text": "a"}), ("add_note", {"text": "b"})),
+        wrong,
+        calls(("variable", {"name": "NOTES_TOKEN"}), ("variable", {"name": "NOTES_SECRET"}), ("process", {})),
+        says(sample.answer),
+    ]
+    tools, first, outcomes = play(environment, sample, turns)
+    assert tools[0]["function"]["name"] == "add_note"
+    assert tools[0]["function"]["description"] == "Keep a note."
+    assert tools[0]["function"]["parameters"]["properties"]["text"]["type"] == "string"
+    assert first == sample.messages
+    assert texts(outcomes[0]) == ["1 notes", "2 notes"]
+    assert [message["tool_call_id"] for message in outcomes[1].observations] == [f"call_{n}" for n in range(10, 14)]
+    assert all(text.startswith("error: ") for text in texts(outcomes[1]))
+    assert "Error executing tool fail" in texts(outcomes[1])[1]
+    assert "\n[cut: the first 100 of " in texts(outcomes[1])[0]
+    assert texts(outcomes[1])[2].startswith("error: there is no tool 'nothing'; the tools are: add_note, fail")
+    given, kept, process = texts(outcomes[2])
+    assert (given, kept) == ("given", "unset")
+    assert outcomes[3].reward == 1.0
+    assert gone(int(process))
+    other = play(environment, sample, [calls(("add_note", {"text": "c"}))])[2]
+    assert texts(other[0]) == ["1 notes"]  # a server of its own
+
+
+def test_a_call_that_takes_too_long(make):
+    environment = make(call_timeout=0.5)
+    outcome = play(environment, environment.samples("train")[0], [calls(("wait", {"seconds": 60.0}))])[2][0]
+    assert texts(outcome) == ["error: 'wait' took more than 0.5 s"]
+
+
+def test_one_server_for_a_run_is_replaced_when_it_ends(make):
+    environment = make(server_per="run")
+    sample = environment.samples("train")[0]
+    first = texts(play(environment, sample, [calls(("add_note", {"text": "a"}), ("process", {}))])[2][0])
+    second = texts(play(environment, sample, [calls(("add_note", {"text": "b"}), ("process", {}))])[2][0])
+    assert (first[0], second[0]) == ("1 notes", "2 notes")
+    assert first[1] == second[1]
+    with pytest.raises(
+        RLFrameworkError, match=r"(?s)mcp_test_server\.py' \(environment.command\) ended.*'stop'.*the server ends"
+    ):
+        play(environment, sample, [calls(("stop", {}))])
+    third = texts(play(environment, sample, [calls(("add_note", {"text": "c"}), ("process", {}))])[2][0])
+    assert third[0] == "1 notes"
+    environment.shutdown()
+    assert gone(int(third[1]))
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (("no-such-program", "x"), r"(?s)'no-such-program x' \(environment.command\) did not start.*No such file"),
+        ((sys.executable, "-c", "import sys; sys.exit('bad key')"), r"(?s)did not start.*bad key"),
+        (
+            (sys.executable, "-c", "import time; time.sleep(60)"),
+            r"did not answer within 2 s \(environment.start_timeout\)",
+        ),
+    ],
+)
+def test_a_server_that_does_not_start(make, command, problem):
+    environment = make(command, start_timeout=2.0)
+    with pytest.raises(ConfigError, match=problem):
+        play(environment, environment.samples("train")[0], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["shutdown", "return", "SIGTERM", "SIGKILL"])
+def test_the_server_ends_with_the_run(tmp_path, end):
+    """A server that ignores the end of its input and SIGTERM, with a child of its own, ends with the driver.
+
+    The driver shuts its environment down, or returns without, or is killed.
+    """
+    (tmp_path / "stubborn.py").write_text(
+        textwrap.dedent(f"""
+        import signal, subprocess, sys, threading, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        open("child", "w").write(str(child.pid))
+        threading.Thread(target=time.sleep, args=(300,)).start()
+        sys.path.insert(0, {str(SERVER.parent)!r})
+        from mcp_test_server import server
+        server.run("stdio")
+        """)
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(20)))
+    (tmp_path / "driver.py").write_text(
+        textwrap.dedent(f"""
+        import sys, time
+        sys.path.insert(0, {str(SERVER.parent)!r})
+        from episode_play import calls, play, texts
+        from rlframework.config.episode_environments import McpConfig
+        from rlframework.environments.mcp import McpEnvironment
+        config = McpConfig(command=[sys.executable, "stubborn.py"], path="rows.jsonl", check="exact", server_per="run")
+        environment = McpEnvironment(config, seed=0)
+        sample = environment.samples("train")[0]
+        print(texts(play(environment, sample, [calls(("process", {{}}))])[2][0])[0], flush=True)
+        if sys.argv[1] == "shutdown":
+            environment.shutdown()
+        if sys.argv[1] not in ("shutdown", "return"):
+            time.sleep(300)
+        """)
+    )
+    driver = subprocess.Popen([sys.executable, "driver.py", end], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        assert driver.stdout is not None
+        server = int(driver.stdout.readline())
+        child = int((tmp_path / "child").read_text())
+        if end.startswith("SIG"):
+            assert psutil.pid_exists(server)
+            assert psutil.pid_exists(child)
+            os.kill(driver.pid, signal.Signals[end])
+        assert driver.wait(20) == (-signal.Signals[end] if end.startswith("SIG") else 0)
+        assert gone(server)
+        assert gone(child)
+    finally:
+        driver.kill()
+        driver.stdout.close()
+        driver.wait()

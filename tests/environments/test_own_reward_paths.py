@@ -1,0 +1,147 @@
+"""How a user's own reward function is found: by an import path, or in the program itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from own_reward_runs import rewards
+
+from rlframework.config.environments import DatasetConfig
+from rlframework.configure import load_config
+from rlframework.environments.dataset import DatasetEnvironment
+from rlframework.errors import ConfigError
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "message"),
+    [
+        ("", "own", "'own' is not an import path: write module:name"),
+        ("", "no_such_module_here:score", "there is no module 'no_such_module_here' in the current directory"),
+        ("", "own:score", r"module 'own' \(.*own\.py\) has no 'score'"),
+        (
+            "def f():\n    raise KeyError('x')\nf()",
+            "own:score",
+            r"import of 'own' raised KeyError: 'x' \(.*own\.py, line 2",
+        ),
+        ("import sys\nsys.exit(3)", "own:score", "raised SystemExit: 3"),
+        ("score = 3", "own:score", "is not callable, but int"),
+        ("class score:\n    pass", "own:score", "is a class; give a function or a callable object"),
+        (
+            "def score(text): ...",
+            "own:score",
+            r"own\.py, line 1\) has the unsupported parameters \(text\)\. A reward function",
+        ),
+        ("def score(prompt, completions): ...", "own:score", r"has the unsupported parameters \(prompt, completions\)"),
+        ("def score(completion, /): ...", "own:score", r"has the unsupported parameters"),
+        ("def score(completion, **rest): ...", "own:score", r"has the unsupported parameters \(completion, \*\*rest\)"),
+        ("def score(samples, completions, **rest): ...", "own:score", r"unsupported parameters .*TRL's signature"),
+    ],
+)
+def test_paths_that_do_not_work_are_rejected(folder: Path, source: str, path: str, message: str, monkeypatch) -> None:
+    (folder / "own.py").write_text(source)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    with pytest.raises(ConfigError, match=message) as error:
+        DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward=path), seed=0)
+    assert str(error.value).startswith("environment.reward: ")
+    sys.modules.pop("own", None)
+
+
+def test_a_missing_module_is_reported_with_the_current_directory(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path, "/elsewhere"])
+    with pytest.raises(ConfigError, match=re.escape(f"in the current directory ({Path.cwd()}) or among")):
+        DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward="no_such_module_here:score"), seed=0)
+
+
+PROGRAM = """
+import own_rewards
+from rlframework.config.environments import DatasetConfig
+from rlframework.configure import load_config
+from rlframework.environments.dataset import DatasetEnvironment
+
+BONUS = [0.25]
+
+class Judge:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, completion):
+        return self.scale * len(completion)
+
+judge = Judge(2.0)
+
+def helper(completion):
+    return len(completion) + BONUS[0]
+
+def my_reward(completion):
+    return helper(completion) + own_rewards.Scorer()(completion)
+
+async def wait(completions):
+    return [helper(completion) for completion in completions]
+
+def run(reward, **keys):
+    environment = DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward=reward, **keys), seed=0)
+    sample = environment.samples("train")[0]
+    try:
+        [outcome] = environment.step([sample], [[*sample.messages, {"role": "assistant", "content": "abc"}]])
+        return outcome.reward
+    finally:
+        environment.shutdown()
+
+for keys in ({}, {"reward_timeout": None}):
+    print(run("__main__:my_reward", **keys), run(my_reward, **keys), run(wait, **keys), run("__main__:judge", **keys))
+source = {"environment": {"name": "dataset", "path": "rows.jsonl", "reward": my_reward}, "algorithm": {"name": "grpo"},
+          "policy": {"model_name": "m"}, "generation": {"max_new_tokens": 1}}
+print(load_config(source).environment.reward)
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "notebook"])
+def test_a_function_of_the_program_itself(folder: Path, kind: str) -> None:
+    """A script without an `if __name__` guard, and a `__main__` without a file; in a process of its own and without."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = ["program.py"] if kind == "script" else ["-c", PROGRAM]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["3.75 3.75 3.25 6.0"] * 2 + ["__main__:my_reward"], done.stderr
+
+
+def test_a_function_of_the_program_that_cannot_be_sent_is_rejected(make, monkeypatch) -> None:
+    lock = threading.Lock()
+
+    def score(completion: str) -> float:
+        with lock:
+            return 0.5
+
+    monkeypatch.setattr(sys.modules["__main__"], "score", score, raising=False)
+    assert rewards(make("__main__:score", reward_timeout=None), ["x"]) == [0.5]
+    with pytest.raises(ConfigError, match=r"defined in the program itself and uses values that cannot be sent.*lock"):
+        make("__main__:score", reward_timeout=5.0)
+
+
+def test_a_function_without_an_import_path_is_rejected() -> None:
+    with pytest.raises(ValueError, match="has no import path; define a function at the top level"):
+        DatasetConfig(path="rows.jsonl", reward=lambda completion: 0.5)
+    source = {"environment": {"name": "dataset", "path": "rows.jsonl", "reward": lambda completion: 0.5}}
+    with pytest.raises(ConfigError, match=r"environment\.reward: .*has no import path"):
+        load_config(source)
+
+
+def test_check_and_reward_together_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"reward \(a:b\) and check \(exact\) both score completions"):
+        DatasetConfig(path="rows.jsonl", reward="a:b", check="exact")
+
+
+def test_training_rows_do_not_depend_on_how_answers_are_scored() -> None:
+    config = DatasetConfig(path="rows.jsonl", validation_path="rows.jsonl", reward="a:b", failed_reward=1.0)
+    judging = {"reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward", "check"}
+    assert {f"environment.{key}" for key in judging} <= config.unseen_by_training

@@ -1,0 +1,120 @@
+"""The requests of any engine, with one that adds a token to each request at every other step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.config.sections import GenerationConfig
+from rlframework.errors import EngineNotReady, RequestError
+from rlframework.generation.requests import ServingLimits
+from rlframework.generation.row_limits import RowLimits
+from rlframework.generation.serving import Collected, ServingEngine
+from rlframework.interfaces.generation import GenerationRequest, WeightSpan
+
+
+class EveryOther(ServingEngine[Collected]):
+    """Counts steps; the tokens of a request are 0, 1, 2 and so on."""
+
+    def __init__(self) -> None:
+        super().__init__(GenerationConfig(), None, model_name="none", device="cpu", precision="float32")  # type: ignore[arg-type]
+        self.limits = ServingLimits(RowLimits((64,)), 24)
+        self.steps, self.withdrawn = 0, list[str]()
+
+    def accepted(self, request: GenerationRequest) -> Collected:
+        return Collected(request)
+
+    def step(self, version: int) -> bool:
+        self._waiting.clear()
+        self.steps += 1
+        if self.steps % 2:
+            return False
+        for name, served in list(self._served.items()):
+            served.add(version, [len(served.tokens)], [-1.0])
+            if len(served.tokens) == served.request.max_new_tokens:
+                self.finish(name, "length")
+        return True
+
+    def withdraw(self, names: Collection[str]) -> None:
+        self.withdrawn += names
+
+
+def request(name: str, tokens: int = 3, **given: Any) -> GenerationRequest:
+    return GenerationRequest(name, torch.tensor([1]), 0, tokens, **given)
+
+
+@pytest.fixture
+def engine() -> EveryOther:
+    made = EveryOther()
+    made.weight_state.commit(1)
+    return made
+
+
+def test_a_poll_without_time_takes_the_steps_that_a_token_needs(engine):
+    engine.submit([request("a")])
+    assert engine.poll(0) == []
+    assert (engine.steps, engine._served["a"].tokens) == (2, [0])
+    assert engine.poll(0) == []
+    assert engine.steps == 4
+
+
+def test_a_poll_without_limit_returns_what_finishes_first_and_then_nothing_more(engine):
+    engine.submit([request("a", 3), request("b", 1)])
+    (first,) = engine.poll(None)
+    (second,) = engine.poll(None)
+    assert [(one.request_id, one.token_ids.tolist(), one.finish_reason) for one in (first, second)] == [
+        ("b", [0], "length"),
+        ("a", [0, 1, 2], "length"),
+    ]
+    assert (second.token_ids.dtype, second.logprobs.dtype) == (torch.int64, torch.float32)
+    assert engine.poll(None) == []
+    assert engine.steps == 6
+
+
+def test_spans_are_those_of_the_versions_with_which_tokens_were_sampled(engine):
+    engine.submit([request("a", 4)])
+    engine.poll(0)
+    engine.weight_state.commit(2)
+    engine.poll(0)
+    engine.poll(0)
+    engine.weight_state.commit(5)
+    (result,) = engine.poll(None)
+    assert result.spans == (WeightSpan(0, 1, 1), WeightSpan(1, 3, 2), WeightSpan(3, 4, 5))
+
+
+def test_only_requests_that_were_begun_are_withdrawn_and_each_aborted_one_ends_once(engine):
+    engine.submit([request("a"), request("b")])
+    engine.poll(0)
+    engine.submit([request("c")])
+    engine.abort(["c", "a", "a", "unknown"])
+    assert engine.withdrawn == ["a"]
+    assert [(one.request_id, one.token_ids.tolist(), one.spans, one.finish_reason) for one in engine.poll()] == [
+        ("c", [], (), "aborted"),
+        ("a", [0], (WeightSpan(0, 1, 1),), "aborted"),
+    ]
+    assert list(engine._served) == ["b"]
+
+
+def test_nothing_is_computed_while_paused_or_without_weights(engine):
+    engine.submit([request("a", 1)])
+    engine.pause()
+    engine.weight_state.fail("for a reason")
+    assert engine.poll(None) == []
+    engine.resume()
+    with pytest.raises(EngineNotReady, match="for a reason"):
+        engine.poll(None)
+    assert engine.steps == 0
+    engine.pause("abort")
+    assert [one.finish_reason for one in engine.poll(None)] == ["aborted"]
+
+
+def test_of_requests_with_a_wrong_one_none_is_accepted(engine):
+    with pytest.raises(RequestError, match="'b' was submitted before"):
+        engine.submit([request("b"), request("b")])
+    with pytest.raises(RequestError, match="token 24"):
+        engine.submit([request("a"), GenerationRequest("b", torch.tensor([24]), 0, 1)])
+    assert not engine._served
+    assert not engine._waiting

@@ -1,0 +1,93 @@
+"""Rollouts by agents, with a scripted engine and with GRPO."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from probe_agents import CALLED
+from scripted_episodes import END, ScriptedEngine, samples
+
+from rlframework.config.sections import RunConfig
+from rlframework.generation.driver import Generation
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.rollout.rollouts import rollout
+
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
+
+
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+4=", "answer": str(n)}) + "\n" for n in range(12)))
+    return path
+
+
+@pytest.fixture
+def agent_parts(run_config: Any, tmp_path: Path):
+    def make(agent: str, *overrides: str, answer: Any = None) -> Any:
+        from types import SimpleNamespace
+
+        from rlframework.environments.agent import AgentEnvironment
+        from rlframework.huggingface.tokenizer import load_tokenizer
+
+        keys = ["~environment", f"environment={{name: agent, agent: 'probe_agents:{agent}', path: {rows(tmp_path)}}}"]
+        config: RunConfig = run_config("grpo", "generation.max_new_tokens=8", *keys, *overrides)
+        tokenizer = load_tokenizer(config.policy.model_name)
+        policy: Any = SimpleNamespace(config=config)
+        generation = Generation(policy, tokenizer, [ScriptedEngine(answer or (lambda request: [5, 6, END]))])
+        generation.finish_generation = lambda: True  # type: ignore[method-assign]
+        environment = AgentEnvironment(config.environment, seed=0)  # type: ignore[arg-type]
+        return SimpleNamespace(config=config, tokenizer=tokenizer, generation=generation, environment=environment)
+
+    return make
+
+
+def test_the_rewards_of_agents(agent_parts: Any) -> None:
+    result = rollout(agent_parts("digits"), samples(3), torch.arange(3))
+    assert result.data["token_mask"].sum(1).tolist() == [3, 3, 3]
+    assert result.rewards.tolist() == [1.0] * 3
+    result = rollout(agent_parts("posts"), samples(2), torch.arange(2))
+    assert (result.rewards.tolist(), result.metrics["reward/depth"]) == ([0.25] * 2, 2.0)
+    text = agent_parts("digits").tokenizer.decode([5, 6])
+    parts = agent_parts("leaves_it", "environment.check=exact")
+    found = [*samples(1), samples(1)[0].__class__("x", samples(1)[0].messages, text)]
+    assert rollout(parts, found, torch.arange(2)).rewards.tolist() == [0.0, 1.0]
+
+
+def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
+    result = rollout(agent_parts("sometimes", "environment.agent_timeout=3"), samples(4), torch.arange(4))
+    assert result.failed.tolist() == [True, True, True, False]
+    assert result.rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert "RuntimeError in the agent: no sandbox" in result.failures[0]
+    assert "environment.agent_timeout=3" in result.failures[1]
+    assert "sampled no turn" in result.failures[2]
+    assert result.data["sample_mask"].tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A tiny Llama over all printable characters, which agents' prompts need."""
+    tokenizer = character_tokenizer(ALPHABET)
+    return str(make_llama(tmp_path / "llama", tokenizer, hidden=32, layers=2, heads=4, kv_heads=2))
+
+
+def test_an_agent_by_openai_agents_calls_its_tool(agent_parts: Any, model: str) -> None:
+    tokenizer: Any = character_tokenizer(ALPHABET)
+
+    def answer(request: Any) -> list[int]:
+        second = "7" in tokenizer.decode(request.prompt_ids)[-20:]
+        text = "7" if second else '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    CALLED.clear()
+    keys = [f"policy.model_name={model}", "generation.max_new_tokens=100"]
+    result = rollout(agent_parts("with_tool", *keys, answer=answer), samples(2), torch.arange(2))
+    assert CALLED == [(3, 4)] * 2
+    assert result.rewards.tolist() == [2.0, 2.0]  # the tool was called, and the answer is a digit
+    assert (result.metrics["tool_calls"], result.metrics["malformed_tool_calls"]) == (1.0, 0.0)
+    assert (result.metrics["episode_turns"], result.metrics["episode_rows"]) == (2.0, 1.0)
+    assert [turn["role"] for turn in result.transcripts[0]] == ["user", "assistant", "tool", "assistant"]

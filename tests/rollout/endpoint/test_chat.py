@@ -1,0 +1,213 @@
+"""Chat completions, with OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def test_a_reply_has_text_usage_logprobs_and_is_recorded(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            reply = await client.chat.completions.create(model="policy", messages=HI, logprobs=True, max_tokens=3)
+            choice = reply.choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("hel", "length")
+            assert [(t.token, t.logprob) for t in choice.logprobs.content] == [("h", -1.0), ("e", -2.0), ("l", -3.0)]
+            prompt = served.completer.asked[0][0]
+            assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), 3)
+            (row,) = served.session.trajectory.rows
+            assert row.token_ids.tolist()[: len(prompt)] == prompt
+            assert row.token_mask.tolist() == [False] * len(prompt) + [True] * 3
+            assert served.session.truncated
+            assert [m.id async for m in client.models.list()] == ["policy"]
+
+    asyncio.run(run())
+
+
+def test_a_conversation_goes_on_with_the_sampled_tokens(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            first = await client.chat.completions.create(model="policy", messages=HI)
+            message = first.choices[0].message.model_dump(exclude_none=True)
+            more = [*HI, message, {"role": "user", "content": "more"}]
+            await client.chat.completions.create(model="policy", messages=more)
+            row = served.session.trajectory.rows[0]
+            assert len(served.session.trajectory.rows) == 1
+            assert row.token_mask.sum() == 2 * len("hello!")  # `!` for the end token
+            first_prompt, second_prompt = served.completer.asked[0][0], served.completer.asked[1][0]
+            end = served.completer.tokenizer.eos_token_id
+            assert second_prompt[: len(first_prompt) + 6] == [*first_prompt, *_ids(served, "hello"), end]
+            assert [turn["role"] for turn in served.session.transcript] == ["user", "assistant"] * 2
+            other = [*HI, {**message, "content": "other"}, {"role": "user", "content": "more"}]
+            await client.chat.completions.create(model="policy", messages=other)
+            assert len(served.session.trajectory.rows) == 2
+
+    asyncio.run(run())
+
+
+def _ids(served: Any, text: str) -> list[int]:
+    ids: list[int] = served.completer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def test_choices_are_sampled_with_different_seeds_after_one_prompt(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            served.completer.answers = ["a", "b"]
+            reply = await client.chat.completions.create(model="policy", messages=HI, n=2, seed=9)
+            assert [choice.message.content for choice in reply.choices] == ["a", "b"]
+            await client.chat.completions.create(model="policy", messages=HI, seed=9)
+            seeds = [asked[1] for asked in served.completer.asked]
+            assert len(set(seeds)) == 3
+            assert reply.usage.completion_tokens == 4
+            rows = served.session.trajectory.rows
+            sampled = [row.token_ids[row.token_mask].tolist() for row in rows]
+            end = served.completer.tokenizer.eos_token_id
+            assert sampled == [[*_ids(served, text), end] for text in "aba"]  # no choice is lost, and none twice
+
+    asyncio.run(run())
+
+
+def test_seeds_depend_on_the_session_and_the_prompt_and_not_on_the_order_of_requests(serving: Any) -> None:
+    async def seeds(order: str, seed: int, asked: int | None = None) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        async with serving(seed=seed) as served, served.client() as client:
+            for text in order:
+                messages = [{"role": "user", "content": text}]
+                await client.chat.completions.create(model="policy", messages=messages, seed=asked)
+                found.setdefault(text, []).append(served.completer.asked[-1][1])
+        return found
+
+    async def run() -> None:
+        first = await seeds("aab", 5)
+        assert len({*first["a"], *first["b"]}) == 3
+        assert await seeds("aba", 5) == await seeds("baa", 5, asked=9) == first  # the agent's seed is not used
+        other = await seeds("aab", 6)
+        assert not {*other["a"], *other["b"]} & {*first["a"], *first["b"]}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_a_client_may_choose_any_64_bits_as_seed(serving: Any, seed: int) -> None:
+    async def run() -> None:
+        async with serving("allow", seed=None, record=False) as served, served.client() as client:
+            for _ in range(2):
+                await client.chat.completions.create(model="policy", messages=HI, n=2, seed=seed)
+            seeds = [asked[1] for asked in served.completer.asked]
+            assert seeds[:2] == seeds[2:]
+            assert seeds[0] != seeds[1]
+            assert all(0 <= seed < 2**62 for seed in seeds)
+
+    asyncio.run(run())
+
+
+def test_clients_choose_seed_and_temperature_where_nothing_is_trained(serving: Any) -> None:
+    async def run() -> None:
+        async with serving("allow", seed=None, record=False) as served, served.client() as client:
+            options = {"model": "policy", "messages": HI, "seed": 9, "temperature": 0.5, "top_p": 0.5}
+            await client.chat.completions.create(**options)
+            _, seed, _, sampling = served.completer.asked[0]
+            assert (seed, sampling.temperature, sampling.top_p) == (9, 0.5, 0.5)
+            assert (served.session.trajectory.turns, served.session.transcript) == (0, [])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("foreign", ["reject", "override"])
+def test_another_temperature_than_the_runs(serving: Any, foreign: str) -> None:
+    async def run() -> None:
+        from openai import BadRequestError
+
+        async with serving(foreign) as served, served.client() as client:
+            create = client.chat.completions.create
+            await create(model="policy", messages=HI, temperature=1.0, top_p=1.0)
+            if foreign == "override":
+                await create(model="policy", messages=HI, temperature=0.0)
+                assert served.completer.asked[1][3].temperature == 1.0
+                return
+            for stream in (False, True):
+                with pytest.raises(BadRequestError, match=r"temperature=0: .* temperature=1 and top_p=1"):
+                    await create(model="policy", messages=HI, temperature=0.0, stream=stream)
+            assert len(served.completer.asked) == 1
+
+    asyncio.run(run())
+
+
+def test_text_before_a_stop_is_returned_and_the_tokens_up_to_it_are_recorded(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            served.completer.answers = ["one, two, three"]
+            reply = await client.chat.completions.create(model="policy", messages=HI, stop=[" th", ", t"])
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("one", "stop")
+            (row,) = served.session.trajectory.rows
+            sampled = row.token_ids[row.token_mask].tolist()
+            assert sampled == _ids(served, "one, t")
+            assert row.logprobs[row.token_mask].tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+            assert [end - start for start, end, _ in row.spans] == [6]
+
+    asyncio.run(run())
+
+
+def test_a_stream_has_the_same_reply(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            served.completer.answers = [f"now {CALL}"]
+            text, calls, reasons, used = "", [], [], None
+            options = {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
+            async for chunk in await client.chat.completions.create(model="policy", messages=HI, **options):
+                used = chunk.usage or used
+                for choice in chunk.choices:
+                    text += choice.delta.content or ""
+                    calls += choice.delta.tool_calls or []
+                    reasons.append(choice.finish_reason)
+            assert text.strip() == "now"
+            assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+                (0, "add", '{"a": 1}')
+            ]
+            assert reasons[-1] == "tool_calls"
+            assert used is not None
+            assert used.completion_tokens == len(f"now {CALL}!")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "system, developer, user"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
+        ({"n": 65}, "n=65 must be an integer from 1 to 64"),
+        ({"n": True}, "n=True must be an integer"),
+        ({"max_tokens": 0}, "max_tokens=0 must be"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"frequency_penalty": 1}, "frequency_penalty=1 changes the sampling"),
+        ({"logit_bias": {"1": 5}}, "logit_bias changes the sampling"),
+        ({"top_logprobs": 3}, "top_logprobs=3"),
+        ({"tool_choice": "required"}, "not forced to call tools"),
+        ({"tools": [{"type": "web_search"}]}, "a tool has the type function"),
+        ({"tools": [TOOL, TOOL]}, "different names"),
+        ({"response_format": {"type": "json_object"}}, "output is not constrained"),
+        ({"stop": [""]}, "stop must be"),
+        ({"do_magic": 1}, "do_magic: not served"),
+    ],
+)
+def test_what_is_not_served_is_rejected_by_name(serving: Any, body: dict[str, Any], message: str) -> None:
+    async def run() -> None:
+        from openai import BadRequestError
+
+        async with serving() as served, served.client() as client:
+            with pytest.raises(BadRequestError) as error:
+                await client.chat.completions.create(model="policy", messages=HI, extra_body=body)
+            assert message in error.value.body["message"]
+            assert not served.completer.asked
+
+    asyncio.run(run())

@@ -1,0 +1,180 @@
+"""Clients that have no token, send too much or nonsense, never end, or go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+HI = [{"role": "user", "content": "hi"}]
+BODY = {"model": "policy", "messages": HI}
+
+
+async def post(served: Any, path: str, content: Any, **headers: str) -> Any:
+    import httpx
+
+    async with httpx.AsyncClient(trust_env=False) as client:
+        sent = {"Authorization": f"Bearer {served.session.token}", **headers}
+        return await client.post(f"{served.base_url}{path}", content=content, headers=sent)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/models", "/sessions/a/reward", "/nothing", "/"])
+@pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", "Basic TOKEN", "Bearer TOKENx", "TOKEN"])
+def test_a_wrong_token_gets_401_and_nothing_else(serving: Any, path: str, authorization: str) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            sent = authorization.replace("TOKEN", served.session.token)
+            reply = await post(served, path, json.dumps(BODY), Authorization=sent)
+            assert reply.status_code == 401
+            assert reply.json() == {
+                "error": {
+                    "message": "invalid bearer token",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": "invalid_api_key",
+                }
+            }
+            assert "server" not in reply.headers
+            assert not served.completer.asked
+
+    asyncio.run(run())
+
+
+def test_a_body_that_is_too_large_is_rejected_before_it_is_read(serving: Any) -> None:
+    async def run() -> None:
+        async with serving(max_body=1000) as served:
+            fits = json.dumps(BODY).ljust(1000)
+            assert (await post(served, "/chat/completions", fits)).status_code == 200
+            assert (await post(served, "/chat/completions", fits + " ")).status_code == 413
+
+            async def parts() -> Any:
+                for _ in range(11):
+                    yield b" " * 100
+
+            assert (await post(served, "/chat/completions", parts())).status_code == 413  # without a length
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(served.base_url.split(":")[2].split("/")[0])
+            )
+            head = f"POST /v1/responses HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {served.session.token}\r\n"
+            writer.write(f"{head}Content-Length: 1000000000\r\n\r\n".encode())
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)  # although nothing was sent
+            writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"nul", b'{"n": NaN}', b"\xff\xfe", b"[" * 50_000])
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/sessions/ID/reward"])
+def test_broken_json_is_rejected(serving: Any, path: str, content: bytes) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            reply = await post(served, path.replace("ID", served.session.id), content)
+            assert reply.status_code == 400
+            assert "the body is not" in reply.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_aborts_its_request(serving: Any, stream: bool) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            served.completer.waits = asyncio.Event()
+            request = asyncio.ensure_future(post(served, "/chat/completions", json.dumps({**BODY, "stream": stream})))
+            while not served.completer.asked:
+                await asyncio.sleep(0.01)
+            request.cancel()
+            await asyncio.wait({request})
+            for _ in range(200):
+                if served.completer.aborted:
+                    break
+                await asyncio.sleep(0.01)
+            assert served.completer.aborted == 1
+            assert served.session.trajectory.turns == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_session_ends_its_requests(serving: Any, stream: bool) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            served.completer.waits = asyncio.Event()
+            request = asyncio.ensure_future(post(served, "/chat/completions", json.dumps({**BODY, "stream": stream})))
+            while not served.completer.asked:
+                await asyncio.sleep(0.01)
+            served.endpoint.sessions.close(served.session)
+            reply = await asyncio.wait_for(request, 5)
+            assert (reply.status_code == 401) is not stream
+            assert "invalid bearer token" in reply.text
+            assert served.completer.aborted == 1
+            assert (await post(served, "/chat/completions", json.dumps(BODY))).status_code == 401
+
+    asyncio.run(run())
+
+
+def test_a_session_has_a_limit_of_turns_and_of_tokens(serving: Any) -> None:
+    async def run() -> None:
+        async with serving(max_turns=2) as served:
+            assert (await post(served, "/chat/completions", json.dumps({**BODY, "n": 3}))).status_code == 400
+            assert served.session.truncated
+            assert (await post(served, "/chat/completions", json.dumps({**BODY, "n": 2}))).status_code == 200
+            reply = await post(served, "/chat/completions", json.dumps(BODY))
+            assert reply.json()["error"]["code"] == "max_turns"
+            long = {"messages": [{"role": "user", "content": "a" * 2000}]}
+            reply = await post(served, "/chat/completions", json.dumps(long))
+            assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("reward", ["NaN", "1e400", '"1"', "true", "null", "1e13"])
+def test_a_reward_that_is_no_number_is_rejected(serving: Any, reward: str) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            path = f"/sessions/{served.session.id}/reward"
+            assert (await post(served, path, f'{{"reward": {reward}}}')).status_code == 400
+            assert served.session.reward is None
+            assert (await post(served, path, '{"reward": 0.5, "metrics": {"a": 2}}')).status_code == 200
+            assert (served.session.reward, served.session.metrics) == (0.5, {"a": 2.0})
+
+    asyncio.run(run())
+
+
+def test_a_token_is_good_for_its_own_session_alone(serving: Any) -> None:
+    async def run() -> None:
+        from rlframework.rollout.endpoint.sessions import Session
+
+        async with serving() as served:
+            other = served.endpoint.sessions.open(Session("other", 6))
+            assert (await post(served, f"/sessions/{other.id}/reward", '{"reward": 1}')).status_code == 404
+            assert other.reward is None
+
+    asyncio.run(run())
+
+
+def test_the_endpoint_listens_on_one_address_of_loopback(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            assert served.base_url.startswith("http://127.0.0.1:")
+            port = int(served.base_url.split(":")[2].split("/")[0])
+            with pytest.raises(OSError, match=r"127\.0\.0\.2"):  # a socket of all addresses accepts it
+                await asyncio.wait_for(asyncio.open_connection("127.0.0.2", port), 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
+@pytest.mark.parametrize(("text", "reason"), [("caf\u00e9", "no token for ['\u00e9']"), ("\ud800", "lone surrogate")])
+def test_text_that_the_tokenizer_rejects_is_named(serving: Any, path: str, text: str, reason: str) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            said = {"messages": [{"role": "user", "content": text}]}
+            reply = await post(served, path, json.dumps({"input": text} if path == "/responses" else said))
+            assert reply.status_code == 400
+            assert reason in reply.json()["error"]["message"]
+            assert not served.completer.asked
+
+    asyncio.run(run())

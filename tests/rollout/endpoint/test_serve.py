@@ -1,0 +1,69 @@
+"""`rlframework serve` as a process, with OpenAI's client."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
+
+
+@contextmanager
+def serve(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """The process and what it prints, for a model of random weights."""
+    model = make_llama(folder / "model", character_tokenizer(ALPHABET), hidden=32, layers=1)
+    command = [sys.executable, "-m", "rlframework.cli", "serve", str(model), "--port", "0", *words]
+    limits = ["--set", "generation.max_new_tokens=5"]
+    with subprocess.Popen([*command, *limits], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, dict(process.stdout.readline().strip().split("=", 1) for _ in range(2))
+        finally:
+            process.kill()
+
+
+def ask(process: subprocess.Popen[str], printed: dict[str, str], **options: Any) -> Any:
+    from openai import OpenAI
+
+    assert printed.keys() == {"base_url", "api_key"}, process.communicate()
+    with OpenAI(base_url=printed["base_url"], max_retries=0, **{"api_key": printed["api_key"], **options}) as client:
+        return client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "hi"}], seed=1, logprobs=True
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_served_model_answers_until_it_is_asked_to_end(tmp_path: Path, number: int) -> None:
+    from openai import AuthenticationError
+
+    with serve(tmp_path) as (process, printed):
+        first, second = (ask(process, printed).choices[0] for _ in range(2))
+        assert 1 <= len(first.logprobs.content) <= 5
+        assert first.model_dump() == second.model_dump()  # of one seed
+        with pytest.raises(AuthenticationError):
+            ask(process, printed, api_key="wrong")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out.splitlines()[-1]) == (0, "ended"), err
+
+
+def test_a_token_that_is_given_is_not_printed(tmp_path: Path) -> None:
+    token = "a-token-of-enough-characters"
+    with serve(tmp_path, "--token", token) as (process, printed):
+        assert printed["api_key"] == "(as given)"
+        assert ask(process, printed, api_key=token).choices
+        process.send_signal(signal.SIGTERM)
+        assert token not in "".join(process.communicate(timeout=30))
+        assert process.returncode == 0

@@ -1,0 +1,301 @@
+"""The rollout manager: rows of exact tokens, budgets, and episodes that depend on nothing but their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from scripted_episodes import END, Counter, samples
+
+from rlframework.errors import RefitError
+from rlframework.interfaces.environment import StepOutcome
+from rlframework.rollout.episode_thread import Bridge
+from rlframework.rollout.result import PlayedEpisode
+from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.seeds import task_seeds, turn_seed
+from rlframework.rollout.single_turn import single_turns
+
+
+def ids(parts: Any, text: str) -> list[int]:
+    return list(parts.tokenizer(text)["input_ids"])
+
+
+def right(parts: Any) -> Any:
+    """The right answer to each prompt of `Counter` with one digit: the sum of its digits."""
+    return lambda request: [*ids(parts, str(sum(map(int, filter(str.isdigit, seen(parts, request)))))), END]
+
+
+def seen(parts: Any, request: Any) -> str:
+    text = parts.tokenizer.decode(request.prompt_ids, skip_special_tokens=True)
+    return text if text.count("=") == 1 else text[text.index("=") + 1 :]
+
+
+def test_an_episode_is_one_row_of_prompt_turns_and_observations(make_parts: Any) -> None:
+    parts = make_parts(Counter)
+    parts.engine.answer = right(parts)
+    result = rollout(parts, samples(3), torch.tensor([11, 12, 13]))
+    row = [*ids(parts, "2+1="), *ids(parts, "3"), END, *ids(parts, "+1="), *ids(parts, "4"), END]
+    assert result.data["input_ids"][2].tolist() == row
+    assert result.data["input_lengths"].tolist() == [len(row)] * 3
+    mask = [0.0] * 4 + [1.0] * 2 + [0.0] * 3 + [1.0] * 2
+    assert result.data["token_mask"][2].tolist() == mask
+    expected = torch.tensor([position / -100 for position in range(len(row))]) * torch.tensor(mask)
+    assert torch.equal(result.data["generation_logprobs"][2], expected)
+    assert result.data["sample_mask"].tolist() == [1.0] * 3
+    assert result.episode_of.tolist() == [0, 1, 2]
+    assert result.rewards.tolist() == [2.0] * 3
+    assert result.accuracies.tolist() == [1.0] * 3
+    assert result.completion_lengths.tolist() == [4] * 3
+    assert result.completions == ["2", "3", "4"]
+    expected_metrics = {
+        "reward": 2.0, "accuracy": 1.0, "completion_length": 4.0, "truncated_fraction": 0.0, "episode_turns": 2.0,
+        "episode_rows": 1.0, "tool_calls": 0.0, "malformed_tool_calls": 0.0, "template_breaks": 0.0,
+        "failed_episodes": 0.0, "reward/right": 2.0,
+    }  # fmt: skip
+    assert result.metrics == expected_metrics
+    assert all(episode.closed == 1 for episode in parts.environment.episodes)
+
+
+def test_turns_have_their_own_seeds_and_an_episode_its_session(make_parts: Any) -> None:
+    parts = make_parts(Counter)
+    rollout(parts, samples(2), torch.tensor([11, 12]))
+    requests = [request for exchange in parts.engine.exchanges for request in exchange]
+    sessions = dict.fromkeys(request.session_id for request in requests)
+    assert len(sessions) == 2
+    assert None not in sessions
+    for session, seed in zip(sessions, (11, 12), strict=True):
+        own = [request for request in requests if request.session_id == session]
+        assert [request.seed for request in own] == [seed, turn_seed(seed, 1)]
+    assert len({request.request_id for request in requests}) == 4
+    assert turn_seed(11, 1) not in (11, turn_seed(12, 1), turn_seed(11, 2))
+
+
+def exchanged(parts: Any) -> list[list[tuple[str, int]]]:
+    """Prompts and seeds of each exchange, in some order that does not depend on time."""
+    return [
+        sorted((str(request.prompt_ids.tolist()), request.seed) for request in exchange)
+        for exchange in parts.engine.exchanges
+    ]
+
+
+@pytest.mark.parametrize(("at_once", "sizes"), [(32, [32, 32]), (12, [12, 12, 12, 12, 8, 8])])
+def test_which_requests_reach_the_engine_together_does_not_depend_on_time(
+    make_parts: Any, at_once: int, sizes: list[int]
+) -> None:
+    """A request that comes late is not decoded before the engine returns, so an exchange waits for all."""
+
+    class Sleepy(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            await asyncio.sleep((self.seed % 7) / 100)
+            return await super().step(message)
+
+    keys = ["environment.gather_timeout=5", f"environment.max_concurrent_episodes={at_once}"]
+    found = []
+    for kind in (Counter, Sleepy):
+        parts = make_parts(kind, None, *keys)
+        rollout(parts, samples(4) * 8, torch.arange(32))
+        found.append(exchanged(parts))
+    assert [len(exchange) for exchange in found[0]] == sizes
+    assert found[0] == found[1]
+
+
+def test_the_next_episode_begins_before_one_ends(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two, an exchange would not wait for it."""
+    begin, end, now = Bridge.begin, Bridge.end, list[int]([0])
+    monkeypatch.setattr(Bridge, "begin", lambda bridge: (now.append(now[-1] + 1), begin(bridge))[1])
+    monkeypatch.setattr(Bridge, "end", lambda bridge, session: (now.append(now[-1] - 1), end(bridge, session))[1])
+    rollout(make_parts(Counter, None, "environment.max_concurrent_episodes=2"), samples(6), torch.arange(6))
+    assert now[-1] == 0
+    assert min(now[2:11]) == 2  # until each of the last four has begun
+    assert max(now) == 3
+
+
+def test_attempts_at_a_sample_begin_with_the_same_task(make_parts: Any) -> None:
+    parts, (one, two) = make_parts(Counter), samples(2)
+    rollout(parts, [one, one, two, two], torch.tensor([1, 2, 3, 4]))
+    seeds = [episode.seed for episode in parts.environment.episodes]
+    assert seeds == task_seeds([one, one, two, two], [1, 2, 3, 4])
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert seeds[0] not in (1, 2)
+
+
+def hashed(request: Any) -> list[int]:
+    """Up to six tokens that depend on prompt and seed."""
+    mixed = hash((tuple(request.prompt_ids.tolist()), request.seed))
+    return [*(5 + (mixed >> shift) % 10 for shift in range(0, 4 * (1 + mixed % 5), 4)), END]
+
+
+def test_rows_depend_on_neither_the_other_episodes_nor_their_order_in_time(make_parts: Any) -> None:
+    class Sleepy(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            await asyncio.sleep((hash(self.sample.id) % 7) / 500)
+            return await super().step(message)
+
+    some, seeds = samples(9), torch.arange(100, 109)
+    results = [
+        rollout(make_parts(kind, hashed, *overrides), some[start:end], seeds[start:end])
+        for kind, start, end, overrides in (
+            (Counter, 0, 9, ()),
+            (Sleepy, 0, 9, ()),
+            (Sleepy, 3, 6, ()),
+            (Counter, 0, 9, ("environment.max_concurrent_episodes=2",)),
+        )
+    ]
+    whole, sleepy, part, few = results
+    for other in (sleepy, few):
+        for key, value in whole.data.items():
+            assert torch.equal(value, other.data[key]), key
+    for mine, row in enumerate(range(3, 6)):
+        length = int(whole.data["input_lengths"][row])
+        assert part.data["input_ids"][mine, :length].tolist() == whole.data["input_ids"][row, :length].tolist()
+
+
+def test_an_episode_of_one_turn_is_the_single_turn(make_parts: Any) -> None:
+    class Once(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            return StepOutcome(1.0, done=True)
+
+    parts = make_parts(Once, hashed)
+    episodes = rollout(parts, samples(5), torch.arange(5))
+    parts.environment.step = lambda some, talks: [StepOutcome(1.0) for _ in some]
+    single = single_turns(parts, samples(5), torch.arange(5))
+    assert episodes.data.keys() == single.data.keys()
+    for key, value in single.data.items():
+        assert torch.equal(value, episodes.data[key]), key
+    assert episodes.completions == single.completions
+    assert torch.equal(episodes.completion_lengths, single.completion_lengths)
+    assert torch.equal(episodes.truncated, single.truncated)
+    assert single.episode_of.tolist() == [0, 1, 2, 3, 4]
+    assert not single.failed.any()
+
+
+def test_no_more_episodes_than_allowed_are_open(make_parts: Any) -> None:
+    lock, now, most = threading.Lock(), [0], [0]
+
+    class Counted(Counter):
+        async def reset(self) -> Any:
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            return await super().reset()
+
+        async def close(self) -> None:
+            now[0] -= 1
+
+    rollout(make_parts(Counted, None, "environment.max_concurrent_episodes=3"), samples(10), torch.arange(10))
+    assert most == [3]
+    assert now == [0]
+
+
+def test_rewards_and_metrics_add_up_and_the_last_accuracy_counts() -> None:
+    turns = [{"accuracy": 1.0, "steps": 1.0}, {"accuracy": 0.5, "steps": 2.0}, {"late": 4.0}]
+    outcomes = [StepOutcome(0.25, False, metrics=metrics) for metrics in turns]
+    total = PlayedEpisode(samples(1)[0], (), (), outcomes).total
+    assert total.reward == 0.75
+    assert total.metrics == {"accuracy": 0.5, "steps": 3.0, "late": 4.0}
+    failed = PlayedEpisode(samples(1)[0], (), (), outcomes, failure="lost").total
+    assert (failed.reward, failed.metrics) == (0.0, {"accuracy": 0.0})
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+
+class Endless(Counter):
+    async def step(self, message: Any) -> StepOutcome:
+        return StepOutcome(0.5, False, ({"role": "user", "content": "+1="},))
+
+
+def test_the_budget_of_turns(make_parts: Any) -> None:
+    result = rollout(make_parts(Endless, None, "environment.max_turns=3"), samples(2), torch.arange(2))
+    assert result.truncated.tolist() == [True, True]
+    assert result.rewards.tolist() == [1.5, 1.5]
+    assert result.metrics["episode_turns"] == 3.0
+    assert result.metrics["truncated_fraction"] == 1.0
+
+
+def test_an_episode_that_is_done_with_its_last_turn_is_not_truncated(make_parts: Any) -> None:
+    result = rollout(make_parts(Counter, None, "environment.max_turns=2"), samples(2), torch.arange(2))
+    assert result.truncated.tolist() == [False, False]
+
+
+def test_the_budget_of_tokens_bounds_the_conversation(make_parts: Any) -> None:
+    """4 tokens of prompt, 2 sampled and 3 observed leave 1 of 10: the second turn has one token, which is no end."""
+    parts = make_parts(Endless, None, "environment.max_episode_tokens=10")
+    result = rollout(parts, samples(1), torch.arange(1))
+    assert [request.max_new_tokens for exchange in parts.engine.exchanges for request in exchange] == [6, 1]
+    assert result.data["input_lengths"].tolist() == [10]
+    assert result.truncated.tolist() == [True]
+    assert result.rewards.tolist() == [1.0]
+    result = rollout(make_parts(Endless, None, "environment.max_episode_tokens=9"), samples(1), torch.arange(1))
+    assert result.data["input_lengths"].tolist() == [6]  # an observation without a turn after it is not trained on
+    assert result.truncated.tolist() == [True]
+
+
+def test_the_budget_of_the_model_s_positions(make_parts: Any) -> None:
+    parts = make_parts(Endless, lambda request: [5] * 40 + [END], "generation.max_new_tokens=1000")
+    positions = parts.generation._limits.positions
+    result = rollout(parts, samples(1), torch.arange(1))
+    assert positions is not None
+    assert int(result.data["input_lengths"].max()) <= positions
+    assert result.truncated.tolist() == [True]
+
+
+def test_a_turn_that_is_cut_is_scored_and_ends_the_episode(make_parts: Any) -> None:
+    parts = make_parts(Endless, lambda request: [5] * 20)
+    result = rollout(parts, samples(1), torch.arange(1))
+    assert result.completion_lengths.tolist() == [8]
+    assert result.truncated.tolist() == [True]
+    assert result.rewards.tolist() == [0.5]
+
+
+def test_a_first_prompt_without_room_is_a_failure(make_parts: Any) -> None:
+    class Long(Counter):
+        async def reset(self) -> Any:
+            return [{"role": "user", "content": "1" * (50 if self.sample.id == "s0" else 1)}]
+
+    result = rollout(make_parts(Long, None, "environment.max_episode_tokens=20"), samples(2), torch.arange(2))
+    assert result.failed.tolist() == [True, False]
+    assert "its first prompt has 50 tokens" in result.failures[0]
+
+
+def test_mixed_weights_are_an_error(make_parts: Any) -> None:
+    parts = make_parts(Counter)
+
+    def answer(request: Any) -> list[int]:
+        parts.engine.version += 1
+        return [5, END]
+
+    parts.engine.answer = answer
+    with pytest.raises(RefitError, match=r"sampled with weights of versions \[8, 9\]"):
+        rollout(parts, samples(1), torch.arange(1))
+
+
+def test_tool_calls_are_counted(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(*given: tuple[str, str]) -> Any:
+        made = [{"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for n, (name, arguments) in enumerate(given)]  # fmt: skip
+        return lambda self, ids, tools=(): {"role": "assistant", "content": "1", "tool_calls": made}
+
+    class WithTool(Counter):
+        tools = ({"type": "function", "function": {"name": "add", "description": "", "parameters": {}}},)
+
+        async def step(self, message: Any) -> StepOutcome:
+            self.turn += 1
+            answers = tuple(
+                {"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in message["tool_calls"]
+            )
+            return StepOutcome(0.0, self.turn == 2, answers)
+
+    monkeypatch.setattr(
+        "rlframework.rollout.chat_format.ChatFormat.parse",
+        calls(("add", "{}"), ("add", "not json"), ("add", "[1]"), ("sub", "{}")),
+    )
+    chat = "rlframework.rollout.chat_format.ChatFormat"  # the tiny tokenizer has no letters to render tools with
+    monkeypatch.setattr(f"{chat}.prompt", lambda self, messages, tools=(): [5])
+    monkeypatch.setattr(f"{chat}.extend", lambda self, history, messages, new, tools=(): [*history, 6])
+    result = rollout(make_parts(WithTool), samples(2), torch.arange(2))
+    assert result.metrics["tool_calls"] == 8.0
+    assert result.metrics["malformed_tool_calls"] == 6.0

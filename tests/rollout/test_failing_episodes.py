@@ -1,0 +1,257 @@
+"""Episodes that fail cost themselves alone; environments that return what they must not end the rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scripted_episodes import Counter, samples
+
+from rlframework.errors import DataError, RLFrameworkError, UserError
+from rlframework.interfaces.environment import Episode, StepOutcome
+from rlframework.rollout.rollouts import rollout
+
+
+def failing(method: str, fail: Callable[[], Any], only: str = "s1") -> type[Counter]:
+    """A `Counter` whose `method` awaits `fail()` first, in the second turn if it is `step`, for the sample `only`."""
+
+    class Failing(Counter):
+        async def _maybe(self, name: str) -> None:
+            if name == method and self.sample.id == only and (name != "step" or self.turn == 1):
+                outcome = fail()
+                if asyncio.iscoroutine(outcome):
+                    await outcome
+
+        async def reset(self) -> Any:
+            await self._maybe("reset")
+            return await super().reset()
+
+        async def step(self, message: Any) -> StepOutcome:
+            await self._maybe("step")
+            return await super().step(message)
+
+        async def close(self) -> None:
+            await super().close()
+            await self._maybe("close")
+
+    return Failing
+
+
+def broken() -> None:
+    raise RuntimeError("sandbox is gone")
+
+
+async def stubborn() -> None:
+    """Ignores its first cancellation."""
+    try:
+        await asyncio.sleep(30)
+    except asyncio.CancelledError:
+        await asyncio.sleep(30)
+
+
+SHORT = "environment.step_timeout=0.2"
+
+
+@pytest.mark.parametrize(
+    ("method", "fail", "says", "length"),
+    [
+        ("reset", broken, "RuntimeError in reset: sandbox is gone", 1),
+        ("step", broken, "RuntimeError in step, turn 2: sandbox is gone", 11),
+        ("step", lambda: asyncio.sleep(30), r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
+        ("reset", lambda: asyncio.sleep(30), r"reset took more than environment.step_timeout=0.2 seconds", 1),
+        ("step", stubborn, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
+    ],
+)
+def test_a_failing_episode_is_masked_out_counted_and_visible(
+    make_parts: Any, method: str, fail: Any, says: str, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = make_parts(failing(method, fail), None, SHORT)
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        result = rollout(parts, samples(3), torch.tensor([5, 6, 7]))
+    assert time.monotonic() - started < 10
+    assert result.failed.tolist() == [False, True, False]
+    assert result.data["sample_mask"].tolist() == [1.0, 0.0, 1.0]
+    assert int(result.data["input_lengths"][1]) == length
+    assert result.rewards[1] == 0.0
+    assert result.accuracies[1] == 0.0
+    assert says in result.failures[1]
+    assert result.failures[0] == ""
+    assert result.metrics["failed_episodes"] == 1.0
+    assert [episode.closed for episode in parts.environment.episodes] == [1, 1, 1]
+    assert "1 of 3 episodes of environment 'digits' failed" in caplog.text
+    (record,) = result.records(1, "train", 1)
+    assert says in record.failure
+    assert not any(turn["trained"] for turn in record.turns)
+
+    alone = rollout(make_parts(Counter), samples(3), torch.tensor([5, 6, 7]))
+    for key in ("input_ids", "token_mask", "generation_logprobs"):
+        assert torch.equal(result.data[key][[0, 2]], alone.data[key][[0, 2]]), key
+    assert result.metrics["reward"] == float(alone.rewards[[0, 2]].mean())
+    assert result.metrics["completion_length"] == 4.0
+
+
+def test_an_episode_that_cannot_be_made(make_parts: Any) -> None:
+    def make(sample: Any, seed: int) -> Episode:
+        if sample.id == "s0":
+            raise OSError("no more sandboxes")
+        return Counter(sample, seed)
+
+    result = rollout(make_parts(make), samples(2), torch.arange(2))
+    assert result.failures == ["OSError in episode: no more sandboxes", ""]
+    assert result.data["input_ids"][0, :1].tolist() == [0]
+    assert result.data["token_mask"][0].sum() == 0
+
+
+@pytest.mark.parametrize("fail", [broken, lambda: asyncio.sleep(30)])
+def test_an_episode_that_cannot_be_closed_still_counts(make_parts: Any, fail: Any, caplog: Any) -> None:
+    result = rollout(make_parts(failing("close", fail), None, SHORT), samples(2), torch.arange(2))
+    assert not result.failed.any()
+    assert "an episode of sample 's1' was not closed" in caplog.text
+
+
+def test_no_episode_that_succeeds_is_an_error(make_parts: Any) -> None:
+    class Broken(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            raise KeyError("answer")
+
+    with pytest.raises(UserError, match=r"all 2 episodes of environment 'digits' failed.*'s0': Key"):
+        rollout(make_parts(Broken), samples(2), torch.arange(2))
+
+
+def test_an_error_of_the_engine_ends_the_rollout_and_closes_the_episodes(make_parts: Any) -> None:
+    parts = make_parts(Counter)
+
+    def answer(request: Any) -> list[int]:
+        raise RLFrameworkError("the engine is broken")
+
+    parts.engine.answer = answer
+    with pytest.raises(RLFrameworkError, match="the engine is broken"):
+        rollout(parts, samples(3), torch.arange(3))
+    assert [episode.closed for episode in parts.environment.episodes] == [1, 1, 1]
+    assert parts.generation.client.gather is None
+
+
+def test_an_environment_that_blocks_the_loop_is_named_with_the_line(
+    make_parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlframework.rollout.episode_thread._CLOSING", 0.1)
+
+    class Blocking(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            time.sleep(1.5)
+            return StepOutcome(0.0)
+
+    with pytest.raises(UserError, match=r"'digits' blocks the event loop .*test_failing_episodes.py:\d+ in step"):
+        rollout(make_parts(Blocking, None, SHORT), samples(1), torch.arange(1))
+
+
+USER = {"role": "user", "content": "1"}
+WRONG_MESSAGES = [
+    ("not a list", "'not a list' of type str; it must be a sequence of messages"),
+    (["text"], "'text' of type str as a message"),
+    ([{"role": "user", "content": None}], "with the content None of type NoneType"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "with the content {'type': 'image'}"),
+    ([{"role": "robot", "content": "1"}], "a message with role='robot'; it must be one of system, user"),
+    ([{"content": "1"}], "a message with role=None"),
+    ([{**USER, "colour": "red"}], "a message with colour; the keys are content, name"),
+    ([{"role": "tool", "content": "1", "tool_call_id": "x"}], "tool_call_id='x'; calls without an answer: none"),
+    ([{"role": "tool", "content": "1"}], "tool_call_id=None; calls without an answer: none"),
+]
+
+
+@pytest.mark.parametrize(("messages", "says"), WRONG_MESSAGES)
+def test_wrong_messages_name_environment_sample_and_turn(make_parts: Any, messages: Any, says: str) -> None:
+    class WrongReset(Counter):
+        async def reset(self) -> Any:
+            return messages if self.sample.id == "s1" else [USER]
+
+    class WrongStep(Counter):
+        async def step(self, message: Any) -> Any:
+            wrong = self.sample.id == "s1" and self.turn == 1
+            self.turn += 1
+            return StepOutcome(0.0, False, messages if wrong else (USER,))
+
+    for kind, turn in ((WrongReset, "reset"), (WrongStep, "turn 2")):
+        parts = make_parts(kind)
+        with pytest.raises(UserError) as caught:
+            rollout(parts, samples(3), torch.arange(3))
+        assert str(caught.value).startswith(f"environment 'digits' returned for sample 's1' in {turn} ")
+        assert says in str(caught.value)
+        assert {episode.closed for episode in parts.environment.episodes} == {1}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (None, "None of type NoneType; step must return a StepOutcome"),
+        ((1.0, True), "of type tuple; step must return a StepOutcome"),
+        (StepOutcome(float("nan")), "reward=nan for sample 's0' in turn 1"),
+        (StepOutcome(1.0, metrics={"steps": "two"}), "steps='two' for sample 's0' in turn 1"),
+        (StepOutcome(1.0, done="no"), "done='no'"),  # type: ignore[arg-type]
+        (StepOutcome(1.0, metrics=[1]), "metrics=[1]"),  # type: ignore[arg-type]
+        (StepOutcome(1.0, done=False), "no observations, although the episode is not done"),
+        (StepOutcome(1.0, False, ({"role": "assistant", "content": "1"},)), "role='assistant'"),
+    ],
+)
+def test_wrong_outcomes(make_parts: Any, outcome: Any, says: str) -> None:
+    class Wrong(Counter):
+        async def step(self, message: Any) -> Any:
+            return outcome
+
+    with pytest.raises(UserError, match="environment 'digits' returned") as caught:
+        rollout(make_parts(Wrong), samples(1), torch.arange(1))
+    assert says in str(caught.value)
+
+
+def test_each_call_is_answered_once(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    monkeypatch.setattr(
+        "rlframework.rollout.chat_format.ChatFormat.parse",
+        lambda self, ids, tools=(): {"role": "assistant", "content": "1", "tool_calls": [call]},
+    )
+
+    class Twice(Counter):
+        async def step(self, message: Any) -> Any:
+            answer = {"role": "tool", "content": "1", "tool_call_id": "c0"}
+            return StepOutcome(0.0, False, (answer, answer))
+
+    with pytest.raises(UserError, match="tool_call_id='c0'; calls without an answer: none"):
+        rollout(make_parts(Twice), samples(1), torch.arange(1))
+
+
+def test_wrong_tools_and_a_step_that_is_no_coroutine(make_parts: Any) -> None:
+    for wrong in ([{"name": "add"}], [{"type": "function", "function": {"name": ""}}], "add",
+                  [{"type": "function", "function": {"name": "add"}}] * 2):  # fmt: skip
+
+        class Tools(Counter):
+            tools = wrong  # type: ignore[assignment]
+
+        with pytest.raises(UserError, match=r"in reset the tool .*with a name of its own"):
+            rollout(make_parts(Tools), samples(1), torch.arange(1))
+
+    class Plain(Counter):
+        def step(self, message: Any) -> Any:  # type: ignore[override]
+            return StepOutcome(1.0)
+
+    with pytest.raises(UserError, match="define it with `async def step`"):
+        rollout(make_parts(Plain), samples(1), torch.arange(1))
+
+
+@pytest.mark.parametrize(("turn", "where"), [(0, "in reset"), (1, "in turn 1")])
+def test_text_without_tokens_names_sample_and_turn(make_parts: Any, turn: int, where: str) -> None:
+    class Foreign(Counter):
+        async def reset(self) -> Any:
+            return [{"role": "user", "content": "1+ℵ=" if turn == 0 else "1+1="}]
+
+        async def step(self, message: Any) -> StepOutcome:
+            return StepOutcome(0.0, False, ({"role": "user", "content": "ℵ"},))
+
+    says = rf"environment '\w+' returned for sample 's0' {where} messages that .*no token for \['ℵ'\]"
+    with pytest.raises(DataError, match=says):
+        rollout(make_parts(Foreign), samples(1), torch.arange(1))
