@@ -177,3 +177,9 @@ def test_without_a_template_texts_follow_one_another() -> None:
     chat = ChatFormat(model)
     assert model.decode(chat.extend([5, 6], [ASK], [ASK]) or []) == model.decode([5, 6]) + "1+2?"
     assert chat.turn_end_ids == {model.eos_token_id}
+
+
+def test_a_token_that_starts_turns_does_not_end_them() -> None:
+    """The template writes contents backwards, so that its ends cannot be found with a known content."""
+    model = with_template(tokenizer("chatml").chat_template.replace("m.content", "(m.content | reverse)"))
+    assert ChatFormat(model).parse(model("a<|im_start|>")["input_ids"])["content"] == "a<|im_start|>"
