@@ -47,7 +47,10 @@ def test_cores_own_parts_come_through_the_same_hooks():
     assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
         "worker_group": {"inline", "processes", "ray"},
         "generation_engine": {"transformers"},
-        "environment": {"addition", "dataset", "gsm8k"},
+        "environment": {
+            *("addition", "dataset", "gsm8k"),
+            *("tools", "mcp", "gymnasium", "reasoning_gym", "openenv", "agent"),
+        },
     }
     assert set(manager.registered("algorithm")) == {"sft", "grpo"}
     assert set(manager.registered("data_processor")) == {"microbatches"}

@@ -38,9 +38,9 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[list[int], li
         found[name] = []
         return name
 
-    async def recorded(self: Completions, prompt: Any, seed: int, most: int, session_id: str | None = None) -> Any:
-        result = await complete(self, prompt, seed, most, session_id)
-        found[str(session_id)].append((torch.as_tensor(prompt).tolist(), result.token_ids.tolist()))
+    async def recorded(self: Completions, prompt: Any, seed: int, most: int, session_id: str, *rest: Any) -> Any:
+        result = await complete(self, prompt, seed, most, session_id, *rest)
+        found[session_id].append((torch.as_tensor(prompt).tolist(), result.token_ids.tolist()))
         return result
 
     monkeypatch.setattr(Completions, "session", begun)

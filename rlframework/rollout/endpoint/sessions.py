@@ -31,7 +31,7 @@ _MOST_METRICS = 100
 
 @dataclass(eq=False)
 class Session:
-    """What an agent has sampled. `engine_session`: the id for the generation client.
+    """The turns that an agent has sampled. `engine_session`: the id for the generation client.
 
     `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
     those that the agent has posted. `truncated`: whether a limit has ended a turn or refused one.
