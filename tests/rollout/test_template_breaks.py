@@ -21,7 +21,8 @@ EPISODES, GROUP = 16, 8
 KEYS = [
     "generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11, 12, 13]", 'plugins=["probe_games"]',
     "~environment",
-    f"environment={{name: two_turns, max_episode_tokens: 24, max_concurrent_episodes: {EPISODES}}}", f"policy.chat_template={TEMPLATE!r}",
+    f"environment={{name: two_turns, max_episode_tokens: 24, max_concurrent_episodes: {EPISODES}}}",
+    f"policy.chat_template={TEMPLATE!r}",
     "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={GROUP}", "algorithm.num_steps=1",
     "algorithm.validation.every=0", "algorithm.validation.at_start=false", "algorithm.validation.at_end=false",
     "policy.optimizer.weight_decay=0.0",
