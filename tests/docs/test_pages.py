@@ -134,6 +134,10 @@ def test_the_smallest_plugin(tmp_path: Path) -> None:
     execute(DOCS / "plugins.md", tmp_path)
 
 
+def test_exact_tokens(tmp_path: Path) -> None:
+    execute(DOCS / "exact_tokens.md", tmp_path)
+
+
 def test_the_example_of_the_readme(tmp_path: Path) -> None:
     execute(DOCS.parent / "README.md", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/evens/metrics.jsonl").read_text().splitlines()]

@@ -67,9 +67,13 @@ def test_each_plugin_pins_the_core_of_its_release(name):
     assert pins == [f"rlframework-core=={version('core')}"]
 
 
+OPTIONAL = ("wandb", "mlflow", "gymnasium", "mcp", "openenv", "reasoning-gym", "serve")
+"""The extras of packages that one part each needs."""
+
+
 def test_the_extras_pin_the_plugins_and_all_names_them_all():
     extras = project("core")["project"]["optional-dependencies"]
-    assert set(extras) == {*PLUGINS, "all", "wandb", "mlflow", "conformance", "dev", "docs"}
+    assert set(extras) == {*PLUGINS, *OPTIONAL, "all", "conformance", "dev", "docs"}
     for name in PLUGINS:
         assert extras[name] == [f"rlframework-{name}=={version(name)}"]
     [everything] = map(Requirement, extras["all"])
@@ -98,7 +102,7 @@ def test_the_script_is_there():
 def test_the_developers_requirements_have_one_line_for_each_distribution():
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
-    own = ["-e .[dev,docs,wandb,mlflow]", "-e examples/ddp_backend"]
+    own = [f"-e .[dev,docs,{','.join(OPTIONAL)}]", "-e examples/ddp_backend"]
     assert sorted(wanted) == sorted([*own, *(f"-e plugins/{name}" for name in PLUGINS)])
 
 

@@ -42,15 +42,15 @@ def choose_error(manager, kind, name) -> str:
     return str(caught.value)
 
 
+EPISODES = ("agent", "gymnasium", "mcp", "openenv", "reasoning_gym", "tools")
+
+
 def test_cores_own_parts_come_through_the_same_hooks():
     manager = create_manager()
     assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
         "worker_group": {"inline", "processes", "ray"},
         "generation_engine": {"transformers"},
-        "environment": {
-            *("addition", "dataset", "gsm8k"),
-            *("tools", "mcp", "gymnasium", "reasoning_gym", "openenv", "agent"),
-        },
+        "environment": {"addition", "dataset", "gsm8k", *EPISODES},
     }
     assert set(manager.registered("algorithm")) == {"sft", "grpo"}
     assert set(manager.registered("data_processor")) == {"microbatches"}

@@ -150,6 +150,7 @@ def test_a_loss_names_what_it_reads() -> None:
         "advantages": True,
         "prev_logprobs": False,
         "generation_logprobs": False,
+        "sequence_weights": False,
     }
     columns = check_loss(ClippedPGLoss(ClippedPGLossConfig(kl_coef=0.1, kl_correction="generator")))
     assert [key for key, column in columns.items() if column.required] == [

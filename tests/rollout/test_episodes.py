@@ -13,6 +13,7 @@ from scripted_episodes import END, Counter, samples
 from rlframework.errors import RefitError
 from rlframework.interfaces.environment import StepOutcome
 from rlframework.rollout.episode_thread import Bridge
+from rlframework.rollout.result import PlayedEpisode
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import task_seeds, turn_seed
 from rlframework.rollout.single_turn import single_turns
@@ -187,6 +188,16 @@ def test_no_more_episodes_than_allowed_are_open(make_parts: Any) -> None:
     rollout(make_parts(Counted, None, "environment.max_concurrent_episodes=3"), samples(10), torch.arange(10))
     assert most == [3]
     assert now == [0]
+
+
+def test_rewards_and_metrics_add_up_and_the_last_accuracy_counts() -> None:
+    turns = [{"accuracy": 1.0, "steps": 1.0}, {"accuracy": 0.5, "steps": 2.0}, {"late": 4.0}]
+    outcomes = [StepOutcome(0.25, False, metrics=metrics) for metrics in turns]
+    total = PlayedEpisode(samples(1)[0], (), (), outcomes).total
+    assert total.reward == 0.75
+    assert total.metrics == {"accuracy": 0.5, "steps": 3.0, "late": 4.0}
+    failed = PlayedEpisode(samples(1)[0], (), (), outcomes, failure="lost").total
+    assert (failed.reward, failed.metrics) == (0.0, {"accuracy": 0.0})
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------

@@ -79,9 +79,9 @@ def test_failed_episodes_of_an_evaluation_are_counted(
     run(run_config("grpo", *GAME, "algorithm.num_steps=1"))
     out = tmp_path / "evaluation"
     fails = "environment.fails=1"
-    assert call("evaluate", tmp_path / "run", fails, "--samples", 8, "--out", out, "--trust-run") == 0
+    assert call("evaluate", tmp_path / "run", fails, "--samples", 8, "--attempts", 4, "--out", out, "--trust-run") == 0
     failed = [row for row in lines(out / "completions.jsonl") if "failure" in row]
-    assert 0 < len(failed) < 8
+    assert 0 < len(failed) < 32
     assert {(row["reward"], row["accuracy"], row["failure"]) for row in failed} == {
         (0.0, 0.0, "RuntimeError in step, turn 2: lost")
     }

@@ -17,9 +17,8 @@ from rlframework.plugins.types import GenerationEngineRecord
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import WeightSink
 from rlframework.weight_sync.staged import Source
-from rlframework_vllm import weights
+from rlframework_vllm import plugin, weights
 from rlframework_vllm.engine import VllmEngine
-from rlframework_vllm.plugin import rlframework_generation_engines as sound_records
 
 
 def _kept(worker: Any) -> None:
@@ -127,5 +126,5 @@ FaultyVllm = injectable(VllmEngine, VLLM_FAULTS)
 
 @hookimpl
 def rlframework_generation_engines() -> list[GenerationEngineRecord]:
-    (sound,) = sound_records()
+    (sound,) = plugin.rlframework_generation_engines()
     return [replace(sound, name="faulty_vllm", target="faulty_vllm:FaultyVllm")]

@@ -24,7 +24,7 @@ from rlframework.interfaces.messages import Message, text_of
 from rlframework.plugins.types import Capability
 
 SINGLE = frozenset({Capability.EPISODES})
-"""Capabilities that environments of single turns do not declare."""
+"""The capabilities that environments of single turns do not declare."""
 SPLITS: tuple[Split, Split] = ("train", "validation")
 SCORED_SAMPLES = 8
 """Samples whose answers are scored."""
