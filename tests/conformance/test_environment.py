@@ -48,6 +48,11 @@ class TestGymnasium(EnvironmentSuite):
     section = {"id": "FrozenLake-v1", "actions": ("left", "down", "right", "up"), "train_samples": 8}  # noqa: RUF012
 
 
+class TestTools(EnvironmentSuite):
+    backend = "tools"
+    section = {"tools": "probe_calculator:Calculator", "path": PATHS["train_path"], "check": "math"}  # noqa: RUF012
+
+
 class TestReasoningGym(EnvironmentSuite):
     backend = "reasoning_gym"
     section = {"task": "basic_arithmetic", "train_samples": 20, "validation_samples": 4}  # noqa: RUF012

@@ -68,7 +68,7 @@ def test_what_is_not_declared_is_a_problem_and_what_is_declared_is_not(policy, w
 
 def test_every_capability_of_the_configuration_has_a_case():
     of_calls = {"reference_model", "embedded_generation", "learned_positions", "collective_refit", "ipc_refit"}
-    of_calls |= {"lora_refit", "in_flight_update"}
+    of_calls |= {"lora_refit", "in_flight_update", "episodes"}
     assert {str(case[3]) for case in CASES} | of_calls == set(Capability)
 
 

@@ -20,7 +20,9 @@ TEMPLATE = "{% for m in messages %}{{ '-' if m.role == 'assistant' else m.conten
 EPISODES, GROUP = 16, 8
 KEYS = [
     "generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11, 12, 13]", 'plugins=["probe_games"]',
-    "~environment", "environment={name: two_turns, max_episode_tokens: 24}", f"policy.chat_template={TEMPLATE!r}",
+    "~environment",
+    f"environment={{name: two_turns, max_episode_tokens: 24, max_concurrent_episodes: {EPISODES}}}",
+    f"policy.chat_template={TEMPLATE!r}",
     "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={GROUP}", "algorithm.num_steps=1",
     "algorithm.validation.every=0", "algorithm.validation.at_start=false", "algorithm.validation.at_end=false",
     "policy.optimizer.weight_decay=0.0",
@@ -38,9 +40,9 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[list[int], li
         found[name] = []
         return name
 
-    async def recorded(self: Completions, prompt: Any, seed: int, most: int, session_id: str | None = None) -> Any:
-        result = await complete(self, prompt, seed, most, session_id)
-        found[str(session_id)].append((torch.as_tensor(prompt).tolist(), result.token_ids.tolist()))
+    async def recorded(self: Completions, prompt: Any, seed: int, most: int, session_id: str, *rest: Any) -> Any:
+        result = await complete(self, prompt, seed, most, session_id, *rest)
+        found[session_id].append((torch.as_tensor(prompt).tolist(), result.token_ids.tolist()))
         return result
 
     monkeypatch.setattr(Completions, "session", begun)
@@ -59,7 +61,7 @@ def test_the_rows_of_an_episode_are_one_step_of_grpo(run_config: Any, turns: Any
     config = run_config("grpo", *KEYS, f"algorithm.loss.level={level}")
     row = run(config).history[-1]
     tokenizer = load_tokenizer(config.policy.model_name)
-    episodes = list(turns.values())
+    episodes = list(filter(None, turns.values()))  # in order, as all begin at once
     assert len(episodes) == EPISODES
     assert {len(played) for played in episodes} == {1, 2}
     assert all(later[0][: len(first[0] + first[1])] != first[0] + first[1] for first, later in filter(both, episodes))
