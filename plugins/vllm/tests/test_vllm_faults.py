@@ -38,8 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def trainer(request: Any, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trainer]:
-    """One vLLM for all faults of a backend: it starts at the first refit."""
+def trainer(
+    request: Any, tmp_path_factory: pytest.TempPathFactory, model: Path, ray_session: None
+) -> Iterator[Trainer]:
+    """One vLLM for all faults of a backend: it starts at the first refit. One Ray for all backends."""
     folder = tmp_path_factory.mktemp(request.param)
     engine = (
         'plugins=["probe_tasks", "faulty_vllm"]',
