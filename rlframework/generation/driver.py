@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -97,14 +97,17 @@ class Generation:
         return batch_of(results, [request.prompt_ids for request in requests], self._pad_id)
 
     @asynccontextmanager
-    async def completions(self, *, greedy: bool = False) -> AsyncIterator[Completions]:
+    async def completions(
+        self, *, greedy: bool = False, stop_token_ids: Collection[int] = ()
+    ) -> AsyncIterator[Completions]:
         """Context with `Completions` of single prompts, in the event loop of `run_in_loop`.
 
+        `stop_token_ids`: tokens that end a completion besides those of the run, such as the end of a turn.
         Call `prepare_for_generation` before and `finish_generation` after it. Raises a `RefitError` at its end, unless
         an error ends it, for tokens sampled with other weights than those of `weights_version`.
         """
-        config = self.config
-        sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, self._stop_tokens)
+        config, stops = self.config, self._stop_tokens.union(stop_token_ids)
+        sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, stops)
         completions = Completions(
             self.client, sampling, max_new_tokens=config.max_new_tokens, positions=self._limits.positions
         )

@@ -53,8 +53,10 @@ def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gre
     tasks = list(zip(samples, numbers, task_seeds(samples, numbers), strict=True))
     at_once = config.max_concurrent_episodes or generation.client.limit * generation.client.lanes
 
+    chat = ChatFormat(parts.tokenizer)
+
     async def play(bridge: Bridge) -> list[PlayedEpisode]:
-        player = EpisodePlayer(parts.environment, config, ChatFormat(parts.tokenizer), bridge)
+        player = EpisodePlayer(parts.environment, config, chat, bridge)
         pending, played = iter(enumerate(tasks)), dict[int, PlayedEpisode]()
 
         async def one_by_one() -> None:
@@ -69,7 +71,7 @@ def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gre
         return [played[number] for number in range(len(tasks))]
 
     async def serve() -> list[PlayedEpisode]:
-        async with generation.completions(greedy=greedy) as completions:
+        async with generation.completions(greedy=greedy, stop_token_ids=chat.turn_end_ids) as completions:
             bridge = Bridge(completions, config.gather_timeout)
             generation.client.gather = bridge.gather
             try:

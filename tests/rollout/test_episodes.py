@@ -59,6 +59,19 @@ def test_an_episode_is_one_row_of_prompt_turns_and_observations(make_parts: Any)
     assert all(episode.closed == 1 for episode in parts.environment.episodes)
 
 
+def test_a_turn_stops_at_the_end_of_turns_of_the_chat_template(make_parts: Any) -> None:
+    """Which is not the tokenizer's end of sequence here, as in many base models."""
+    parts = make_parts(Counter)
+    parts.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    parts.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    )
+    turn_end = parts.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    rollout(parts, samples(1), torch.tensor([11]))
+    [request, *_] = parts.engine.exchanges[0]
+    assert request.sampling.stop_token_ids == {END, turn_end}
+
+
 def test_turns_have_their_own_seeds_and_an_episode_its_session(make_parts: Any) -> None:
     parts = make_parts(Counter)
     rollout(parts, samples(2), torch.tensor([11, 12]))

@@ -16,6 +16,7 @@ from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.generation import SamplingParams
+from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.endpoint.sampling import Sampler, SamplingRule
 from rlframework.rollout.endpoint.server import Endpoint, served
 from rlframework.rollout.endpoint.sessions import Session
@@ -58,7 +59,8 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
             return await gather_or_cancel([one(*task) for task in tasks])
 
     async def serve() -> list[PlayedEpisode]:
-        async with generation.completions(greedy=greedy) as completions:
+        ends = ChatFormat(parts.tokenizer).turn_end_ids
+        async with generation.completions(greedy=greedy, stop_token_ids=ends) as completions:
             bridge, run = Bridge(completions, config.gather_timeout), generation.config
             rule = SamplingRule(
                 SamplingParams(run.temperature, run.top_k, run.top_p), completions.sampling, config.agent_sampling

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlframework.generation.driver import run_in_loop
+from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.endpoint.sampling import Sampler, SamplingRule
 from rlframework.rollout.endpoint.server import Endpoint, served
 from rlframework.rollout.endpoint.sessions import Session
@@ -51,7 +52,7 @@ def serve(
                 endpoint.sessions.close(session)
 
     async def run() -> None:
-        async with generation.completions() as completions:
+        async with generation.completions(stop_token_ids=ChatFormat(tokenizer).turn_end_ids) as completions:
             rule = SamplingRule(completions.sampling, completions.sampling, "allow")
             work = partial(answer, Bridge(completions, timeout=0.0), rule)
             task = asyncio.ensure_future(run_beside(work, stalled_after=_PATIENCE, name="serve"))
