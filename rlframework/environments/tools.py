@@ -43,7 +43,7 @@ _ARGUMENT = re.compile(r"^(\w+)(?: *\([^)]*\))?: *(.*)$")
 
 @dataclass(frozen=True, eq=False)
 class Tool:
-    """One method as a tool: its name, what the model is told of it, and what reads its arguments."""
+    """One method as a tool: its name, its description for the model, and the reader of its arguments."""
 
     name: str
     spec: ToolSpec

@@ -1,8 +1,8 @@
 """Forming the process group of a refit: its ranks meet at a store that rank 0 serves, and connect to each other.
 
-gloo listens at a port of its own, and tells connections apart by the small number that each begins with. Whoever
-connects in that moment and sends this number (0, for one) takes the place of a rank, without an error. So the ranks try
-their connections, report the outcome in the store, and connect again at other ports if one of them has failed.
+gloo listens at a port of its own, and tells connections apart by the small number that each begins with. Another
+program that connects in that moment and sends this number (0, for one) counts as a rank, without an error. So the ranks
+try their connections, report the outcome in the store, and connect again at other ports if one of them has failed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Broken rollouts of episodes: rows that are not what the engine sampled, lost rewards, episodes left open.
 
-The environment's attribute `player` takes the place of the rollout manager's; see `recorded_rollout`.
+The environment's attribute `player` replaces the rollout manager's; see `recorded_rollout`.
 """
 
 from __future__ import annotations

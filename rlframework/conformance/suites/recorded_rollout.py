@@ -126,7 +126,7 @@ Session = list[tuple[Tensor, GenerationResult]]
 
 
 class _RecordingEngine:
-    """Takes the place of a `Bridge`: each turn is the text of a script, scored by the model.
+    """Stands in for a `Bridge`: each turn is the text of a script, scored by the model.
 
     Episodes begin in order, so that session `n` is that of episode `n`.
     """
@@ -201,7 +201,7 @@ class RecordedRollout:
     ) -> RecordedRollout:
         """Play an episode of each sample with `script`. The first step of episode `fails` raises.
 
-        The attribute `player` of the environment's class, if any, takes the place of `EpisodePlayer`: mutants of the
+        The attribute `player` of the environment's class, if any, replaces `EpisodePlayer`: mutants of the
         rollout set it.
         """
         tokenizer = byte_tokenizer()

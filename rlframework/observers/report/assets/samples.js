@@ -75,7 +75,7 @@ function sampleRow(row, range, one) {
     data.runs.length > 1 ? el("td", {}, runName(row.run, row.kind === "validation")) : null,
     el("td", { class: "tag" }, { train: "training", validation: "held out" }[row.kind] ?? row.kind),
     el("td", { class: "long", "data-word": "prompt" }, el("div", { class: "prompt" }, folded(row.prompt), again)),
-    el("td", { class: "long", "data-word": "completion" }, row.turns ? episode(row.turns) : folded(row.completion), extra),
+    el("td", { class: "long", "data-word": "completion" }, row.turns ? episode(row.turns, row.kind) : folded(row.completion), extra),
     el("td", { "data-word": "reward" }, rewardCell(row.reward, range)));
 }
 
@@ -83,10 +83,11 @@ function textsOf(row) {
   return [row.prompt, row.completion, ...(row.turns ?? []).flatMap((turn) => [turn.text, turn.reasoning ?? "", ...(turn.calls ?? [])])].join("\n");
 }
 
-// An episode turn by turn; the model's turns that are in the loss are marked.
-function episode(turns) {
+// An episode turn by turn; the model's turns are marked, and called trained where they are in the loss.
+function episode(turns, kind) {
+  const sampled = kind === "train" ? "trained" : "sampled";
   return el("ol", { class: "turns" }, turns.map((turn) => {
-    const facts = [turn.trained ? "trained" : "masked", ...(turn.reward === undefined ? [] : [`reward ${number(turn.reward)}`])];
+    const facts = [turn.trained ? sampled : "masked", ...(turn.reward === undefined ? [] : [`reward ${number(turn.reward)}`])];
     return el("li", { class: turn.trained ? "trained" : null },
       el("div", { class: "extra" }, el("b", {}, turn.role), ` ${facts.join(", ")}`),
       turn.reasoning ? el("div", { class: "extra" }, folded(turn.reasoning)) : null,
