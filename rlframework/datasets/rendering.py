@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rlframework.config.algorithms import TrainOn
 from rlframework.datasets.chat_template import apply_template
 from rlframework.datasets.conversations import lone_surrogate
+from rlframework.datasets.tools_as_text import tools_as_text
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
@@ -187,7 +188,7 @@ class _Chat:
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text that the model continues with an assistant turn."""
         if not self._tokenizer.chat_template:
-            return "".join(text_of(message) for message in messages)
+            return "".join(text_of(message) for message in tools_as_text(messages, self._tools))
         return self._template(messages, prompt=True)
 
     def text(self, content: str) -> _Segment:

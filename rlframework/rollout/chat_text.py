@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.datasets.chat_template import apply_template, template_text
 from rlframework.datasets.rendering import encode_texts
+from rlframework.datasets.tools_as_text import tools_as_text
 from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 
@@ -41,6 +42,8 @@ class ChatText:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
         """Return the text of `messages`, with spelled special tokens marked; `prompt`: the model answers next."""
+        if self.template is None:
+            messages = tools_as_text(messages, tools)
         safe = [self._safe(message) for message in messages]
         if self.template is None:
             return "".join(text_of(message) for message in safe)
