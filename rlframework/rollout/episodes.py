@@ -106,7 +106,7 @@ class _EpisodeFailed(Exception):
 
 @dataclass(eq=False)
 class _State:
-    """An episode in progress. `history` are the exact tokens of its conversation, once a turn was sampled."""
+    """An episode in progress. `prompt`: the exact tokens that the next turn continues."""
 
     sample: Sample
     seed: int
