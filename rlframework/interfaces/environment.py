@@ -123,3 +123,8 @@ class Environment(ABC):
 def has_episodes(environment: Environment) -> bool:
     """Whether `environment` has episodes of several turns, instead of single turns."""
     return type(environment).episode is not Environment.episode
+
+
+def scores_turns(environment: Environment) -> bool:
+    """Whether `environment` implements `step`, which scores single turns."""
+    return type(environment).step is not Environment.step

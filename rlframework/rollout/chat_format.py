@@ -33,7 +33,7 @@ class ChatFormat:
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Return the tokens of `messages` that the model continues with its turn. `DataError` if there are none."""
         ids = [*self._text.begin, *self._text.encode(self._text.render(messages, tools, prompt=True))]
-        if not ids:
+        if not messages or not ids:
             raise DataError(f"the prompt {list(messages)!r} has no token; give at least one message with text")
         return ids
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Algorithm, Parts
 from rlframework.configure import resolve_device
-from rlframework.errors import ConfigError, NotSupported
+from rlframework.errors import ConfigError, NotSupported, PluginError
 from rlframework.huggingface.hub import require_available
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
@@ -127,10 +127,17 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
 
 @contextmanager
 def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Environment]:
-    """Build the environment of `config`, and shut it down on exit."""
+    """Build the environment of `config`, and shut it down on exit. `PluginError` if it cannot score as it declares."""
+    from rlframework.interfaces.environment import has_episodes, scores_turns
+
     part = manager.load(manager.select("environment", config.environment.name).record)
     environment: Environment = part(config.environment, seed=config.seed)
     try:
+        if environment.scores and not has_episodes(environment) and not scores_turns(environment):
+            raise PluginError(
+                f"environment.name: {config.environment.name!r} implements neither `step` nor `episode`; implement "
+                "one, or set `scores = False` where samples are only trained on"
+            )
         yield environment
     finally:
         environment.shutdown()

@@ -88,6 +88,14 @@ class Mistyped(Counting):
     config_model = dict
 
 
+class Unscored(Environment):
+    def __init__(self, config, *, seed):
+        pass
+
+    def samples(self, split):
+        return []
+
+
 not_a_class = 3
 """
 OWN = "own_parts_of_a_test"
@@ -174,13 +182,18 @@ def test_an_environment_without_keys_of_its_own(run_config) -> None:
         ("Missing", {}, r"environment\.name: .*\.py\) has no 'Missing'"),
         ("not_a_class", {}, r"must be a class derived from rlframework\.interfaces\.environment\.Environment"),
         ("digits", {}, "must be a class derived"),
-        ("Half", {}, "does not implement __init__, step"),
+        ("Half", {}, "does not implement __init__"),
         ("Mistyped", {}, r"config_model of the environment '.*Mistyped' must be a class derived from"),
     ],
 )
 def test_environments_that_cannot_be_used_are_told(run_config, name: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, PluginError), match=message):
         run_config("grpo", *with_environment(name, **keys))
+
+
+def test_an_environment_that_cannot_score_is_told_before_anything_starts(run_config) -> None:
+    with pytest.raises(PluginError, match=r"Unscored' implements neither `step` nor `episode`"):
+        run(run_config("grpo", *with_environment("Unscored")))
 
 
 LOSSES = '''
