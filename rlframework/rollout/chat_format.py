@@ -67,9 +67,8 @@ class ChatFormat:
 
         Tool calls get an id of nine characters, as Mistral's templates want, that depends on the completion. One that
         is malformed has the name that was found or none, and its text as arguments; so have several calls where the
-        template writes only one in a turn. `tools` give the types of arguments
-        that the format writes without quotes. Reasoning is kept apart from the
-        content where the chat template does so.
+        template writes only one in a turn. `tools` give the types of arguments that the format writes without quotes.
+        Reasoning is kept apart from the content where the chat template does so.
         """
         ids = list(completion_ids)
         digest = blake2b(repr(ids).encode(), digest_size=8).hexdigest()

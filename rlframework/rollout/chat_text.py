@@ -52,9 +52,10 @@ class ChatText:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`, as `render` returns it. `DataError` if there is none for a character."""
-        parts = self._split.split(text) if _MARK in text else [text]
-        ids = encode_texts(self._tokenizer, [part for part in parts if part])
-        return [token for part in ids for token in part]
+        first, *rest = self._split.split(text) if _MARK in text else [text]
+        start = self._start
+        begin, *ids = encode_texts(self._tokenizer, [first, *(start + part for part in rest)])
+        return [*begin, *(token for part in ids for token in part[bool(start) :])]
 
     def mark(self, text: str, role: str) -> str:
         """Mark special tokens that `text` of a message of `role` spells; a system message may contain them.
@@ -132,6 +133,12 @@ class ChatText:
     @cached_property
     def _added(self) -> list[Any]:
         return list(getattr(self._tokenizer, "added_tokens_decoder", {}).values())
+
+    @cached_property
+    def _start(self) -> str:
+        """A special token that goes before a part of a text: many tokenizers put a space before a text's start."""
+        plain = (token for token in self._added if token.special and not token.rstrip and not token.single_word)
+        return next((str(token.content) for token in plain), "")
 
     @cached_property
     def _spelled(self) -> re.Pattern[str] | None:
