@@ -21,7 +21,8 @@ def tools_as_text(messages: Sequence[Message], tools: Sequence[ToolSpec], *, rol
     """
     plain: list[Message] = []
     for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
-        plain += [_results_as_text(list(group))] if are_results else [_turn_as_text(message) for message in group]
+        some = list(group)
+        plain += [_results_as_text(some)] if are_results else [_turn_as_text(message) for message in some]
     if not tools:
         return plain
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
