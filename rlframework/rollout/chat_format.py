@@ -51,7 +51,7 @@ class ChatFormat:
         history, or writes another token at the end of the turn than was sampled: the caller then uses `prompt`.
         """
         if self._text.template is None:
-            return [*history_ids, *self._text.encode(self._text.render(new))]
+            return [*history_ids, *self._text.encode(self._text.render(new), continued=True)]
         found = continuation(self._text, messages, new, tools)
         if found is None:
             return None
@@ -60,7 +60,7 @@ class ChatFormat:
             if last != self._tokenizer.convert_tokens_to_ids(found.end):
                 return None
             return [*history_ids, *self._after(found.end, found.tail)]
-        return [*history_ids, *self._text.encode(found.end + found.tail)]
+        return [*history_ids, *self._text.encode(found.end + found.tail, continued=True)]
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """Return the assistant message in a completion, with the token that ended it left out.

@@ -209,6 +209,18 @@ def test_without_a_template_texts_follow_one_another() -> None:
     assert chat.turn_end_ids == {model.eos_token_id}
 
 
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content + '?' }}{% endfor %}"])
+def test_a_text_that_follows_another_gets_no_space(template: Any) -> None:
+    """Nothing ends a turn here, so that the new text follows plain text. The tokenizer puts a space before the first."""
+    model = with_template(template, "mistral")
+    chat = ChatFormat(model)
+    history, reply = reply_to(chat, model, "3")
+    extended = chat.extend(history, [ASK, reply], [{"role": "user", "content": "4"}])
+    assert extended is not None
+    assert extended[: len(history)] == history
+    assert model.decode(extended[len(history) - 1 :]) == ("34" if template is None else "3?4?")
+
+
 def test_a_token_that_starts_turns_does_not_end_them() -> None:
     """The template writes contents backwards, so that its ends cannot be found with a known content."""
     model = with_template(tokenizer("chatml").chat_template.replace(CONTENT, f"({CONTENT} | reverse)"))
