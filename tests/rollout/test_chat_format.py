@@ -211,7 +211,7 @@ def test_without_a_template_texts_follow_one_another() -> None:
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content + '?' }}{% endfor %}"])
 def test_a_text_that_follows_another_gets_no_space(template: Any) -> None:
-    """Nothing ends a turn here, so that the new text follows plain text. The tokenizer puts a space before the first."""
+    """Nothing ends a turn here, so the new text follows plain text. The tokenizer puts a space before the first one."""
     model = with_template(template, "mistral")
     chat = ChatFormat(model)
     history, reply = reply_to(chat, model, "3")
