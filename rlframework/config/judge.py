@@ -34,8 +34,8 @@ class JudgeConfig(Section):
         "before it) and {answer} (the reference answer); write {{ and }} for braces"
     )
     scale: tuple[Bound, Bound] = Field(
-        description="the scores that mean reward 0 and reward 1, such as [1, 10], or [10, 1] if less is better; a score "
-        "outside is a failure"
+        description="the scores that mean reward 0 and reward 1, such as [1, 10], or [10, 1] if less is better; a "
+        "score outside is a failure"
     )
     pattern: str = Field(
         SCORE_PATTERN,

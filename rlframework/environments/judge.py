@@ -180,7 +180,7 @@ class Judge:
         try:
             text = answer.choices[0].message.content
         except (AttributeError, IndexError, TypeError):
-            return self._failure(f"the answer is no chat completion: {str(answer):.{_SHOWN}}", "no chat completion")
+            return self._failure(f"the answer is no chat completion: {answer!s:.{_SHOWN}}", "no chat completion")
         if not isinstance(text, str):
             return self._failure("the reply has no text", "no text")
         return text.replace(self._secret, HIDDEN) if len(self._secret) >= SHORTEST else text

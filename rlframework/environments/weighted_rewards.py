@@ -14,15 +14,16 @@ from rlframework.interfaces.environment import Sample, StepOutcome
 
 
 class Reward(Protocol):
-    """One reward, or several together. `start` is called once before `score`, or not at all; see `Environment.start`.
+    """One reward, or several together."""
 
-    `score` returns one outcome per answer, with the metric `reward_failures`, and raises a `UserError` once too many
-    answers have failed.
-    """
+    def start(self, folder: Path | None) -> None:
+        """See `Environment.start`. Called once before `score`, or not at all."""
 
-    def start(self, folder: Path | None) -> None: ...
-    def score(self, samples: Sequence[Sample], completions: Sequence[str]) -> list[StepOutcome]: ...
-    def close(self) -> None: ...
+    def score(self, samples: Sequence[Sample], completions: Sequence[str]) -> list[StepOutcome]:
+        """Return one outcome per answer, with the metric `reward_failures`; `UserError` once too many have failed."""
+
+    def close(self) -> None:
+        """End processes, threads and connections."""
 
 
 class WeightedRewards:

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,7 +47,7 @@ class Server:
 
     reply: Callable[[str, int], Answer]
     url: str = ""
-    trial: Answer = completion("Score: 10")
+    trial: Answer = field(default_factory=lambda: completion("Score: 10"))
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     running: int = 0
     most: int = 0
@@ -81,7 +81,8 @@ def serving(reply: Callable[[str, int], Answer]) -> Iterator[Server]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert self.path == "/v1/chat/completions"
-            status, headers, content = server.answer(body, {name.lower(): value for name, value in self.headers.items()})
+            given = {name.lower(): value for name, value in self.headers.items()}
+            status, headers, content = server.answer(body, given)
             self.send_response(status)
             for name, value in {"Content-Type": "application/json", **headers}.items():
                 self.send_header(name.replace("_", "-"), value)
@@ -90,10 +91,8 @@ def serving(reply: Callable[[str, int], Answer]) -> Iterator[Server]:
             self.wfile.write(content)
 
         def handle(self) -> None:
-            try:
+            with suppress(ConnectionError):  # of a client that does not wait
                 super().handle()
-            except ConnectionError:
-                pass  # a client that does not wait
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -173,11 +172,13 @@ def test_a_scale_where_less_is_better(environment):
 
 
 def test_equal_completions_are_scored_once_and_requests_are_limited(environment):
-    def slow(prompt: str, attempt: int) -> Answer:
-        time.sleep(0.05)
+    together = threading.Barrier(3, timeout=30.0)
+
+    def in_threes(prompt: str, attempt: int) -> Answer:
+        together.wait()
         return completion("Score: 5")
 
-    with serving(slow) as server:
+    with serving(in_threes) as server:
         made = environment(server, concurrency=3)
         answers = [str(number % 9) for number in range(18)]
         assert rewards(score(made, *answers)) == [0.5] * 18
@@ -285,11 +286,11 @@ def test_a_reply_that_does_not_come_is_asked_for_again_until_the_deadline(enviro
 
     def late(prompt: str, attempt: int) -> Answer:
         attempts.append(attempt)
-        time.sleep(2.0 if attempt == 0 else 0.0)
+        time.sleep(5.0 if attempt == 0 else 0.0)
         return completion("Score: 9")
 
     with serving(late) as server:
-        made = environment(server, timeout=0.3)
+        made = environment(server, timeout=2.0)
         assert rewards(score(made, "x")) == [0.9]
     assert attempts == [0, 1]
 
@@ -323,9 +324,9 @@ def test_a_wrong_key_is_one_error_before_the_run_that_does_not_show_it(environme
 
 def test_a_missing_key_is_an_error_before_any_request(environment, monkeypatch):
     monkeypatch.delenv("MINE", raising=False)
-    with serving(lambda *_: completion("Score: 1")) as server:
-        with pytest.raises(ConfigError, match="judge.api_key_env: the environment variable MINE is not set"):
-            environment(server, api_key_env="MINE")
+    missing = pytest.raises(ConfigError, match=r"judge\.api_key_env: the environment variable MINE is not set")
+    with serving(lambda *_: completion("Score: 1")) as server, missing:
+        environment(server, api_key_env="MINE")
     assert server.requests == []
 
 
