@@ -76,9 +76,9 @@ def best_of(parts: Parts, plan: BestOfPlan, *, progress: ProgressCallback = lamb
     with partial_file(plan.partial, plan.out) as file:
         for start in range(0, len(samples), batch_size):
             batch = samples[start : start + batch_size]
-            candidates = _candidates(parts, batch, prompt_seeds(parts.config.seed, start, len(batch), count), result)
+            candidates = candidates_of(parts, batch, prompt_seeds(parts.config.seed, start, len(batch), count), result)
             for number, sample in enumerate(batch):
-                row = _row(sample, candidates[number * count : (number + 1) * count], plan.min_reward)
+                row = best_row(sample, candidates[number * count : (number + 1) * count], plan.min_reward)
                 if row is not None:
                     file.write(printable(json.dumps(plain_json(row), ensure_ascii=False, allow_nan=False)) + "\n")
                     result.rows += 1
@@ -92,7 +92,7 @@ def best_of(parts: Parts, plan: BestOfPlan, *, progress: ProgressCallback = lamb
     return result
 
 
-def _candidates(parts: Parts, batch: Sequence[Sample], seeds: Tensor, result: BestOfResult) -> list[Candidate]:
+def candidates_of(parts: Parts, batch: Sequence[Sample], seeds: Tensor, result: BestOfResult) -> list[Candidate]:
     """The completions of `batch`, in which those of a prompt are adjacent; they are counted in `result`."""
     each = len(seeds) // len(batch)
     rows = [sample for sample in batch for _ in range(each)]
@@ -109,7 +109,7 @@ def _candidates(parts: Parts, batch: Sequence[Sample], seeds: Tensor, result: Be
     ]
 
 
-def _row(sample: Sample, candidates: Sequence[Candidate], min_reward: float | None) -> dict[str, Any] | None:
+def best_row(sample: Sample, candidates: Sequence[Candidate], min_reward: float | None) -> dict[str, Any] | None:
     """The row of the best of `candidates`, None if none is usable and good enough."""
     best = max((each for each in candidates if each.usable), key=lambda each: each.reward, default=None)
     if best is None or (min_reward is not None and best.reward < min_reward):
