@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
     from rlframework.evaluation.plan import BestOfPlan
 
-_BEST_OF = "Best of N"
-"""The group of options in the help."""
-
 
 @app.command()
 def evaluate(
@@ -95,27 +92,16 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="Print one line of JSON per completion.")] = False,
     best_of: Annotated[
         int | None,
-        Option(
-            metavar="N",
-            min=1,
-            max=1_000_000,
-            help="Sample N completions of each of the environment's prompts, and write the one with the best reward.",
-            rich_help_panel=_BEST_OF,
-        ),
+        Option(metavar="N", min=1, max=1_000_000, help="Of N completions of each prompt, write the best to --out."),
     ] = None,
-    out: Annotated[
-        str | None, Option(metavar="FILE.jsonl", help="New file for the rows.", rich_help_panel=_BEST_OF)
-    ] = None,
+    out: Annotated[str | None, Option(metavar="FILE.jsonl", help="With --best-of: new file for the rows.")] = None,
     min_reward: Annotated[
-        float | None, Option(help="Leave out prompts whose best reward is less.", rich_help_panel=_BEST_OF)
+        float | None, Option(help="With --best-of: leave out prompts whose best reward is less.")
     ] = None,
-    split: Annotated[str, Option(help="Prompts to use: train or validation.", rich_help_panel=_BEST_OF)] = "train",
-    limit: Annotated[
-        int | None, Option(min=1, help="Use only the first prompts, this many.", rich_help_panel=_BEST_OF)
-    ] = None,
+    split: Annotated[str, Option(help="With --best-of: prompts to use, train or validation.")] = "train",
+    limit: Annotated[int | None, Option(min=1, help="With --best-of: use only the first N prompts.")] = None,
     config: Annotated[
-        str | None,
-        Option(metavar="FILE", help="YAML file. Default: the run's.", rich_help_panel=_BEST_OF),
+        str | None, Option(metavar="FILE", help="With --best-of: YAML file. Default: the run's configuration.")
     ] = None,
     debug: Debug = False,
 ) -> None:
