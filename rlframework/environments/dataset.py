@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -115,6 +116,11 @@ class DatasetEnvironment(VerifiableEnvironment):
         if self._reward is None:
             return super().step(samples, conversations)
         return self._reward.score(samples, self.answers(samples, conversations))
+
+    def start(self, folder: Path | None) -> None:
+        """See `Environment.start`. Raises a `ConfigError` if a judge does not answer."""
+        if self._reward is not None:
+            self._reward.start(folder)
 
     def shutdown(self) -> None:
         """End the process of the user's reward function."""

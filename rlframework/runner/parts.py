@@ -56,6 +56,7 @@ def build_parts(
     """
     manager = manager or create_manager(config.plugins)
     with planned_parts(config, manager) as parts:
+        parts.environment.start(config.output_dir)
         if planning is not None:
             planning(parts)
         reference = algorithm_class(config, manager).needs_reference_model(config.algorithm)
@@ -118,11 +119,10 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
     observers = Observers(
         ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False), RunInfo(config, config.output_dir)
     )
-    with (
-        open_environment(config, manager) as environment,
-        build_generation(config, manager=manager) as (tokenizer, policy, generation),
-    ):
-        yield Parts(config, tokenizer, policy, generation, environment, observers)
+    with open_environment(config, manager) as environment:
+        environment.start(None)
+        with build_generation(config, manager=manager) as (tokenizer, policy, generation):
+            yield Parts(config, tokenizer, policy, generation, environment, observers)
 
 
 @contextmanager
