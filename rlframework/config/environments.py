@@ -141,6 +141,39 @@ class WeightedReward(Section):
 RewardName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
+class RowsConfig(EnvironmentConfig):
+    """An environment whose training rows are in files, on the hub, or given by Python code."""
+
+    path: str | None = Field(
+        None,
+        description="file, directory, glob pattern (data/*.parquet), or name of a dataset on the Hugging Face Hub; "
+        "null: rows that Python code gives to the run",
+    )
+    validation_path: str | None = Field(
+        None, description="validation data, in any form of `path`; null: rows of `path` that are not trained on"
+    )
+    data_digest: str | None = Field(
+        None, description="written by a run on rows from Python, to compare them with those given on a resume"
+    )
+    _given: Any = PrivateAttr(None)
+
+    @property
+    def given(self) -> Any:
+        """The `GivenRows` of `with_given`, or None. They exist in this process only: dumps have the digest alone."""
+        return self._given
+
+    def with_given(self, rows: Any, digest: str) -> Self:
+        """Return this section with `rows` from Python code and their digest."""
+        section = self.model_copy(update={"data_digest": digest})
+        section._given = rows
+        return section
+
+    @property
+    def named_data(self) -> str | None:
+        """The key that names the training data, or None."""
+        return None if self.path is None else "path"
+
+
 class SourceConfig(Section):
     """One of several sources of training rows."""
 
@@ -152,29 +185,18 @@ class SourceConfig(Section):
     split: str | None = Field(None, description="training split; null: `train`, or the only split")
 
 
-SourceName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+SourceName = RewardName
 
 
-class DatasetConfig(EnvironmentConfig):
+class DatasetConfig(RowsConfig):
     """Your own data: JSONL, Parquet, the output of `datasets.save_to_disk`, or a dataset on the Hugging Face Hub."""
 
     name: str = Field("dataset", description="your own dataset")
-    path: str | None = Field(
-        None,
-        description="file, directory, glob pattern (data/*.parquet), or name of a dataset on the Hugging Face Hub; "
-        "null: `mixture`, or rows that Python code gives to the run",
-    )
     mixture: Mapping[SourceName, SourceConfig] | None = Field(
         None, description="several sources by name instead of `path`, each {path: ..., weight: 1.0}"
     )
-    data_digest: str | None = Field(
-        None, description="written by a run whose rows Python code gave: what they are compared with on a resume"
-    )
     subset: str | None = Field(None, description="configuration name, if the dataset has several")
     split: str | None = Field(None, description="training split; null: `train`, or the only split")
-    validation_path: str | None = Field(
-        None, description="validation data, in any form of `path`; null: rows of `path` that are not trained on"
-    )
     validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the prompts to hold out when no validation data is given"
@@ -203,18 +225,11 @@ class DatasetConfig(EnvironmentConfig):
         0.1, description="fraction of a step's completions for which the reward function may fail before it is an error"
     )
     failed_reward: float = Field(0.0, ge=-1e6, le=1e6, description="reward where the reward function failed")
-    _given: Any = PrivateAttr(None)
 
     @property
-    def given(self) -> Any:
-        """The `GivenRows` of `with_given`, or None. They exist in this process only: dumps have the digest alone."""
-        return self._given
-
-    def with_given(self, rows: Any, digest: str) -> Self:
-        """Return this section with `rows` from Python code and their digest."""
-        section = self.model_copy(update={"data_digest": digest})
-        section._given = rows
-        return section
+    def named_data(self) -> str | None:
+        """See `RowsConfig.named_data`."""
+        return super().named_data or (None if self.mixture is None else "mixture")
 
     @property
     def source(self) -> str:
@@ -285,13 +300,6 @@ class DatasetConfig(EnvironmentConfig):
         """
         drawn = self.validation_path is None and self.validation_split is None
         weights = {f"mixture.{name}.weight" for name in self.mixture or ()}
-        judging = weights | {
-            "check",
-            "reward",
-            "reward_timeout",
-            "reward_concurrency",
-            "max_reward_failures",
-            "failed_reward",
-        }
+        judging = {"check", "reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward"}
         drawing = set() if drawn else {"environment.validation_fraction", "seed"}
-        return super().unseen_by_training | {f"environment.{key}" for key in judging} | drawing
+        return super().unseen_by_training | {f"environment.{key}" for key in judging | weights} | drawing

@@ -153,8 +153,8 @@ class DatasetEnvironment(VerifiableEnvironment):
         for source in sources:
             if not source.rows:
                 raise DataError(
-                    f"environment.mixture.{source.name}: no training row is left, because every prompt is also in validation; "
-                    "give it more rows, or set environment.validation_path"
+                    f"environment.mixture.{source.name}: no training row is left, because every prompt is also in "
+                    "validation; give it more rows, or set environment.validation_path"
                 )
         return np.concatenate(parts), sources
 

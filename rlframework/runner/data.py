@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from rlframework.config.environments import DatasetConfig
+from rlframework.config.environments import RowsConfig
 from rlframework.config.problems import raise_problems
 from rlframework.config.sections import RunConfig
 from rlframework.config.validate import check_run
@@ -29,23 +29,22 @@ def with_data(config: RunConfig, data: Data) -> RunConfig:
     from rlframework.datasets.sources.memory import given_rows  # imports numpy
 
     section = config.environment
-    if not isinstance(section, DatasetConfig):
+    if not isinstance(section, RowsConfig):
         raise ConfigError(
             f"environment.name={section.name} does not take rows from Python; set environment.name=dataset, or do not "
             "give `data`"
         )
-    if section.path is not None or section.mixture is not None:
-        key = "path" if section.path is not None else "mixture"
-        raise ConfigError(f"environment.{key} names the training data, and `data` was given too; remove one of them")
+    if named := section.named_data:
+        raise ConfigError(f"environment.{named} names the training data, and `data` was given too; remove one of them")
     rows = given_rows(data)
     if rows.validation is not None and section.validation_path is not None:
         raise ConfigError("environment.validation_path is set, and `data` has validation rows too; remove one of them")
     digest = rows.digest()
     if section.data_digest not in (None, digest):
         raise ConfigError(
-            f"the run was started with other rows: their digest is {section.data_digest}, that of the {len(rows.train)} "
-            f"training rows given now is {digest}. Give the same rows in the same order to resume the run; to train on "
-            "other rows, start a new run and remove environment.data_digest from its configuration"
+            f"the run was started with other rows: their digest is {section.data_digest}, that of the "
+            f"{len(rows.train):,} training rows given now is {digest}. To resume the run, give the same rows in the "
+            "same order; to train on other rows, start a new run, with environment.data_digest=null"
         )
     return config.model_copy(update={"environment": section.with_given(rows, digest)})
 
@@ -53,7 +52,7 @@ def with_data(config: RunConfig, data: Data) -> RunConfig:
 def require_data(config: RunConfig) -> None:
     """Raise `ConfigError` if the environment trains on rows and there are none."""
     section = config.environment
-    if not isinstance(section, DatasetConfig) or section.given is not None:
+    if not isinstance(section, RowsConfig) or section.given is not None:
         return
     if section.data_digest is not None:
         raise ConfigError(
@@ -61,10 +60,10 @@ def require_data(config: RunConfig) -> None:
             "with rlframework.resume(output_dir, data=rows) and the same rows; elsewhere, set environment.path to a "
             "file of rows and environment.data_digest to null"
         )
-    if section.path is None and section.mixture is None:
+    if section.named_data is None:
         raise ConfigError(
             "environment.path: required key is missing (file, directory, glob pattern, or name of a dataset on the "
-            "Hugging Face Hub). Set it or environment.mixture, or give rows from Python: rlframework.run(config, "
+            "Hugging Face Hub). Set it, or give rows from Python: rlframework.run(config, "
             "data=rows)"
         )
 
@@ -80,12 +79,8 @@ def with_steps(config: RunConfig, algorithm: type[Algorithm], environment: Envir
         return config
     samples, per_step = algorithm.training_samples(config, environment), algorithm.samples_per_step(config)
     steps = -(-samples * section.num_epochs // per_step)
+    _LOG.info("%d epoch(s) of %d training samples, %d a step: %d steps", section.num_epochs, samples, per_step, steps)
     counted = section.model_copy(update={"num_steps": steps, "num_epochs": None})
     config = config.model_copy(update={"algorithm": counted})
-    _LOG.info(
-        "%d epoch(s) of %s training samples, %s a step: %s steps",
-        section.num_epochs,
-        *map("{:,}".format, (samples, per_step, steps)),
-    )
     raise_problems(list(check_run(config)))
     return config
