@@ -85,7 +85,7 @@ def test_files_and_rows_of_python(tmp_path: Path) -> None:
         ({"prompt": "8?", "chosen": {"from": "gpt"}, "rejected": "no"}, "'chosen', turn 0: needs 'role' and 'content'"),
         (
             {"preferred_output": [YES], "non_preferred_output": [NO]},
-            "column 'input': must be an object with 'messages'",
+            "'input': must be an object with 'messages'",
         ),
         ({"input": {"messages": [ASKED]}, "preferred_output": [YES]}, "there is no 'non_preferred_output'"),
         (LAYOUTS["texts"] | {"score_chosen": 1}, "score_chosen and score_rejected must both be numbers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,12 @@ def test_a_mixture_is_resumed_bit_for_bit(run_config, tmp_path) -> None:
 @pytest.mark.slow
 def test_prompts_from_python_by_grpo(run_config) -> None:
     keys = [OWN[0], 'environment={"name": "dataset", "check": "exact"}', *EPOCHS]
-    result = run(run_config("grpo", *keys), data=DATA)
+
+    async def cell() -> Any:
+        """A notebook runs its cells inside an event loop."""
+        return run(run_config("grpo", *keys), data=DATA)
+
+    result = asyncio.run(cell())
     assert result.metrics["step"] == 3  # 12 prompts, 4 a step
     assert result.metrics["train/epoch"] == 1.0
 
