@@ -89,7 +89,7 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON-serialisable values."""
-        state = {"seed": self._seed, "samples": len(self._samples), "shuffle": SHUFFLE}
+        state: dict[str, Any] = {"seed": self._seed, "samples": len(self._samples), "shuffle": SHUFFLE}
         if not self._mixture:
             return {"epoch": self._epochs[0].epoch, "position": self._epochs[0].position} | state
         positions = [{"epoch": epochs.epoch, "position": epochs.position} for epochs in self._epochs]

@@ -115,9 +115,10 @@ def _rows(rows: Any, split: str) -> Rows:
 
 def _lines(rows: Rows) -> Iterator[bytes]:
     """Each row as canonical JSON."""
+    encode = json.JSONEncoder(sort_keys=True, default=_plain).encode
     for number, row in enumerate(rows):
         try:
-            yield json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n"
+            yield encode(row).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(
                 f"{rows.where(number)}: has a value that cannot be compared when the run is resumed ({error}); give "
