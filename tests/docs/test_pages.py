@@ -146,6 +146,13 @@ def test_the_smallest_plugin(tmp_path: Path) -> None:
     execute(DOCS / "plugins.md", tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", ["data.md", "python.md"])
+def test_data_and_python(page: str, tmp_path: Path) -> None:
+    execute(DOCS / page, tmp_path)
+
+
 def test_exact_tokens(tmp_path: Path) -> None:
     execute(DOCS / "exact_tokens.md", tmp_path)
 
