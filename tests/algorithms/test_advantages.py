@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlframework.algorithms.grpo import group_advantages, overlong_penalty
+from rlframework.algorithms.advantages import group_advantages, overlong_penalty
 
 
 def test_group_mean_and_standard_deviation():

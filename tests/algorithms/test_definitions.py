@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlframework.algorithms.grpo import group_advantages
+from rlframework.algorithms.advantages import group_advantages
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
