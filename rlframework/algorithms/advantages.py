@@ -74,13 +74,13 @@ def group_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return the advantage of each sample within its group, and the samples of groups without variance.
 
-    `rewards [B]` is fp32, with groups of `samples_per_prompt` consecutive samples. The baseline is the mean of the
-    group (GRPO, arXiv:2402.03300) or, with `leave_one_out`, the mean of the group's other samples (RLOO,
+    `rewards [B]` is floating-point, with groups of `samples_per_prompt` consecutive samples. The baseline is the mean
+    of the group (GRPO, arXiv:2402.03300) or, with `leave_one_out`, the mean of the group's other samples (RLOO,
     arXiv:2402.14740), or 0 without `group_baseline`. `normalize_std` divides by a standard deviation (with n - 1) plus
     `eps`: that of the group, with "batch" that of all rewards, with "others" that of the group's other rewards, where
     it is not 0. Samples that are `left_out [B]` bool have advantage 0, and the others are those of a group without
-    them. Returns `advantages [B]` fp32 and `constant [B]` bool, True for samples of groups whose rewards are all equal;
-    with a baseline, their advantages are 0.
+    them. Returns `advantages [B]` of the same dtype and `constant [B]` bool, True for samples of groups whose rewards
+    are all equal; with a baseline, their advantages are 0.
     """
     kept = torch.ones(len(rewards), dtype=torch.bool) if left_out is None else ~left_out
     spread = rewards[kept].std() if normalize_std == "batch" and int(kept.sum()) > 1 else None
@@ -89,7 +89,7 @@ def group_advantages(
     if bool(kept.all()):
         advantages, constant = _of_groups(rewards, samples_per_prompt, *options)
     else:
-        advantages, constant = torch.zeros(len(rewards)), torch.ones(len(rewards), dtype=torch.bool)
+        advantages, constant = torch.zeros_like(rewards), torch.ones(len(rewards), dtype=torch.bool)
         for rows in torch.arange(len(rewards)).view(-1, samples_per_prompt):
             rest = rows[kept[rows]]
             if len(rest) > group_baseline:  # compared with itself, a sample has the advantage 0
@@ -102,7 +102,7 @@ def _of_groups(
     rewards: Tensor, count: int, group_baseline: bool, leave_one_out: bool, normalize_std: bool | str, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Apply `group_advantages` to whole groups of `count` samples."""
-    groups = rewards.float().view(-1, count)
+    groups = rewards.view(-1, count)
     offset = groups[:, :1]
     groups = groups - offset  # exact for similar rewards, and their sum keeps the digits of their differences
     constant = (groups == 0).all(1, keepdim=True).expand_as(groups)

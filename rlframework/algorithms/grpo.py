@@ -45,13 +45,7 @@ class GRPO(StepLoop):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.loader = PromptLoader(self.train_samples, self.config.prompts_per_step, parts.config.seed)
-        section = self.config.loss
-        if isinstance(section, ClippedPGLossConfig):
-            if section.level == "constant" and section.constant_length is None:
-                section = section.model_copy(update={"constant_length": parts.config.generation.max_new_tokens})
-            self.loss: LossFunction = ClippedPGLoss(section)
-        else:
-            self.loss = load_loss(section.name, section.keys)
+        self.loss = policy_loss(self.config, parts.config.generation.max_new_tokens)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # a single optimizer step per batch is on-policy, so the loss does not need `prev_logprobs`
@@ -120,3 +114,13 @@ class GRPO(StepLoop):
         if self.uses_reference:
             scored = policy.get_reference_policy_logprobs(data, positions="loss")
             data["reference_policy_logprobs"] = scored["reference_logprobs"]
+
+
+def policy_loss(config: GRPOConfig, max_new_tokens: int) -> LossFunction:
+    """Return the loss of `config`; `max_new_tokens` is its constant length if it has none."""
+    section = config.loss
+    if not isinstance(section, ClippedPGLossConfig):
+        return load_loss(section.name, section.keys)
+    if section.level == "constant" and section.constant_length is None:
+        section = section.model_copy(update={"constant_length": max_new_tokens})
+    return ClippedPGLoss(section)
