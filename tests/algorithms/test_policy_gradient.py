@@ -7,12 +7,15 @@ derived by hand, not by autograd.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from rlframework.algorithms.advantages import add_advantages
@@ -455,3 +458,26 @@ def test_the_constant_of_a_mean_over_sequences() -> None:
 def test_settings_that_exclude_each_other(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GRPOConfig(**keys)
+
+
+# -- the pages ---------------------------------------------------------------------------------------------------------
+
+PAGES = Path(__file__).parents[2] / "docs" / "algorithms"
+BLOCK = re.compile(r"```yaml\n# preset: ([\w, ]+)\n(.*?)```", re.DOTALL)
+
+
+def test_the_settings_on_the_pages_are_those_of_the_presets() -> None:
+    """Each block, on top of `grpo`'s own defaults."""
+    found = set()
+    for page in PAGES.glob("*.md"):
+        name: Any = page.stem
+        for part in page.read_text(encoding="utf-8").split("\n## "):
+            heading = re.match(r"Presets of `(\w+)`", part)
+            name = heading[1] if heading else name
+            for presets, text in BLOCK.findall(part):
+                for preset in presets.split(", "):
+                    shown = GRPOConfig(**yaml.safe_load(text)["algorithm"])
+                    renamed = shown.model_copy(update={"name": name, "preset": preset})
+                    assert renamed == GRPOConfig(name=name, preset=preset), (page.name, preset)
+                    found.add((name, preset))
+    assert found == set(CASES)
