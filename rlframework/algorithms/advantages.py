@@ -24,18 +24,20 @@ def add_advantages(result: Rollout, config: GRPOConfig, max_new_tokens: int) -> 
 
     Needs `prev_logprobs` and `reference_policy_logprobs` there for a KL penalty in the reward. Returns metrics.
     """
-    data, count = result.data, config.samples_per_prompt
+    data, count, kl = result.data, config.samples_per_prompt, config.reward_kl
     shaped = result.rewards + overlong_penalty(
         result.completion_lengths, max_new_tokens, config.overlong.buffer, config.overlong.penalty
     )
     metrics = {f"train/{name}": value for name, value in result.metrics.items()}
+    penalty: Tensor | None = None
+    if kl is not None and kl.coef:
+        penalty, metrics["train/reward_kl"] = kl_penalty(data, kl)
+        if kl.spread == "sequence":
+            shaped, penalty = shaped.index_add(0, result.episode_of, -penalty.sum(1).to(shaped.dtype)), None
+        elif kl.spread == "to_go":
+            penalty = sum_to_end(penalty, result.episode_of)
     if config.overlong.drop_truncated:
         data["sample_mask"][result.truncated[result.episode_of]] = 0.0
-    penalty = None
-    if config.reward_kl is not None and config.reward_kl.coef:
-        penalty, metrics["train/reward_kl"] = kl_penalty(data, config.reward_kl)
-        if config.reward_kl.spread == "sequence":
-            shaped = shaped.index_add(0, result.episode_of, -penalty.sum(1).to(shaped.dtype))
     advantages, constant = group_advantages(
         shaped,
         count,
@@ -46,9 +48,8 @@ def add_advantages(result: Rollout, config: GRPOConfig, max_new_tokens: int) -> 
         left_out=result.failed,
     )
     tokens = advantages[result.episode_of][:, None] * data["token_mask"]
-    if penalty is not None and config.reward_kl is not None and config.reward_kl.spread != "sequence":
-        to_go = config.reward_kl.spread == "to_go"
-        tokens = tokens - (sum_to_end(penalty, result.episode_of) if to_go else penalty) * data["token_mask"]
+    if penalty is not None:
+        tokens = tokens - penalty * data["token_mask"]
     if config.batch_normalization != "none":
         mask = data["token_mask"] * data["sample_mask"][:, None]
         tokens = normalize(tokens, mask, sample=config.batch_normalization == "sample")

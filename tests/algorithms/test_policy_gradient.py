@@ -392,12 +392,14 @@ def test_importance_weights_are_truncated_at_each_level(level: str) -> None:
 def test_tokens_beyond_the_mask_have_no_loss(level: str) -> None:
     """As IcePop (token) and NeMo-RL's seq-mask-tis (geometric) with the weights of tokens, which have no cap here."""
     n = Numbers()
-    mask = {"importance_mask": level, "importance_mask_min": 0.8, "importance_mask_max": 1.25}
+    low, high = (0.5, 4.0) if level == "sequence" else (0.8, 1.25)
+    mask = {"importance_mask": level, "importance_mask_min": low, "importance_mask_max": high}
     weights = {"importance_correction": "truncated", "importance_cap": 1e9}
 
     def keep(i: int, t: int) -> float:
-        return float(0.8 <= of_level(n, level, i, t) <= 1.25)
+        return float(low <= of_level(n, level, i, t) <= high)
 
+    assert {keep(i, t) for i in range(ROWS) for t in range(LENGTHS[i])} == {0.0, 1.0}
     compare(ours(n, GRPOConfig(samples_per_prompt=GROUP, loss=mask)), corrected(n, keep))
     both = GRPOConfig(samples_per_prompt=GROUP, loss=mask | weights)
     compare(ours(n, both), corrected(n, lambda i, t: keep(i, t) * of_level(n, "token", i, t)))
