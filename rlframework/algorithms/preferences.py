@@ -42,7 +42,9 @@ class PreferenceTraining(StepLoop):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.inputs.rows("train", self.train_samples, self._longer)
-        self.loader = PromptLoader(self.train_samples, parts.config.policy.train_global_batch_size // 2, parts.config.seed)
+        self.loader = PromptLoader(
+            self.train_samples, parts.config.policy.train_global_batch_size // 2, parts.config.seed
+        )
         assert isinstance(self.config, KTOConfig | PairwiseConfig)
         config = self.config
         self.loss = KTOLoss(config) if isinstance(config, KTOConfig) else PairLoss(config.pair_loss())
@@ -132,7 +134,9 @@ class PreferenceTraining(StepLoop):
         chosen = (2 * torch.arange(len(samples)) + lengths.argmax(1)).tolist()
         ends = lengths.amax(1).tolist()
         ids, mask = (batch[name] for name in ("input_ids", "token_mask"))
-        return [(ids[row, :end].tolist(), mask[row, :end].bool().tolist()) for row, end in zip(chosen, ends, strict=True)]
+        return [
+            (ids[row, :end].tolist(), mask[row, :end].bool().tolist()) for row, end in zip(chosen, ends, strict=True)
+        ]
 
 
 def _pair(sample: Sample) -> PreferenceRow:

@@ -16,8 +16,8 @@ SFTMean = Literal["answer", "token", "sum"]
 """The mean that an SFT term takes of the negative log-likelihood of chosen answers."""
 
 _SFT_MEAN = (
-    "answer: mean over the tokens of each chosen answer, then over pairs; token: mean over all tokens of chosen answers "
-    "of the global batch; sum: sum over the tokens of each chosen answer, mean over pairs"
+    "answer: mean over the tokens of each chosen answer, then over pairs; token: mean over the tokens of all chosen "
+    "answers of the global batch; sum: sum over the tokens of each chosen answer, mean over pairs"
 )
 _PRESET = "whose definition and defaults to use; keys that are set take precedence"
 
@@ -80,7 +80,7 @@ class PairwiseConfig(PreferenceConfig):
 class DPOConfig(PairwiseConfig):
     """Direct preference optimization (arXiv:2305.18290)."""
 
-    presets = {
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "trl": {"smoothing": "robust", "sft_mean": "token"},
         "nemo_rl": {"beta": 0.05, "sft_mean": "sum"},
     }
@@ -91,7 +91,9 @@ class DPOConfig(PairwiseConfig):
     length_mean: bool = Field(
         False, description="divide the log-ratio of an answer by its number of tokens (Tulu 3, arXiv:2411.15124)"
     )
-    label_smoothing: Smoothing = Field(0.0, description="assumed fraction of pairs whose answers are in the wrong order")
+    label_smoothing: Smoothing = Field(
+        0.0, description="assumed fraction of pairs whose answers are in the wrong order"
+    )
     smoothing: Literal["conservative", "robust"] = Field(
         "conservative",
         description="conservative: expected loss over wrong orders (cDPO); robust: the unbiased estimate of the loss "
@@ -103,7 +105,7 @@ class DPOConfig(PairwiseConfig):
 class IPOConfig(PairwiseConfig):
     """Identity preference optimization (arXiv:2310.12036)."""
 
-    presets = {"trl": {"length_mean": True, "sft_mean": "token"}}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"length_mean": True, "sft_mean": "token"}}
 
     name: Literal["ipo"] = Field("ipo", description="identity preference optimization")
     preset: Literal["paper", "trl"] = Field("paper", description=_PRESET)
@@ -118,14 +120,16 @@ class IPOConfig(PairwiseConfig):
 class SimPOConfig(PairwiseConfig):
     """Simple preference optimization (arXiv:2405.14734), without a reference policy."""
 
-    uses_reference = False
-    presets = {"trl": {"beta": 0.1, "gamma": 0.5, "sft_mean": "token"}}
+    uses_reference: ClassVar[bool] = False
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"beta": 0.1, "gamma": 0.5, "sft_mean": "token"}}
 
     name: Literal["simpo"] = Field("simpo", description="simple preference optimization")
     preset: Literal["paper", "trl"] = Field("paper", description=_PRESET)
     beta: Limit = Field(2.0, description="factor of the difference of mean log-probabilities; the paper: 2.0 to 2.5")
     gamma: Coefficient = Field(1.0, description="target margin of the scaled difference; the paper: 0.3 to 1.6")
-    label_smoothing: Smoothing = Field(0.0, description="assumed fraction of pairs whose answers are in the wrong order")
+    label_smoothing: Smoothing = Field(
+        0.0, description="assumed fraction of pairs whose answers are in the wrong order"
+    )
 
     def pair_loss(self) -> PairLossConfig:
         """See `PairwiseConfig`."""
@@ -136,7 +140,7 @@ class SimPOConfig(PairwiseConfig):
 class ORPOConfig(PairwiseConfig):
     """Odds ratio preference optimization (arXiv:2403.07691), without a reference policy."""
 
-    uses_reference = False
+    uses_reference: ClassVar[bool] = False
 
     name: Literal["orpo"] = Field("orpo", description="odds ratio preference optimization")
     weight: Coefficient = Field(0.1, description="weight of the odds ratio term, lambda of the paper")

@@ -175,7 +175,9 @@ def mismatched_rows(data: BatchedDataDict[Any], pad_id: int) -> BatchedDataDict[
         for row, other in enumerate(others)
     ]
     input_ids, lengths = pad_rows(rows, pad_id)
-    answers = right_padding_mask(lengths, input_ids.shape) & ~right_padding_mask(data["prompt_lengths"], input_ids.shape)
+    answers = right_padding_mask(lengths, input_ids.shape) & ~right_padding_mask(
+        data["prompt_lengths"], input_ids.shape
+    )
     masks = {"token_mask": answers.float(), "sample_mask": data["sample_mask"]}
     return BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, **masks})
 

@@ -4,7 +4,7 @@
 | --- | --- |
 | `prompt`, `chosen`, `rejected` | texts, or lists of messages |
 | `chosen`, `rejected` | conversations that differ in their last turn, which is the assistant's |
-| `question`, `ground_truth`, a model's name ... | GSM8K's graded solutions: see `rlframework.datasets.gsm8k_preferences` |
+| `question`, `ground_truth`, names of models | graded solutions: see `rlframework.datasets.gsm8k_preferences` |
 """
 
 from __future__ import annotations

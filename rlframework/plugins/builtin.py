@@ -212,7 +212,9 @@ def check_preferences(config: RunConfig, device: str) -> list[Problem]:
     least = 4 if isinstance(config.algorithm, KTOConfig) else 2
     if rows % 2 or rows < least:
         message = f"{rows} rows are not whole pairs of two rows, at least {least // 2}."
-        problems.append(Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on."))
+        problems.append(
+            Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
+        )
     temperature = config.generation.temperature
     if temperature not in (0.0, 1.0):
         message = f"log-probabilities would be those at temperature {temperature}; preferences are trained at 1."

@@ -100,7 +100,9 @@ class Policy:
         if config.policy.head == "score":
             require(record, Capability.SCORING, "policy.head=score requests the scores of a reward model")
         if init_reference_model:
-            require(record, Capability.REFERENCE_MODEL, f"algorithm.name={config.algorithm.name} needs a reference policy")
+            require(
+                record, Capability.REFERENCE_MODEL, f"algorithm.name={config.algorithm.name} needs a reference policy"
+            )
         self.config = config
         self.record, self.capabilities = record, record.capabilities
         self._has_optimizer, self._has_reference = init_optimizer, init_reference_model

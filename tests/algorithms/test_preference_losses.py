@@ -197,7 +197,11 @@ def test_microbatches_add_up_to_the_global_batch(case: str) -> None:
     whole, metrics = loss_fn(logprobs, data, *counts(data))
     groups = data["group_ids"].unique().tolist()
     total, sums = 0.0, dict.fromkeys(metrics, 0.0)
-    for chosen in (groups[:1], groups[1:4], groups[4:]):  # the first has one pair, the second the masked one among three
+    for chosen in (
+        groups[:1],
+        groups[1:4],
+        groups[4:],
+    ):  # the first has one pair, the second the masked one among three
         rows = torch.tensor([row for row, group in enumerate(data["group_ids"].tolist()) if group in chosen])
         part = BatchedDataDict({name: value[rows] for name, value in data.items()})
         loss, found = loss_fn(logprobs[rows], part, *counts(data))
@@ -330,7 +334,9 @@ def test_dpo_converges_to_the_reference_times_the_exponential_of_the_reward() ->
     )
     table = reference.clone().requires_grad_()
     loss_fn, total = PairLoss(DPOConfig(beta=beta).pair_loss()), counts(data)
-    optimizer = torch.optim.LBFGS([table], max_iter=500, tolerance_grad=1e-14, tolerance_change=0, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [table], max_iter=500, tolerance_grad=1e-14, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()

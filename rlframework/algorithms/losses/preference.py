@@ -19,8 +19,8 @@ _PER_ROW = LossColumn(per_token=False)
 class PairLoss:
     """The loss of `PairLossConfig`, the mean over the pairs of the global batch.
 
-    The two rows of a pair have the same `group_ids [B]` int64, which no other row has, and the same `sample_mask`, which
-    is the pair's weight; their order and the rows between them do not matter. Also reads these values of `data`:
+    The two rows of a pair have the same `group_ids [B]` int64, which no other row has, and the same `sample_mask`, the
+    pair's weight; their order and the rows between them do not matter. Also reads these values of `data`:
 
     - `chosen [B]`: 1 for chosen answers, 0 for rejected ones;
     - `reference_policy_logprobs [B, S]`, if the score is a log-ratio;
@@ -152,11 +152,11 @@ class KTOLoss:
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `LossFunction`."""
-        config, mask = self.config, data["sample_mask"]
-        ratios, chosen = self.scores(next_token_logprobs, data), data["chosen"] > 0
+        config, mask, share = self.config, data["sample_mask"], data["chosen"]
+        ratios, chosen = self.scores(next_token_logprobs, data), share > 0
         rows = global_valid_seqs.clamp(min=1.0)
         gain = torch.where(chosen, ratios - data["kl_estimate"], data["kl_estimate"] - ratios)
-        weights = mask * (config.desirable_weight * chosen + config.undesirable_weight * ~chosen)
+        weights = mask * (config.desirable_weight * share + config.undesirable_weight * (1 - share))
         loss = (weights * torch.sigmoid(-config.beta * gain)).sum() / rows
         rewards = 2.0 * config.beta * ratios.detach() * mask / rows  # half of the rows are of each kind
         wins, losses = (rewards * chosen).sum(), (rewards * ~chosen).sum()
@@ -175,7 +175,7 @@ class KTOLoss:
 
 
 def answer_mask(data: BatchedDataDict[Any], dtype: torch.dtype) -> Tensor:
-    """Return `[B, S-1]`, in the layout of `next_token_logprobs`: 1 for the tokens of answers, whatever the row weighs."""
+    """Return `[B, S-1]`, in the layout of `next_token_logprobs`: 1 for tokens of answers, whatever the row weighs."""
     mask: Tensor = data["token_mask"][:, 1:]
     return mask.to(dtype)
 
