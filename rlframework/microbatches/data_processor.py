@@ -97,7 +97,8 @@ def group_rows(
     """
     if not lengths:
         return []
-    widths = [padding.width(length) for length in lengths] if plan.mode == "dynamic" else lengths
+    exact = padding if ids is None else replace(padding, few=False)
+    widths = [exact.width(length) for length in lengths] if plan.mode == "dynamic" else lengths
     limit = plan.rows if plan.mode == "padded" else plan.tokens
     if plan.mode != "padded":
         check_fits(padding.width(max(lengths)), plan.mode, limit)
@@ -157,7 +158,7 @@ def _require_text(data: BatchedDataDict[Any]) -> None:
 def _pad_rows(input_ids: Tensor, padding: Padding) -> Tensor:
     """Pad `[b, S']` to `[n, L]`."""
     rows, longest = input_ids.shape
-    width = padding.width(longest)
+    width = padding.width(longest, rows)
     added = padding.rows(rows, width) - rows
     return pad(input_ids, (0, width - longest, 0, added)) if added or width > longest else input_ids
 

@@ -65,7 +65,7 @@ def least_tokens(lengths: Tensor, padding: Padding, mode: str, ids: Tensor | Non
         return longest
     groups = RowGroups.of(ids, len(lengths))
     if mode == "dynamic":
-        return int(groups.sizes.max()) * longest
+        return max(longest, int(groups.sizes.max()) * round_up(int(lengths.max()), padding.multiple))
     return max(longest, round_up(int(groups.sums(lengths.cpu().numpy()).max()), padding.multiple))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlframework.batch.batch_rows import round_up
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import TokenCost
@@ -76,7 +77,7 @@ class BatchBalancer:
         if ids is not None and grouped_rows is not None:
             widths = lengths.tolist()
             if mode == "dynamic":
-                widths = [padding.width(length) if length else 0 for length in widths]
+                widths = [round_up(length, self.pad_multiple) for length in widths]
             check_groups_fit(ids, widths, mode, grouped_rows if mode == "padded" else most)
         if self.ranks == 1:
             return [data.slice(0, data.size)], None
@@ -84,7 +85,7 @@ class BatchBalancer:
             if grouped_rows is None:
                 return data.shard_by_batch_size(self.ranks, batch_size=batch_size), None
             return self._planned(data, "packed", work.to(torch.int64), grouped_rows, batch_size, ids)
-        if self.few_shapes and mode == "dynamic":
+        if self.few_shapes and mode == "dynamic" and ids is None:
             columns = data["input_ids"].shape[1]
             widths = torch.tensor([min(padding.width(length), columns) for length in lengths.tolist()])
             lengths = widths.where(lengths > 0, 0)

@@ -204,7 +204,7 @@ def check_columns(data: BatchedDataDict[Any], columns: Mapping[str, LossColumn])
 
 
 def check_groups(data: BatchedDataDict[Any], batch_size: int, ranks: int) -> None:
-    """Raise `BatchError` unless each global batch, `batch_size` rows of `data`, has whole groups, at least one a rank."""
+    """Raise `BatchError` unless each global batch, `batch_size` rows, has whole groups, and at least one per rank."""
     ids = read_group_ids(data).cpu()
     batch = torch.arange(data.size) // batch_size
     groups, batches = torch.stack((ids.to(torch.int64), batch)).unique(dim=1)

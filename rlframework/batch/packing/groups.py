@@ -22,8 +22,8 @@ GroupIds = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 class RowGroups:
     """Groups in the order of their first rows, each with its rows in ascending order.
 
-    `ids [groups]`: the id of each. `rows [n]`: the rows, group by group. `starts [groups]`: the place of the first row of
-    each in `rows`. `alone`: each row is a group of its own, so that groups are numbered as rows are.
+    `ids [groups]`: the id of each. `rows [n]`: the rows, group by group. `starts [groups]`: the place in `rows` where
+    each begins. `alone`: each row is a group of its own, so that groups are numbered as rows are.
     """
 
     ids: Ints
