@@ -97,18 +97,18 @@ def test_prompts_of_validation_are_never_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"prompt": "1?", "chosen": "yes"}, "a.jsonl:2: there is no 'rejected'"),
-        ({"chosen": "yes", "rejected": "no"}, "a.jsonl:2, column 'chosen': must be a list of messages"),
+        ({"prompt": "1?", "chosen": "yes"}, "a.jsonl, line 2: there is no 'rejected'"),
+        ({"chosen": "yes", "rejected": "no"}, "a.jsonl, line 2, column 'chosen': must be a list of messages"),
         (
             {
                 "chosen": [turn("user", "1?"), turn("assistant", "yes")],
                 "rejected": [turn("user", "2?"), turn("assistant", "no")],
             },
-            "a.jsonl:2: 'chosen' and 'rejected' have different prompts",
+            "a.jsonl, line 2: 'chosen' and 'rejected' have different prompts",
         ),
         (
             {"prompt": "1?", "chosen": [turn("user", "yes")], "rejected": "no"},
-            "a.jsonl:2: a pair needs a prompt, and two",
+            "a.jsonl, line 2: a pair needs a prompt, and two",
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_rows_that_are_no_pairs_are_named(tmp_path: Path, given: dict[str, Any],
     path = write(tmp_path / "a.jsonl", [row(1), given])
     with pytest.raises(DataError) as raised:
         opened(path)
-    assert problem in str(raised.value).replace(" line ", ":").replace(", :", ":")
+    assert problem in str(raised.value)
 
 
 def test_data_that_cannot_be_split(tmp_path: Path) -> None:
