@@ -205,8 +205,9 @@ def check_pairs(config: RunConfig, device: str) -> list[Problem]:
 
 
 def check_preferences(config: RunConfig, device: str) -> list[Problem]:
-    """Check that a global batch has whole pairs, for KTO at least two, and that scoring is at temperature 1."""
-    rows, problems = config.policy.train_global_batch_size, []
+    """Check that batches have whole pairs, global ones of KTO at least two, and that scoring is at temperature 1."""
+    policy = config.policy
+    rows, problems = policy.train_global_batch_size, []
     if not isinstance(config.algorithm, PreferenceConfig):
         return []
     least = 4 if isinstance(config.algorithm, KTOConfig) else 2
@@ -215,6 +216,10 @@ def check_preferences(config: RunConfig, device: str) -> list[Problem]:
         problems.append(
             Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
         )
+    pairwise = not isinstance(config.algorithm, KTOConfig)
+    if pairwise and policy.batching.mode == "padded" and policy.train_micro_batch_size < 2:
+        message = f"a padded microbatch of {policy.train_micro_batch_size} row has no room for a pair."
+        problems.append(Problem("policy.train_micro_batch_size", message, "Set it to at least 2."))
     temperature = config.generation.temperature
     if temperature not in (0.0, 1.0):
         message = f"log-probabilities would be those at temperature {temperature}; preferences are trained at 1."

@@ -68,16 +68,18 @@ def test_other_losses_take_their_steps(run_config: Any, tmp_path: Path, algorith
 def test_mistakes_are_found_before_the_start(run_config: Any, tmp_path: Path) -> None:
     path = pairs_file(tmp_path, 12)
     with pytest.raises(
-        ConfigError, match=r"policy\.train_global_batch_size.*3 rows are not whole pairs of two rows, at least 1"
+        ConfigError, match=r"(?s)policy\.train_global_batch_size.*3 rows are not whole pairs of two rows, at least 1"
     ):
         run_config("dpo", *options(path, "policy.train_global_batch_size=3"))
     with pytest.raises(
-        ConfigError, match=r"policy\.train_global_batch_size.*2 rows are not whole pairs of two rows, at least 2"
+        ConfigError, match=r"(?s)policy\.train_global_batch_size.*2 rows are not whole pairs of two rows, at least 2"
     ):
         run_config("kto", *options(path, "policy.train_global_batch_size=2"))
-    with pytest.raises(ConfigError, match=r"generation\.temperature.*preferences are trained at 1"):
+    with pytest.raises(ConfigError, match=r"(?s)policy\.train_micro_batch_size.*has no room for a pair"):
+        run_config("dpo", *options(path, "policy.batching={mode: padded}", "policy.train_micro_batch_size=1"))
+    with pytest.raises(ConfigError, match=r"(?s)generation\.temperature.*preferences are trained at 1"):
         run_config("dpo", *options(path, "generation.temperature=0.7"))
-    with pytest.raises(ConfigError, match=r"environment\.name.*preferences has no rewards"):
+    with pytest.raises(ConfigError, match=r"(?s)environment\.name.*preferences has no rewards"):
         run_config("grpo", *options(path))
     with pytest.raises(DataError, match="is no preference pair: it needs a completion, and a rejected answer"):
         run(run_config("dpo"))
