@@ -46,7 +46,7 @@ def random_batch(seed: int = 0) -> tuple[Tensor, BatchedDataDict[Any]]:
         "group_ids": torch.tensor([40, 7, 300, -2, 8])[pairs],
         "chosen": (torch.arange(2 * PAIRS) % 2 == 0).double(),
         "reference_policy_logprobs": torch.where(mask > 0, uniform(-2.0, -0.05), 0.0),
-        "kl_estimate": torch.full((2 * PAIRS,), 0.3).double(),
+        "kl_estimate": torch.full((2 * PAIRS,), 0.3, dtype=torch.float64),
         "chosen_tokens": (mask[0::2] * (pairs[0::2] != 2)[:, None]).sum().expand(2 * PAIRS),
     }
     order = torch.randperm(2 * PAIRS, generator=generator)
