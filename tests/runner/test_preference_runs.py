@@ -18,14 +18,12 @@ PREFERENCES = "environment={name: preferences, path: %s, validation_fraction: 0.
 
 
 def pairs_file(folder: Path, count: int = 64) -> Path:
-    """Pairs whose chosen answer repeats the last digit of the prompt, and whose rejected one has another."""
+    """Pairs whose chosen answer has even digits, and whose rejected one has odd digits; of one or two digits."""
     rows = []
     for number in range(count):
-        right, wrong = number % 10, (number + 1 + number // 10) % 10
-        wrong = (wrong + 1) % 10 if wrong == right else wrong
-        rows.append(
-            {"prompt": f"{number}?", "chosen": str(right), "rejected": f"{wrong}{wrong}" if number % 3 else str(wrong)}
-        )
+        even, odd = 2 * (number % 5), 2 * (number * 3 % 5) + 1
+        chosen, rejected = str(even) * (1 + number % 2), str(odd) * (1 + number // 2 % 2)
+        rows.append({"prompt": f"{number}?", "chosen": chosen, "rejected": rejected})
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
