@@ -189,7 +189,7 @@ class DatasetEnvironment(VerifiableEnvironment):
                     f"{where}: environment.check=math cannot compare the answer {answer!r} (only numbers, fractions, "
                     "and sums and products of them); remove such rows, or set environment.check=exact"
                 )
-        messages = _with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
+        messages = with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
         metadata = row if own else {}
         return Sample(rows.label(number), messages, answer, conversation.completion, metadata, conversation.tools)
 
@@ -225,7 +225,7 @@ def _key(sample: Sample) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:
+def with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:
     """Append `instruction` to the last user turn, and put `system` first unless there is a system message."""
     turns = list(messages)
     users = [number for number, message in enumerate(turns) if message["role"] == "user"]

@@ -87,7 +87,8 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
         tokenizer = open_tokenizer(config.policy)
         record = backend_record(config, manager)
         if reference := algorithm.needs_reference_model(config.algorithm):
-            require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
+            why = f"algorithm.name={config.algorithm.name} needs a reference policy, as configured"
+            require(record, Capability.REFERENCE_MODEL, why)
         worker_spec(
             config,
             tokenizer,
