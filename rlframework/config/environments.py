@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, Section, import_path
+from rlframework.config.judge import JudgeConfig
 from rlframework.config.numbers import Coefficient, Fraction, Seconds, Steps, Workers
 from rlframework.config.sections import EnvironmentConfig
 
@@ -126,9 +127,10 @@ class ColumnsConfig(Section):
 
 
 class WeightedReward(Section):
-    """One of several reward functions."""
+    """One of several rewards: a function, or a judge."""
 
-    function: Annotated[str, ImportsCode()] = Field(description="import path of the reward function")
+    function: Annotated[str | None, ImportsCode()] = Field(None, description="import path of the reward function")
+    judge: JudgeConfig | None = Field(None, description="a model behind an OpenAI-compatible endpoint that scores")
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = Field(1.0, description="factor of its reward in the sum")
 
     @field_validator("function", mode="before")
@@ -136,6 +138,13 @@ class WeightedReward(Section):
     def _import_path(cls, function: object) -> object:
         """Replace a function by its import path."""
         return import_path(function) if callable(function) else function
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.function is None) == (self.judge is None):
+            given = "none is" if self.function is None else "both are"
+            raise ValueError(f"set one of function (an import path) and judge (a section); {given} given")
+        return self
 
 
 RewardName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
@@ -213,7 +222,7 @@ class DatasetConfig(RowsConfig):
     reward: Annotated[str | Mapping[RewardName, WeightedReward] | None, ImportsCode()] = Field(
         None,
         description="import path of your reward function, an alternative to `check`; or several by name, each "
-        "{function: import path, weight: 1.0}, whose weighted sum is the reward",
+        "{function: import path, weight: 1.0} or {judge: {...}, weight: 1.0}, whose weighted sum is the reward",
     )
     reward_timeout: Seconds | None = Field(
         60.0,
@@ -277,7 +286,8 @@ class DatasetConfig(RowsConfig):
     def reward_functions(self) -> Mapping[str, str]:
         """The import paths of the reward functions, by the key that holds them; empty if there are none."""
         if isinstance(self.reward, Mapping):
-            return {f"environment.reward.{name}.function": part.function for name, part in self.reward.items()}
+            named = {f"environment.reward.{name}.function": part.function for name, part in self.reward.items()}
+            return {key: path for key, path in named.items() if path is not None}
         return {} if self.reward is None else {"environment.reward": self.reward}
 
     @property
@@ -288,7 +298,8 @@ class DatasetConfig(RowsConfig):
     @model_validator(mode="after")
     def _one_judge(self) -> Self:
         if self.check != "none" and self.reward is not None:
-            both = f"reward ({', '.join(self.reward_functions.values())}) and check ({self.check})"
+            named = self.reward if isinstance(self.reward, Mapping) else [self.reward]
+            both = f"reward ({', '.join(map(str, named))}) and check ({self.check})"
             raise ValueError(f"{both} both score completions; set only one of them")
         return self
 

@@ -199,7 +199,7 @@ class ValidationConfig(Section):
 class AlgorithmConfig(Section):
     """Settings that all algorithms share."""
 
-    name: str = Field(description="`grpo`, `sft`, or the name of a plugin")
+    name: str = Field(description="`grpo`, `sft`, or another: `rlframework plugins` lists them")
     num_steps: StepsOrZero = Field(100, description="number of training steps; 0: those of `num_epochs`")
     num_epochs: Steps | None = Field(
         None,

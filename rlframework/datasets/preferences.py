@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.memmap import MemmapTensorClass
 from rlframework.datasets.rendering import render_completion, render_prompt
 from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
@@ -156,6 +157,30 @@ class PreferencePairs(MemmapTensorClass):
                 f"pair {first + row}: chosen and rejected differ at position {column}, within the prompt of "
                 f"{int(prompts[row])} tokens; both must have the same prompt"
             )
+
+
+def mismatched_rows(data: BatchedDataDict[Any], pad_id: int) -> BatchedDataDict[Any]:
+    """Return each prompt of `data` with the answer of the same kind to the next pair's prompt, the last with the first.
+
+    `data` has the rows of `PreferencePairs.to_fields`: two per pair, of two pairs or more. An answer is truncated where
+    its row would be longer than the longest of `data`. Returns `input_ids`, `input_lengths`, `token_mask` and
+    `sample_mask`, in the order of `data`.
+    """
+    ids, ends, prompts = (data[name].tolist() for name in ("input_ids", "input_lengths", "prompt_lengths"))
+    count, longest = len(ids), max(ends)
+    if count < 4:
+        raise BatchError(f"mismatched rows need at least two pairs, but the batch has {count} rows")
+    others = [(row + 2) % count for row in range(count)]
+    rows = [
+        (ids[row][: prompts[row]] + ids[other][prompts[other] : ends[other]])[:longest]
+        for row, other in enumerate(others)
+    ]
+    input_ids, lengths = pad_rows(rows, pad_id)
+    answers = right_padding_mask(lengths, input_ids.shape) & ~right_padding_mask(
+        data["prompt_lengths"], input_ids.shape
+    )
+    masks = {"token_mask": answers.float(), "sample_mask": data["sample_mask"]}
+    return BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, **masks})
 
 
 def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int], list[int]]:

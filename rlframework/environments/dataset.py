@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -117,6 +118,11 @@ class DatasetEnvironment(VerifiableEnvironment):
             return super().step(samples, conversations)
         return self._reward.score(samples, self.answers(samples, conversations))
 
+    def start(self, folder: Path | None) -> None:
+        """See `Environment.start`. Raises a `ConfigError` if a judge does not answer."""
+        if self._reward is not None:
+            self._reward.start(folder)
+
     def shutdown(self) -> None:
         """End the process of the user's reward function."""
         if self._reward is not None:
@@ -183,7 +189,7 @@ class DatasetEnvironment(VerifiableEnvironment):
                     f"{where}: environment.check=math cannot compare the answer {answer!r} (only numbers, fractions, "
                     "and sums and products of them); remove such rows, or set environment.check=exact"
                 )
-        messages = _with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
+        messages = with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
         metadata = row if own else {}
         return Sample(rows.label(number), messages, answer, conversation.completion, metadata, conversation.tools)
 
@@ -219,7 +225,7 @@ def _key(sample: Sample) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:
+def with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:
     """Append `instruction` to the last user turn, and put `system` first unless there is a system message."""
     turns = list(messages)
     users = [number for number, message in enumerate(turns) if message["role"] == "user"]

@@ -61,6 +61,7 @@ def build_parts(
     config = config if data is None else with_data(config, data)
     manager = manager or create_manager(config.plugins)
     with planned_parts(config, manager) as parts:
+        parts.environment.start(config.output_dir)
         if planning is not None:
             planning(parts)
         config = parts.config
@@ -86,7 +87,8 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
         tokenizer = open_tokenizer(config.policy)
         record = backend_record(config, manager)
         if reference := algorithm.needs_reference_model(config.algorithm):
-            require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef asks for a reference policy")
+            why = f"algorithm.name={config.algorithm.name} needs a reference policy, as configured"
+            require(record, Capability.REFERENCE_MODEL, why)
         worker_spec(
             config,
             tokenizer,
@@ -126,11 +128,10 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
     observers = Observers(
         ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False), RunInfo(config, config.output_dir)
     )
-    with (
-        open_environment(config, manager) as environment,
-        build_generation(config, manager=manager) as (tokenizer, policy, generation),
-    ):
-        yield Parts(config, tokenizer, policy, generation, environment, observers)
+    with open_environment(config, manager) as environment:
+        environment.start(None)
+        with build_generation(config, manager=manager) as (tokenizer, policy, generation):
+            yield Parts(config, tokenizer, policy, generation, environment, observers)
 
 
 @contextmanager
