@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check fast test soak conformance gpu vllm outside lint format types imports docs clean
+.PHONY: help quickstart check fast test thorough soak conformance gpu vllm outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,12 @@ fast: test
 
 test: $(VENV)/.installed-dev  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# `make test` runs a sample of the cases of some tests: see SAMPLED in conftest.py.
+thorough: PYTEST_ARGS = -n 2 --dist loadgroup
+thorough: $(VENV)/.installed-dev  ## all cases of the tests of which `make test` runs a sample
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --thorough \
+		$$($(BIN)/python -c 'from conftest import SAMPLED; print(*SAMPLED)')
 
 # The short form of the same attacks is part of `make test`. SOAK_SEED=N repeats a run.
 soak: export SOAK_FILE = $(abspath $(VENV))/soak.jsonl

@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests download nothing
 import signal
 import string
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,22 @@ processes.PRELOADED = (
 
 ALPHABET = string.digits + string.ascii_lowercase + " +-*=?.,:\n"
 
+SAMPLED = {
+    "plugins/dtensor/tests/test_kinds.py::test_a_kind_is_equal_to_its_rows_one_by_one_or_rejected": 5,
+    "plugins/dtensor/tests/test_conformance.py::TestMutants::test_mutant_is_caught": 4,
+    "plugins/dtensor/tests/test_compiling.py::test_compiled_step_matches_the_oracle": 2,
+    "plugins/deepspeed/tests/test_deepspeed_kinds.py::test_a_kind_is_equal_or_rejected_as_on_the_dtensor_backend": 10,
+    "plugins/deepspeed/tests/test_deepspeed_state_layout.py::test_the_estimate_is_what_exists": 3,
+    "plugins/megatron/tests/test_megatron_kinds.py::test_types_that_are_split_compute_what_transformers_does": 2,
+}
+"""Tests with many or long cases, of which only every n-th runs without `--thorough`."""
+
 _imported = 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--thorough`."""
+    parser.addoption("--thorough", action="store_true", help="run all cases of the tests in `SAMPLED` of conftest.py")
 
 
 def _keep_imports() -> None:
@@ -49,12 +65,26 @@ def _keep_imports() -> None:
         _imported = len(sys.modules)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a GPU kernels are compiled first, which takes minutes, and compilers and NCCL warn; show it, and go on."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of the tests in `SAMPLED`, and allow for the compilation of kernels on a GPU."""
+    if not config.getoption("thorough"):
+        _sample(config, items)
+    # kernels are compiled first, which takes minutes, and compilers and NCCL warn; show it, and go on
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("default"))
             item.add_marker(pytest.mark.timeout(600))
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left_out if seen[test] % SAMPLED.get(test, 1) else kept).append(item)
+        seen[test] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:

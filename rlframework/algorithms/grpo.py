@@ -14,6 +14,7 @@ from rlframework.algorithms.dynamic_sampling import sample_groups
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
+from rlframework.config.sections import RunConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import has_episodes
@@ -41,6 +42,12 @@ class GRPO(StepLoop):
     def training_calls(cls, config: GRPOConfig) -> int:
         """Return one call for each pass over each batch."""
         return config.num_steps * config.epochs_per_batch
+
+    @classmethod
+    def samples_per_step(cls, config: RunConfig) -> int:
+        """Return `prompts_per_step`."""
+        assert isinstance(config.algorithm, GRPOConfig)
+        return config.algorithm.prompts_per_step
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)

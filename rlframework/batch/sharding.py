@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 
-from rlframework.batch.batch_rows import describe, read_count, read_lengths, round_up
+from rlframework.batch.batch_rows import describe, is_integral, read_count, read_lengths, round_up
 from rlframework.batch.packing import balanced_microbatches, get_packer, round_robin_microbatches
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
@@ -29,7 +29,8 @@ class DynamicBatchingArgs(TypedDict):
     The length of each microbatch is rounded up to a multiple of `sequence_length_round`. `input_key` names the `[B, S]`
     tokens, `input_lengths_key` the `[B]` integer tensor of their lengths. `algorithm` is "round_robin" (default: the
     microbatches of all shards have the same shapes) or "balanced" (similar costs in each step and less padding; `cost`
-    is the cost of a row).
+    is the cost of a row). `group_ids_key` names a `[B]` integer tensor: rows with equal values share a microbatch, in
+    the given order ("balanced" only).
     """
 
     max_tokens_per_microbatch: int
@@ -38,6 +39,7 @@ class DynamicBatchingArgs(TypedDict):
     input_lengths_key: str
     algorithm: NotRequired[str]
     cost: NotRequired["TokenCost | None"]
+    group_ids_key: NotRequired[str]
 
 
 class SequencePackingArgs(TypedDict):
@@ -45,7 +47,8 @@ class SequencePackingArgs(TypedDict):
 
     `algorithm` is a `PackingAlgorithm` or its name. Each row counts as its length rounded up to a multiple of
     `sequence_length_pad_multiple`. `microbatch_order` is "packer" (default: in the packer's order) or "largest_first".
-    `cost` is the cost of a row; only "balanced" uses it.
+    `cost` is the cost of a row; only "balanced" uses it. `group_ids_key` names a `[B]` integer tensor: rows with equal
+    values share a microbatch, in the given order.
     """
 
     max_tokens_per_microbatch: int
@@ -55,10 +58,13 @@ class SequencePackingArgs(TypedDict):
     sequence_length_pad_multiple: int
     microbatch_order: NotRequired[str]
     cost: NotRequired["TokenCost | None"]
+    group_ids_key: NotRequired[str]
 
 
 Block = tuple[int, int]
 """Rows `[start, end)`."""
+Ids = torch.Tensor | None
+"""The group of each row, `[B]`; None if no rows need to stay together."""
 Group = tuple[list[int], int]
 """The rows of one microbatch and its length: the padded length if dynamic, the total tokens if packed."""
 
@@ -109,18 +115,21 @@ def plan_dynamic(
     _check_sizes(size, shards, batch_size, uneven, divide=algorithm == "round_robin")
     lengths, width = _read_lengths(data, args["input_key"], args["input_lengths_key"])
     _check_cap([min(round_up(length, multiple), width) for length in lengths], lengths, most)
+    ids = _read_group_ids(data, args.get("group_ids_key"), size)
+    if ids is not None and algorithm != "balanced":
+        raise BatchError(f"group_ids_key needs the algorithm balanced, got {algorithm!r}, which assigns single rows")
 
     def padded(rows: Sequence[int], lengths: list[int]) -> int:
         longest = max((lengths[row] for row in rows), default=0) or 1  # rows without tokens still take one column
         return min(round_up(longest, multiple), width)
 
-    def balanced(lengths: list[int]) -> list[list[Group]]:
+    def balanced(lengths: list[int], ids: Ids) -> list[list[Group]]:
         by_shard = balanced_microbatches(
-            lengths, most, shards=shards, length_round=multiple, width=width, cost=args.get("cost")
+            lengths, most, shards=shards, length_round=multiple, width=width, cost=args.get("cost"), group_ids=ids
         )
         return [[(list(rows), padded(rows, lengths)) for rows in groups] for groups in by_shard]
 
-    def round_robin(lengths: list[int]) -> list[list[Group]]:
+    def round_robin(lengths: list[int], _: Ids) -> list[list[Group]]:
         by_shard, bounds, longest = round_robin_microbatches(
             lengths, most, shards=shards, length_round=multiple, width=width
         )
@@ -129,7 +138,7 @@ def plan_dynamic(
             for rows in by_shard
         ]
 
-    return _plan(lengths, shards, batch_size, balanced if algorithm == "balanced" else round_robin)
+    return _plan(lengths, ids, shards, batch_size, balanced if algorithm == "balanced" else round_robin)
 
 
 def plan_packed(
@@ -148,16 +157,17 @@ def plan_packed(
     lengths, _ = _read_lengths(data, args["input_key"], args["input_lengths_key"])
     counted = [round_up(length, multiple) for length in lengths]
     _check_cap(counted, lengths, most)
+    ids = _read_group_ids(data, args.get("group_ids_key"), size)
 
-    def packed(lengths: list[int]) -> list[list[Group]]:
-        assigned = packer.assign_to_shards(packer.pack(lengths), lengths, shards)
+    def packed(lengths: list[int], ids: Ids) -> list[list[Group]]:
+        assigned = packer.assign_to_shards(packer.pack(lengths, ids), lengths, shards)
         groups = [[(list(rows), sum(lengths[row] for row in rows)) for rows in bins] for bins in assigned]
         if order == "largest_first":
             for bins in groups:
                 bins.sort(key=lambda group: -group[1])
         return groups
 
-    return _plan(counted, shards, batch_size, packed)
+    return _plan(counted, ids, shards, batch_size, packed)
 
 
 def _check_sizes(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool, *, divide: bool) -> None:
@@ -191,6 +201,20 @@ def _read_lengths(data: Mapping[str, Any], input_key: str, lengths_key: str) -> 
     return read_lengths(data[lengths_key], tokens.shape[1], lengths_key, input_key), tokens.shape[1]
 
 
+def _read_group_ids(data: Mapping[str, Any], key: str | None, size: int) -> Ids:
+    """Return the `[B]` ids of the rows' groups; None without `key`."""
+    if key is None:
+        return None
+    if key not in data:
+        raise BatchKeyError(f"the batch has no {key!r}, the given group_ids_key; it has {sorted(data, key=str)}")
+    ids = data[key]
+    if not is_integral(ids) or ids.shape != (size,):
+        raise BatchTypeError(
+            f"{key!r} must be a tensor of {size} integers, the groups of the rows, got {describe(ids)}"
+        )
+    return ids
+
+
 def _check_cap(counted: Sequence[int], lengths: Sequence[int], most: int) -> None:
     """Raise `BatchError` for a row that alone exceeds `most` tokens; `counted` are the lengths as rounded up."""
     if max(counted, default=0) > most:
@@ -202,11 +226,16 @@ def _check_cap(counted: Sequence[int], lengths: Sequence[int], most: int) -> Non
 
 
 def _plan(
-    lengths: list[int], shards: int, batch_size: int | None, assign: Callable[[list[int]], list[list[Group]]]
+    lengths: list[int],
+    ids: Ids,
+    shards: int,
+    batch_size: int | None,
+    assign: Callable[[list[int], Ids], list[list[Group]]],
 ) -> list[ShardPlan]:
     plans = [ShardPlan() for _ in range(shards)]
     for start, end in _global_batches(len(lengths), batch_size):
-        assigned = assign(lengths[start:end]) if end > start else [[] for _ in plans]
+        own = None if ids is None else ids[start:end]
+        assigned = assign(lengths[start:end], own) if end > start else [[] for _ in plans]
         for plan, groups in zip(plans, assigned, strict=True):
             plan.add_global_batch(groups, start)
     return plans

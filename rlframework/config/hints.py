@@ -70,6 +70,7 @@ _WORDS: Mapping[str, str] = {
         "generation.max_length generation.max_tokens"
     ),
     # algorithm and loss
+    "algorithm.num_epochs": "num_train_epochs total_epochs",
     "algorithm.num_steps": "max_steps max_num_steps total_training_steps",
     "algorithm.epochs_per_batch": "num_iterations ppo_epochs",
     "algorithm.loss.kl_coef": "beta kl_coef init_kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty",
@@ -129,9 +130,7 @@ PEER_KEYS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for w
 WITHOUT_COUNTERPART: Mapping[str, str] = {
     "gradient_accumulation_steps": "It follows from `policy.train_global_batch_size`, the rows per optimizer step.",
     "max_prompt_length": "No limit; a prompt that leaves no room for `generation.max_new_tokens` tokens is an error.",
-    "num_train_epochs": "rlframework counts steps: set `algorithm.num_steps`.",
     "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
-    "total_epochs": "rlframework counts steps: set `algorithm.num_steps`.",
     "rollout.tensor_model_parallel_size": "A generation engine holds the whole model; remove the key.",
     "resume_from_checkpoint": "To resume a run, use `rlframework train --resume RUN_DIR`.",
     "resume_mode": "To resume a run, use `rlframework train --resume RUN_DIR`.",

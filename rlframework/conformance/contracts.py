@@ -19,6 +19,7 @@ CONTRACTS: Mapping[int, str] = {
     9: "each request comes back once; its result depends on its prompt, seed, sampling and the weights, nothing else",
     10: "weights are used as a whole or not at all, nothing of older ones after an update, and tokens have versions",
     11: "a trajectory's sampled tokens and log-probabilities are the engine's, and its row re-scored gives them again",
+    13: "rows of a group share a microbatch, in their order, in every batching mode and layout",
 }
 
 FP32 = 1e-5

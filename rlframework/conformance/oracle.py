@@ -143,11 +143,18 @@ class Oracle:
 
         `nll`: mean over all valid tokens. `pg`, `sequence_pg`: clipped policy gradient (ratios in 0.8 to 1.2), averaged
         over tokens, or over sequences of each sequence's mean. Valid tokens are selected by `token_mask` and
-        `sample_mask`, never position 0.
+        `sample_mask`, never position 0. `pairs`: minus the log-sigmoid of how much the mean log-probability of a row
+        exceeds that of the next row with the same `group_ids`, summed over these pairs, over the valid rows.
         """
         mask: Tensor = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].float()
         if kind == "nll":
             return -(self._logprobs(batch, 1.0)[:, 1:] * mask).sum() / mask.sum()
+        if kind == "pairs":
+            means = (self._logprobs(batch, 1.0)[:, 1:] * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+            ids: list[int] = batch["group_ids"].tolist()
+            after = {row: ids.index(one, row + 1) for row, one in enumerate(ids) if one in ids[row + 1 :]}
+            margins = torch.stack([means[row] - means[other] for row, other in after.items()])
+            return -torch.nn.functional.logsigmoid(margins).sum() / float(batch["sample_mask"].sum())
         logprobs = self._logprobs(batch, self.temperature)[:, 1:]
         ratio = torch.exp(logprobs - batch["prev_logprobs"][:, 1:])
         advantages = batch["advantages"][:, 1:]
@@ -157,7 +164,7 @@ class Oracle:
         if kind == "sequence_pg":
             means = terms.sum(1) / mask.sum(1).clamp(min=1.0)
             return means.sum() / float(batch["sample_mask"].sum())
-        raise ValueError(f"unknown loss {kind!r}; it must be nll, pg or sequence_pg")
+        raise ValueError(f"unknown loss {kind!r}; it must be nll, pg, sequence_pg or pairs")
 
     def router_loss(self, batch: Batch) -> Tensor:
         """Return the load-balancing loss over all blocks and all tokens of rows that the losses use.

@@ -37,7 +37,7 @@ class GradedQuestion:
 def read_graded_solutions(path: str | Path) -> list[GradedQuestion]:
     """Read all questions of the file. Raises a `DataError` that names file and line if one is missing or malformed."""
     rows = JsonlRows([path])
-    return [_question(row, rows.where(index), rows.label(index)) for index, row in enumerate(rows)]
+    return [graded_question(row, rows.where(index), rows.label(index)) for index, row in enumerate(rows)]
 
 
 def pair_solutions(
@@ -64,7 +64,13 @@ def pair_solutions(
     return rows
 
 
-def _question(row: Row, where: str, name: str) -> GradedQuestion:
+def is_graded(row: Row) -> bool:
+    """Whether `row` has the form of this file."""
+    return row.keys() >= _FIELDS.keys()
+
+
+def graded_question(row: Row, where: str, name: str) -> GradedQuestion:
+    """Return the question `name` in `row`. Raises a `DataError` that begins with `where` if it is malformed."""
     check_fields(row, _FIELDS, where)
     marked: dict[bool, list[str]] = {True: [], False: []}
     models = [model for model in row if model not in _FIELDS]

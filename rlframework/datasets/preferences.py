@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.memmap import MemmapTensorClass
 from rlframework.datasets.rendering import render_completion, render_prompt
 from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
 from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.interfaces.environment import Sample
-from rlframework.interfaces.messages import Message
+from rlframework.interfaces.messages import Message, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,13 +37,14 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """A pair as text. `scores`: the scores of the chosen and the rejected answer, if known."""
+    """A pair as text. `scores`: those of the chosen and the rejected answer, if known. `tools`: as of `Sample`."""
 
     messages: tuple[Message, ...]
     chosen: str
     rejected: str
     id: str = ""
     scores: tuple[float, float] | None = None
+    tools: tuple[ToolSpec, ...] = ()
 
 
 class PreferencePairs(MemmapTensorClass):
@@ -157,10 +159,36 @@ class PreferencePairs(MemmapTensorClass):
             )
 
 
+def mismatched_rows(data: BatchedDataDict[Any], pad_id: int) -> BatchedDataDict[Any]:
+    """Return each prompt of `data` with the answer of the same kind to the next pair's prompt, the last with the first.
+
+    `data` has the rows of `PreferencePairs.to_fields`: two per pair, of two pairs or more. An answer is truncated where
+    its row would be longer than the longest of `data`. Returns `input_ids`, `input_lengths`, `token_mask` and
+    `sample_mask`, in the order of `data`.
+    """
+    ids, ends, prompts = (data[name].tolist() for name in ("input_ids", "input_lengths", "prompt_lengths"))
+    count, longest = len(ids), max(ends)
+    if count < 4:
+        raise BatchError(f"mismatched rows need at least two pairs, but the batch has {count} rows")
+    others = [(row + 2) % count for row in range(count)]
+    rows = [
+        (ids[row][: prompts[row]] + ids[other][prompts[other] : ends[other]])[:longest]
+        for row, other in enumerate(others)
+    ]
+    input_ids, lengths = pad_rows(rows, pad_id)
+    answers = right_padding_mask(lengths, input_ids.shape) & ~right_padding_mask(
+        data["prompt_lengths"], input_ids.shape
+    )
+    masks = {"token_mask": answers.float(), "sample_mask": data["sample_mask"]}
+    return BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, **masks})
+
+
 def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int], list[int]]:
     """The length of the prompt, and the ids of prompt and chosen answer, and of prompt and rejected answer."""
-    prompt = render_prompt(tokenizer, row.messages)
-    answers = [Sample(row.id, row.messages, "", completion=text) for text in (row.chosen, row.rejected)]
+    prompt = render_prompt(tokenizer, row.messages, row.tools)
+    answers = [
+        Sample(row.id, row.messages, "", completion=text, tools=row.tools) for text in (row.chosen, row.rejected)
+    ]
     chosen, rejected = (prompt + render_completion(tokenizer, answer) for answer in answers)
     return len(prompt), chosen, rejected
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from math import comb
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from rlframework.configure import dump_config
 from rlframework.errors import DataError
 from rlframework.observers.host import cpu_name, package_version
 from rlframework.secrets import hide_secrets
+from rlframework.training.intervals import LEVEL, wilson
 from rlframework.training.recording import plain_json
 from rlframework.workers.machine import cpu_count
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from rlframework.algorithm import Parts
     from rlframework.evaluation.plan import EvaluationPlan, ModelSource
 
-LEVEL = 0.95
-"""Confidence level of the intervals."""
 RESAMPLES = 10_000
 _SEED = 2107
 _REPORTED_SECTIONS = {"seed", "device", "plugins", "policy", "environment", "generation", "worker_group"}
@@ -77,18 +75,6 @@ def pass_at_k(attempts: int, right: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k), the mean over all subsets of k attempts, in integers of any size.
     """
     return 1.0 - comb(attempts - right, k) / comb(attempts, k)
-
-
-def wilson(right: float, count: int) -> tuple[float, float]:
-    """Wilson's score interval of the proportion `right / count` of independent trials."""
-    z = NormalDist().inv_cdf((1.0 + LEVEL) / 2.0)
-    share = right / count
-    centre = share + z * z / (2 * count)
-    half = z * (share * (1.0 - share) / count + z * z / (4.0 * count * count)) ** 0.5
-    scale = 1.0 + z * z / count
-    # exactly 0 and 1 when all trials are equal; the formula gives them only up to rounding
-    low = 0.0 if right == 0 else (centre - half) / scale
-    return low, 1.0 if right == count else (centre + half) / scale
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:

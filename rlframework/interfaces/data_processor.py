@@ -41,11 +41,13 @@ class BatchPlan:
     """How rows are grouped into microbatches.
 
     `mode` is "padded", with `rows` rows per microbatch, or "dynamic" or "packed", with at most `tokens` tokens.
+    `groups`: rows with equal `group_ids` share a microbatch.
     """
 
     mode: str
     rows: int
     tokens: int
+    groups: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("padded", "dynamic", "packed"):
@@ -185,4 +187,10 @@ class DataProcessor(ABC):
         - `"token_mask"`: only for targets with nonzero `token_mask [B, S]`; rows without any are left out;
         - `"loss"`: like `"token_mask"`, but rows whose `sample_mask [B]` is 0 are left out too;
         - `"last"`: at the last token of each row, which is its own target; rows without tokens are left out.
+
+        With `plan.groups`, rows of `data` with equal `group_ids [B]` are a group. A microbatch has all rows of its
+        groups, next to each other and in the order of `data`. A group is left out only if all of its rows would be;
+        no head runs for the others of its rows that would be. `micro_batch_indices` are kept in the mode "padded" too.
+        A group that does not fit into a microbatch of the plan is a `BatchError`, and so are planned microbatches that
+        divide one.
         """

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from rlframework.batch.batched_data_dict import BatchedDataDict
 
 
+GROUP_IDS = "group_ids"
+"""The column `[B]` int64 of a batch that says which rows belong together: those with equal values."""
+
+
 class LossType(StrEnum):
     """The average a loss takes: over all valid tokens of the global batch, or over its valid sequences."""
 
@@ -62,6 +66,12 @@ class LossFunction(Protocol):
     A loss may also have an attribute `reads: Mapping[str, LossColumn]`, which names what it reads of `data` besides
     tokens, lengths and masks. `Policy.train` checks these columns before a worker gets anything. Without it, a missing
     column fails in the workers, which ends them.
+
+    A loss may also have an attribute `needs_groups: bool`, False if absent. If true, its value depends on rows that
+    belong together, such as the chosen and the rejected row of a pair, and `Policy.train` requires the column
+    `group_ids` `[B]` int64. Each call then gets whole groups: all rows with equal ids, next to each other, in their
+    order in the batch, including those whose `sample_mask` is 0. Groups of which no row counts in the loss may be left
+    out. All rows of a group must be in one global batch, and fit into one microbatch.
     """
 
     loss_type: LossType
@@ -78,3 +88,8 @@ class LossFunction(Protocol):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the loss and metrics of one microbatch."""
         ...
+
+
+def needs_groups(loss_fn: Any) -> bool:
+    """Whether all rows of a group must be in the same call of `loss_fn`, see `LossFunction`."""
+    return bool(getattr(loss_fn, "needs_groups", False))

@@ -137,7 +137,8 @@ class PolicyWorker(ABC):
         Evaluation changes no state. Each worker independently raises `BatchError` for a batch without masks or with
         rows that do not divide into global batches. A global batch without valid tokens takes no step. One with a
         non-finite gradient is skipped; `non_finite_gradients.stop_after` skips in a row raise `NonFiniteGradients`.
-        Losses with `wants_entropy` find `entropy` in their data.
+        Losses with `wants_entropy` find `entropy` in their data. For losses with `needs_groups`, each rank's rows of
+        a global batch must be whole groups, as `Policy.train` shards them.
         """
 
     @abstractmethod

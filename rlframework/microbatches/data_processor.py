@@ -21,6 +21,7 @@ from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, Glob
 from rlframework.microbatches.global_batch import check_fits, process_global_batch, real_tokens, rows_with_targets
 from rlframework.microbatches.model_inputs import packed_inputs, padded_inputs
 from rlframework.microbatches.on_demand import Made, on_device
+from rlframework.microbatches.row_groups import check_groups_fit, check_planned, read_group_ids, with_whole_groups
 from rlframework.microbatches.shapes import Padding
 
 if TYPE_CHECKING:
@@ -67,32 +68,49 @@ def rows_by_microbatch(
 ) -> list[Tensor]:
     """Return the rows of `data` for which `wanted [B]` is true, by microbatch.
 
-    Uses the microbatches that the driver planned if `data` carries them, otherwise groups the rows by `plan`.
+    Uses the microbatches that the driver planned if `data` carries them, otherwise groups the rows by `plan`. With
+    `plan.groups`, all rows of a group are returned if one of them is wanted.
     """
-    if data.micro_batch_indices is None or plan.mode == "padded":
+    ids = None
+    if plan.groups:
+        ids, wanted = read_group_ids(data), with_whole_groups(wanted, data)
+    if data.micro_batch_indices is None or (plan.mode == "padded" and ids is None):
         rows = wanted.nonzero()[:, 0]
-        return [rows[group] for group in group_rows(data["input_lengths"][rows].tolist(), plan, padding)]
+        own = None if ids is None else ids[rows]
+        return [rows[group] for group in group_rows(data["input_lengths"][rows].tolist(), plan, padding, own)]
     groups, offset = [], 0
     for ranges in data.micro_batch_indices:
+        if ids is not None:
+            check_planned(ranges, ids[offset:])
         for start, end in ranges:
             groups.append(wanted[offset + start : offset + end].nonzero()[:, 0] + offset + start)
         offset += max((end for _, end in ranges), default=0)
     return [rows for rows in groups if len(rows)]
 
 
-def group_rows(lengths: Sequence[int], plan: BatchPlan, padding: Padding = NO_PADDING) -> list[list[int]]:
-    """Return indices into `lengths`, grouped into microbatches by `plan`.
+def group_rows(
+    lengths: Sequence[int], plan: BatchPlan, padding: Padding = NO_PADDING, ids: Tensor | None = None
+) -> list[list[int]]:
+    """Return indices into `lengths`, grouped into microbatches by `plan`; rows with equal `ids` share one.
 
     No dynamic or packed group exceeds `plan.tokens`, including its padding.
     """
-    if plan.mode == "padded":
-        return [list(range(start, min(start + plan.rows, len(lengths)))) for start in range(0, len(lengths), plan.rows)]
     if not lengths:
         return []
-    check_fits(padding.width(max(lengths)), plan.mode, plan.tokens)
+    exact = padding if ids is None else replace(padding, few=False)
+    widths = [exact.width(length) for length in lengths] if plan.mode == "dynamic" else lengths
+    limit = plan.rows if plan.mode == "padded" else plan.tokens
+    if plan.mode != "padded":
+        check_fits(padding.width(max(lengths)), plan.mode, limit)
+    if plan.mode == "packed":
+        limit -= limit % padding.multiple
+    if ids is not None:
+        check_groups_fit(ids, widths, plan.mode, limit)
+    if plan.mode == "padded":
+        return get_packer("concatenative", limit).pack([1] * len(lengths), ids)
     if plan.mode == "dynamic":
-        return balanced_microbatches([padding.width(length) for length in lengths], plan.tokens)[0]
-    return get_packer("balanced", plan.tokens // padding.multiple * padding.multiple).pack(lengths)
+        return balanced_microbatches(widths, limit, group_ids=ids)[0]
+    return get_packer("balanced", limit).pack(lengths, ids)
 
 
 def make_microbatch(
@@ -140,7 +158,7 @@ def _require_text(data: BatchedDataDict[Any]) -> None:
 def _pad_rows(input_ids: Tensor, padding: Padding) -> Tensor:
     """Pad `[b, S']` to `[n, L]`."""
     rows, longest = input_ids.shape
-    width = padding.width(longest)
+    width = padding.width(longest, rows)
     added = padding.rows(rows, width) - rows
     return pad(input_ids, (0, width - longest, 0, added)) if added or width > longest else input_ids
 
@@ -168,6 +186,8 @@ def _wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) ->
         last: Tensor = torch.arange(real.shape[1], device=real.device) == rows["input_lengths"][:, None] - 1
         return last
     wanted = real.clone() if positions == "all" else real & (rows["token_mask"] != 0)
+    if positions == "loss":  # a masked row is here only for its group
+        wanted &= (rows["sample_mask"] != 0)[:, None]
     wanted[:, :1] = False
     return wanted
 

@@ -98,7 +98,8 @@ def get_microbatch_iterator(
 
     With `cfg["dynamic_batching"]["enabled"]`, a required key, they are the microbatches that `shard_by_batch_size`
     planned, each as wide as its longest row; with `cfg["sequence_packing"]["enabled"]` its bins, each packed into one
-    row; with neither, `mbs` rows each.
+    row; with neither, `mbs` rows each. Groups of rows stay together if they were planned with `group_ids_key`; `mbs`
+    rows each keep them if the rows are ordered by groups of a size that divides `mbs`.
 
     Ranks may have different numbers of microbatches, or no rows at all, but all must run as many forward passes as the
     rank with the most. So the real microbatches are followed by dummies that repeat them in order, or that have one row

@@ -23,17 +23,20 @@ LEAST = 128
 class Padding:
     """Pads lengths to a multiple of `multiple` and, with `few`, to one of few values.
 
-    `tokens`: the maximum per microbatch, which padding does not exceed; None: unlimited.
+    `tokens`: the maximum per microbatch, which padding does not exceed; None: unlimited. `groups`: dynamic microbatches
+    were planned by exact lengths, because a group may fit only with them, so their rows share the maximum.
     """
 
     multiple: int = 1
     few: bool = False
     tokens: int | None = None
+    groups: bool = False
 
     @classmethod
     def of(cls, plan: BatchPlan, rule: MicrobatchRule) -> Padding:
         """Return the padding of microbatches made by `plan` for an engine with `rule`."""
-        return cls(rule.pad_multiple, rule.few_shapes, None if plan.mode == "padded" else plan.tokens)
+        tokens = None if plan.mode == "padded" else plan.tokens
+        return cls(rule.pad_multiple, rule.few_shapes, tokens, plan.groups)
 
     def packed(self, tokens: int) -> int:
         """Return the length of a packed row of `tokens` tokens."""
@@ -46,13 +49,16 @@ class Padding:
         step = round_up(max(-(-most // PACKED_LENGTHS), LEAST), self.multiple)
         return min(round_up(least, step), most)
 
-    def width(self, longest: int) -> int:
-        """Return the width of padded rows of at most `longest` tokens."""
+    def width(self, longest: int, rows: int = 1) -> int:
+        """Return the width of `rows` padded rows of at most `longest` tokens; the number counts with `groups` only."""
         least = round_up(longest, self.multiple)
         if not self.few:
             return least
         width = round_up(step_up(longest, LEAST), self.multiple)
-        return width if self.tokens is None else min(width, max(self.tokens // self.multiple * self.multiple, least))
+        if self.tokens is None:
+            return width
+        most = self.tokens // (rows if self.groups else 1)
+        return min(width, max(most // self.multiple * self.multiple, least))
 
     def rows(self, rows: int, width: int) -> int:
         """Return the number of rows that `rows` rows of `width` are padded to."""

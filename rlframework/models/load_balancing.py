@@ -6,7 +6,8 @@ It is the loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) for t
 
 `load[e]` is the number of routing choices that went to expert e divided by the number of tokens, and `probability[e]`
 the mean router probability of expert e, both over all layers and all tokens of all ranks but padding and dummy rows. It
-equals the number of experts per token if the load is balanced, and is larger otherwise.
+equals the number of experts per token if the load is balanced, and is larger otherwise. A masked row that the model
+computes for its group (`LossFunction.needs_groups`) counts too, so this also does not depend on the grouping.
 
 `load` has no gradient. So once all loads are known, the loss of a global batch is a sum over microbatches and does not
 depend on how rows are grouped. To measure the loads, the model runs one forward pass over the batch without gradient

@@ -17,6 +17,15 @@ from rlframework.config.episode_environments import (
     ReasoningGymConfig,
     ToolsConfig,
 )
+from rlframework.config.preference_algorithms import (
+    DPOConfig,
+    IPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    PreferenceConfig,
+    SimPOConfig,
+)
+from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.config.sections import (
     RayGroupConfig,
     RemoteGroupConfig,
@@ -85,6 +94,13 @@ def rlframework_environments() -> list[EnvironmentRecord]:
         core("addition", "environments.addition:AdditionEnvironment", sums, AdditionConfig),
         core("gsm8k", "environments.gsm8k:Gsm8kEnvironment", math, Gsm8kConfig),
         core("dataset", "environments.dataset:DatasetEnvironment", own, DatasetConfig, check=check_dataset),
+        core(
+            "preferences",
+            "environments.preferences:PreferencesEnvironment",
+            "chosen and rejected answers to prompts, for training on preferences",
+            PreferencesConfig,
+            check=check_pairs,
+        ),
         *_environments_with_episodes(),
     ]
 
@@ -124,6 +140,24 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
             core(name, "algorithms.grpo:GRPO", summary, GRPOConfig, check=check_grpo)
             for name, summary in POLICY_GRADIENT.items()
         ),
+        *_preference_algorithms(),
+    ]
+
+
+def _preference_algorithms() -> list[AlgorithmRecord]:
+    target = "algorithms.preferences:PreferenceTraining"
+    core = partial(_core, AlgorithmRecord, target=target, check=check_preferences)
+    dpo = "direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)"
+    ipo = "identity preference optimization (Azar et al. 2023, arXiv:2310.12036)"
+    simpo = "simple preference optimization (Meng et al. 2024, arXiv:2405.14734)"
+    orpo = "odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691)"
+    kto = "Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306)"
+    return [
+        core("dpo", summary=dpo, model=DPOConfig),
+        core("ipo", summary=ipo, model=IPOConfig),
+        core("simpo", summary=simpo, model=SimPOConfig),
+        core("orpo", summary=orpo, model=ORPOConfig),
+        core("kto", summary=kto, model=KTOConfig),
     ]
 
 
@@ -175,6 +209,37 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
         "environment.reward to your own function."
     )
     return [Problem("environment.check", f"completions are not scored, so {missing}.", hint)]
+
+
+def check_pairs(config: RunConfig, device: str) -> list[Problem]:
+    """Reject algorithms that need rewards."""
+    if not isinstance(config.algorithm, GRPOConfig):
+        return []
+    message = "preferences has no rewards, which GRPO needs."
+    return [Problem("environment.name", message, "Choose an environment that scores, or algorithm.name=dpo.")]
+
+
+def check_preferences(config: RunConfig, device: str) -> list[Problem]:
+    """Check that batches have whole pairs, global ones of KTO at least two, and that scoring is at temperature 1."""
+    policy = config.policy
+    rows, problems = policy.train_global_batch_size, []
+    if not isinstance(config.algorithm, PreferenceConfig):
+        return []
+    least = 4 if isinstance(config.algorithm, KTOConfig) else 2
+    if rows % 2 or rows < least:
+        message = f"{rows} rows are not whole pairs of two rows, at least {least // 2}."
+        problems.append(
+            Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
+        )
+    pairwise = not isinstance(config.algorithm, KTOConfig)
+    if pairwise and policy.batching.mode == "padded" and policy.train_micro_batch_size < 2:
+        message = f"a padded microbatch of {policy.train_micro_batch_size} row has no room for a pair."
+        problems.append(Problem("policy.train_micro_batch_size", message, "Set it to at least 2."))
+    temperature = config.generation.temperature
+    if temperature not in (0.0, 1.0):
+        message = f"log-probabilities would be those at temperature {temperature}; preferences are trained at 1."
+        problems.append(Problem("generation.temperature", message, "Set it to 1.0; nothing is sampled."))
+    return problems
 
 
 def check_tools(config: RunConfig, device: str) -> list[Problem]:

@@ -21,6 +21,7 @@ from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.huggingface.model_directories import first_size, read_config
 from rlframework.interfaces.loss import LossColumn
 from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
+from rlframework.microbatches.row_groups import read_group_ids
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -200,6 +201,27 @@ def check_columns(data: BatchedDataDict[Any], columns: Mapping[str, LossColumn])
                 f"{key} must be a tensor {names} = {shape} of floating-point numbers, got {describe(value)}"
             )
         _check_bounds(key, value, -_LARGEST, _LARGEST, "finite, in fp32")
+
+
+def check_groups(data: BatchedDataDict[Any], batch_size: int, ranks: int) -> None:
+    """Raise `BatchError` unless each global batch, `batch_size` rows, has whole groups, and at least one per rank."""
+    ids = read_group_ids(data).cpu()
+    batch = torch.arange(data.size) // batch_size
+    groups, batches = torch.stack((ids.to(torch.int64), batch)).unique(dim=1)
+    again = (groups[1:] == groups[:-1]).nonzero()
+    if len(again):
+        group = int(groups[again[0]])
+        raise BatchError(
+            f"group {group} has rows in the global batches {batches[groups == group].tolist()} of {batch_size} rows; "
+            "all rows with the same group_ids must be in one: order the rows by groups, or choose a batch size that "
+            "does not divide them"
+        )
+    fewest = int(batches.bincount().min())
+    if fewest < ranks:
+        raise BatchError(
+            f"a global batch of {batch_size} rows has {fewest} groups for {ranks} data-parallel workers, each of which "
+            "needs one; raise policy.train_global_batch_size or use fewer workers"
+        )
 
 
 def _check_ids(data: BatchedDataDict[Any], real: Tensor, vocabulary: int | None) -> None:

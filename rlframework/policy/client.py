@@ -16,12 +16,13 @@ from rlframework.batch.packing import TokenCost
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
+from rlframework.interfaces.loss import needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
-from rlframework.policy.batch_checks import BatchLimits, check_loss, detached, require_batch
+from rlframework.policy.batch_checks import BatchLimits, check_groups, check_loss, detached, require_batch
 from rlframework.policy.engine import require_head
 from rlframework.policy.optimization import resolve_total_steps
 from rlframework.workers.dispatch import WorkerCalls
@@ -100,7 +101,9 @@ class Policy:
         if config.policy.head == "score":
             require(record, Capability.SCORING, "policy.head=score requests the scores of a reward model")
         if init_reference_model:
-            require(record, Capability.REFERENCE_MODEL, "algorithm.loss.kl_coef requests a reference policy")
+            require(
+                record, Capability.REFERENCE_MODEL, f"algorithm.name={config.algorithm.name} needs a reference policy"
+            )
         self.config = config
         self.record, self.capabilities = record, record.capabilities
         self._has_optimizer, self._has_reference = init_optimizer, init_reference_model
@@ -156,7 +159,8 @@ class Policy:
 
         Returns the result of `PolicyWorker.train` for the whole batch, plus `loss`, the mean over global batches.
         Raises a `BatchError`, before a worker gets anything, for rows that are not as `PolicyWorker` describes, that
-        lack what the loss reads, or that do not divide into global batches, or these over the workers.
+        lack what the loss reads, or that do not divide into global batches, or these over the workers; and for groups,
+        if the loss needs them, that are in several global batches or do not fit into a microbatch.
         """
         require_head(self.config.policy, "language", "train")
         if not (eval_mode or self._has_optimizer):
@@ -174,8 +178,13 @@ class Policy:
             raise BatchError(
                 f"a global batch of {gbs} rows does not divide over {self.data_parallel_size} data-parallel workers"
             )
+        grouped_rows = None
+        if needs_groups(loss_fn):
+            check_groups(data, gbs, self.data_parallel_size)
+            grouped_rows = mbs or self.config.policy.train_micro_batch_size
+        tokens = self.config.policy.batching.tokens
         shards, _ = self._balancer.shard(
-            data, batch_size=gbs, positions="loss", tokens=self.config.policy.batching.tokens
+            data, batch_size=gbs, positions="loss", tokens=tokens, grouped_rows=grouped_rows
         )
         results = self._calls.on_shards(
             PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
@@ -283,7 +292,8 @@ def worker_spec(
     """The specification that each worker of the policy in `config` is started with; see `Policy` for the arguments."""
     record = manager.select("policy_worker", config.policy.backend).record
     neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
-    neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
+    if calls := training_calls or config.algorithm.num_steps:  # 0: with `num_epochs`, where nothing is trained
+        neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, calls)
     section = getattr(config.policy, config.policy.backend, None)
     generates = Capability.EMBEDDED_GENERATION in record.capabilities and config.generation.workers is None
     engine = manager.select("generation_engine", config.generation.name).record.target if generates else None

@@ -19,6 +19,7 @@ from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.microbatches.data_processor import make_dummy
 from rlframework.microbatches.on_demand import Made, on_device
+from rlframework.microbatches.row_groups import least_tokens, read_group_ids
 from rlframework.microbatches.shapes import Padding
 from rlframework.policy.engine import Engine, Step, StepResult
 from rlframework.policy.head.patch import HeadOutput
@@ -48,16 +49,20 @@ class Microbatching:
         group = self.engine.data_parallel_group()
         return self.processor.process_global_batch(data, loss_fn, group, batch_idx=index, batch_size=rows)
 
-    def split(self, data: Rows, positions: str, rows: int, tokens: int | None) -> Sequence[Microbatch]:
+    def split(
+        self, data: Rows, positions: str, rows: int, tokens: int | None, groups: bool = False
+    ) -> Sequence[Microbatch]:
         """Return this rank's microbatches, plus dummies up to the count that all ranks and the engine require.
 
         `rows`: rows of a padded microbatch; `tokens`: maximum of a dynamic or packed one (None: the engine's default).
-        They are made in CPU memory and copied to the device when the engine asks for them.
+        `groups`: rows with equal `group_ids` share a microbatch. They are made in CPU memory and copied to the device
+        when the engine asks for them.
         """
         engine = self.engine
-        rule = engine.microbatch_rule()
-        longest = Padding(rule.pad_multiple, rule.few_shapes).width(int(data["input_lengths"].max()))
-        plan = BatchPlan(self.mode(data), rows, tokens or max(engine.preferred_tokens(), longest))
+        rule, mode = engine.microbatch_rule(), self.mode(data)
+        padding, ids = Padding(rule.pad_multiple, rule.few_shapes), read_group_ids(data) if groups else None
+        most = tokens or max(engine.preferred_tokens(), least_tokens(data["input_lengths"], padding, mode, ids))
+        plan = BatchPlan(mode, rows, most, groups)
         found = self.processor.microbatches(data, plan, rule, positions=positions, device=torch.device("cpu"))
         most = int(max_over_ranks(torch.tensor(len(found)), engine.data_parallel_group()))
         count = max(most, rule.count_minimum)

@@ -14,7 +14,7 @@ import torch
 from rlframework.batch.batch_rows import copy_to
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.huggingface.model_directories import text_config
-from rlframework.interfaces.loss import LossFunction, LossInput
+from rlframework.interfaces.loss import LossFunction, LossInput, needs_groups
 from rlframework.interfaces.policy_worker import Rows, TrainResult
 from rlframework.microbatches.global_batch import rows_with_targets
 from rlframework.policy.device_memory import DeviceMemory
@@ -150,7 +150,8 @@ class Training:
         counts = float(given[0]), float(given[1])  # before they are on the device, where reading them would wait for it
         if not counts[1]:  # on any rank: skip the step, which would only follow momentum
             return GlobalBatchResult(0.0, None if lr is None else 0.0, False, {}, *counts)
-        microbatches = self.microbatching.split(processed["batch"], "loss", mbs, engine.config.batching.tokens)
+        tokens, groups = engine.config.batching.tokens, needs_groups(loss_fn)
+        microbatches = self.microbatching.split(processed["batch"], "loss", mbs, tokens, groups)
         step = loss_step(loss_fn, *(copy_to(count, engine.device) for count in given))
         results = engine.forward_backward(microbatches, self.head_request(loss_fn), step, forward_only=lr is None)
         require_results(results, microbatches)

@@ -21,7 +21,7 @@ class TestDataProcessor(DataProcessorSuite):
 
 
 class PlainProcessor(DataProcessor):
-    """Written from the interface alone: one microbatch per row, unless the driver planned them."""
+    """Written from the interface alone: one microbatch per row or group, unless the driver planned them."""
 
     def process_global_batch(self, data, loss_fn, dp_group, *, batch_idx, batch_size):
         batch = data.get_batch(batch_idx, batch_size)
@@ -38,15 +38,32 @@ class PlainProcessor(DataProcessor):
     def microbatches(self, data, plan, rule, *, positions, device):
         if positions not in ("all", "token_mask", "loss", "last"):
             raise BatchError(f"positions is {positions!r}")
-        groups: Any = [[row] for row in range(data.size)]
+        units = self.units(data, plan)
+        groups: Any = units
         if data.micro_batch_indices is not None:
-            groups = [range(start, end) for start, end in data.micro_batch_indices[0]]
+            groups = [list(range(start, end)) for start, end in data.micro_batch_indices[0]]
+        for unit in units:
+            if not any(set(unit) <= set(group) for group in groups):
+                raise BatchError(f"group {int(data['group_ids'][unit[0]])} is divided")
         columns = [self.columns(data, row, positions) for row in range(data.size)]
-        kept = [[row for row in group if columns[row]] for group in groups]
+        counted = {row for unit in units if any(columns[row] for row in unit) for row in unit}
+        kept = [[row for row in group if row in counted] for group in groups]
         made = [self.made(data, rows, columns, plan, rule.pad_multiple) for rows in kept if rows]
         for microbatch in made if positions == "last" else ():
             microbatch.head_positions += 1
         return made
+
+    def units(self, data: Any, plan: Any) -> list[list[int]]:
+        if not plan.groups:
+            return [[row] for row in range(data.size)]
+        if "group_ids" not in data:
+            raise BatchError(f"group_ids are missing in {sorted(data)}")
+        ids = data["group_ids"].tolist()
+        units = [[row for row, other in enumerate(ids) if other == group] for group in dict.fromkeys(ids)]
+        for unit in units:
+            if plan.mode == "padded" and len(unit) > plan.rows:
+                raise BatchError(f"group {ids[unit[0]]} has {len(unit)} rows, more than {plan.rows}")
+        return units
 
     def columns(self, data: Any, row: int, positions: str) -> list[int]:
         if positions == "loss" and not data["sample_mask"][row]:
@@ -67,7 +84,8 @@ class PlainProcessor(DataProcessor):
         length = max(map(len, lines))
         length += -length % multiple
         if plan.mode != "padded" and length * len(lines) > plan.tokens:
-            raise BatchError(f"{length} tokens are more than {plan.tokens}")
+            group = f"group {int(data['group_ids'][rows[0]])}: " if plan.groups else ""
+            raise BatchError(f"{group}{len(rows)} rows of {length} tokens are more than {plan.tokens}")
         ids = torch.zeros(len(lines), length, dtype=torch.int64)
         places = torch.zeros(len(lines), length, dtype=torch.int64)
         for line, tokens in enumerate(lines):

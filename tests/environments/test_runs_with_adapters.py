@@ -3,6 +3,8 @@
 import json
 import string
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -53,5 +55,11 @@ def test_a_run(run_config, tmp_path, monkeypatch, name):
     if name == "gymnasium":  # a random model names no action, and is asked again
         assert row["train/episode_turns"] > 1.0
         assert "is no action; reply with one of: 0, 1, 2, 3" in (tmp_path / "run/samples.jsonl").read_text()
-    left = [each for each in psutil.Process().children(recursive=True) if SERVER.name in " ".join(each.cmdline())]
-    assert not left
+    assert not [command for command in commands_of_children() if SERVER.name in command]
+
+
+def commands_of_children() -> Iterator[str]:
+    """The command lines of this process's descendants; those that have ended have none."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # of which a zombie is a kind
+            yield " ".join(child.cmdline())

@@ -52,9 +52,10 @@ def test_cores_own_parts_come_through_the_same_hooks():
     assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
         "worker_group": {"inline", "processes", "ray"},
         "generation_engine": {"transformers"},
-        "environment": {"addition", "dataset", "gsm8k", *EPISODES},
+        "environment": {"addition", "dataset", "gsm8k", "preferences", *EPISODES},
     }
-    assert set(manager.registered("algorithm")) == {"sft", *get_args(AlgorithmName)}
+    preferences = {"dpo", "ipo", "simpo", "orpo", "kto"}
+    assert set(manager.registered("algorithm")) == {"sft", *get_args(AlgorithmName), *preferences}
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")
     assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")

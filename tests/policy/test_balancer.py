@@ -131,3 +131,80 @@ def test_dynamic_microbatches_of_few_shapes_stay_within_the_limit(columns):
         shapes = [tuple(one.processed_inputs.input_ids.shape) for one in made]
         assert all(rows * width <= 8000 for rows, width in shapes)
         assert {width for _, width in shapes} <= {1920, 2048}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    ranks=st.integers(1, 3),
+    mode=st.sampled_from(["padded", "dynamic", "packed"]),
+    few=st.booleans(),
+    tokens=st.sampled_from([96, None]),
+)
+def test_groups_stay_whole_from_the_driver_to_the_microbatches(data, ranks, mode, few, tokens):
+    """Groups of up to 4 rows of up to 24 tokens fit into 4 rows or 96 tokens; each global batch has 6 x ranks rows."""
+    size, ids = 6 * ranks, []
+    for _ in range(2):
+        batch = []
+        while len(batch) < size:
+            left = size - len(batch)
+            batch += [len(ids) + len(batch) + 100] * data.draw(st.integers(1, min(left, 4)))
+        ids += data.draw(st.permutations(batch))
+    lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=len(ids), max_size=len(ids)))
+    off = data.draw(st.sets(st.integers(0, len(ids) - 1)))
+    given_rows = make_batch(lengths, off)
+    given_rows["group_ids"] = torch.tensor(ids)
+    one = BatchBalancer(ranks, mode, 50, TokenCost(), few_shapes=few)
+    shards, _ = one.shard(given_rows, batch_size=size, positions="loss", tokens=tokens, grouped_rows=4)
+    limit = tokens or (128 if few else 96)  # few shapes: a row alone is padded to 128
+    plan, rule = BatchPlan(mode, 4, limit, groups=True), MicrobatchRule(few_shapes=few)
+    for index in range(2):
+        found, counts = [], set()
+        for shard in shards:
+            own = shard.get_batch(index, size)
+            made = MicrobatchProcessor().microbatches(own, plan, rule, positions="loss", device=torch.device("cpu"))
+            counts.add(len(own.micro_batch_indices[0]) if ranks > 1 else 0)
+            for microbatch in made:
+                shape = microbatch.processed_inputs.input_ids.shape
+                assert len(microbatch.rows) <= 4 if mode == "padded" else shape.numel() <= plan.tokens
+                rows = microbatch.data_dict["row"].tolist()
+                starts = [place for place, row in enumerate(rows) if place == 0 or ids[row] != ids[rows[place - 1]]]
+                found += [rows[start:end] for start, end in zip(starts, [*starts[1:], len(rows)], strict=True)]
+        assert len(counts) == 1
+        here = range(index * size, (index + 1) * size)
+        wanted = {ids[row] for row in here if lengths[row] > 1 and row not in off}
+        assert sorted(found) == sorted([row for row in here if ids[row] == group] for group in wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("mode", "need", "key"),
+    [
+        ("padded", "need 3 rows of a microbatch, but policy.train_micro_batch_size is 2", "train_micro_batch_size"),
+        ("dynamic", "need 18 tokens of a microbatch, but policy.batching.tokens is 12", "batching.tokens"),
+        ("packed", "need 13 tokens of a microbatch, but policy.batching.tokens is 12", "batching.tokens"),
+    ],
+)
+def test_a_group_that_fits_no_microbatch_is_rejected(mode, need, key, ranks):
+    data = make_batch([5, 6, 4, 3])
+    data["group_ids"] = torch.tensor([1, 40, 40, 40])
+    with pytest.raises(BatchError, match=f"group 40 has 3 rows, which {need}: raise policy.{key}"):
+        balancer(ranks, mode).shard(data, batch_size=None, positions="loss", tokens=12, grouped_rows=2)
+
+
+def test_a_row_without_tokens_in_a_group_that_counts_is_rejected():
+    data = make_batch([5, 0, 4, 0])
+    data["group_ids"] = torch.tensor([1, 2, 3, 3])
+    with pytest.raises(BatchError, match="row 3 of group 3 has no tokens"):
+        balancer(2, "packed").shard(data, batch_size=None, positions="loss", tokens=12, grouped_rows=2)
+
+
+def test_ids_change_nothing_if_the_loss_needs_no_groups():
+    data = make_batch([24, 24, 20, 8, 6, 6, 5, 5])
+    for mode in ("padded", "dynamic", "packed"):
+        plain, _ = balancer(2, mode).shard(data, batch_size=4, positions="loss", tokens=None)
+        grouped = BatchedDataDict({**data, "group_ids": torch.zeros(8, dtype=torch.int64)})
+        shards, _ = balancer(2, mode).shard(grouped, batch_size=4, positions="loss", tokens=None)
+        for one, other in zip(plain, shards, strict=True):
+            assert one["row"].tolist() == other["row"].tolist()
+            assert one.micro_batch_indices == other.micro_batch_indices

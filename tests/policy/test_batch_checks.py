@@ -16,7 +16,7 @@ from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.huggingface.tokenizer import load_tokenizer
-from rlframework.policy.batch_checks import BatchLimits, check_loss, detached, require_batch
+from rlframework.policy.batch_checks import BatchLimits, check_groups, check_loss, detached, require_batch
 
 LIMITS = BatchLimits(vocabulary=105, positions=6)
 LOSS = ClippedPGLoss(ClippedPGLossConfig(kl_coef=0.1))
@@ -213,3 +213,27 @@ def test_values_carry_no_gradients_to_the_loss() -> None:
     assert not data["advantages"].requires_grad
     assert not data["prev_logprobs"].is_inference()
     assert data["input_ids"].data_ptr() == IDS.data_ptr()
+
+
+def in_groups(ids: Any) -> BatchedDataDict[Any]:
+    column = {} if ids is None else {"group_ids": ids}
+    return BatchedDataDict({"input_ids": torch.ones(6, 3, dtype=torch.int64), **column})
+
+
+def test_whole_groups_are_accepted() -> None:
+    check_groups(in_groups(torch.tensor([4, 2, 4, 9, 9, 1])), batch_size=3, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind", "message"),
+    [
+        (torch.tensor([4, 2, 7, 4, 9, 1]), BatchError, r"group 4 has rows in the global batches \[0, 1\] of 3 rows"),
+        (torch.tensor([4, 4, 4, 1, 2, 3]), BatchError, "3 rows has 1 groups for 2 data-parallel workers"),
+        (torch.tensor([1.0] * 6), BatchTypeError, r"group_ids must be a tensor \[B\] = \[6\] of integers"),
+        (torch.tensor([1] * 5), BatchTypeError, r"group_ids must be a tensor \[B\] = \[6\] of integers"),
+        (None, BatchKeyError, r"group_ids must be present in the data, as the loss needs groups .* has \['input_ids'"),
+    ],
+)
+def test_bad_groups_are_rejected(ids: Any, kind: type[BatchError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        check_groups(in_groups(ids), batch_size=3, ranks=2)

@@ -3,5 +3,6 @@
 from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
 from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import NLLLoss
+from rlframework.algorithms.losses.preference import KTOLoss, PairLoss
 
-__all__ = ["ClippedPGLoss", "NLLLoss", "mismatch_metrics"]
+__all__ = ["ClippedPGLoss", "KTOLoss", "NLLLoss", "PairLoss", "mismatch_metrics"]

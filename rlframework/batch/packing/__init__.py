@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rlframework.batch.batch_rows import read_count, round_up
 from rlframework.batch.packing.balanced import pack_balanced
 from rlframework.batch.packing.dynamic import balanced_microbatches as balanced_microbatches
 from rlframework.batch.packing.dynamic import round_robin_microbatches as round_robin_microbatches
 from rlframework.batch.packing.first_fit import concatenate, first_fit_decreasing, first_fit_shuffle, modified_first_fit
-from rlframework.batch.packing.lengths import Ints, Lengths, assign_by_cost, bin_sums, read_lengths
+from rlframework.batch.packing.groups import GroupIds as GroupIds
+from rlframework.batch.packing.groups import RowGroups as RowGroups
+from rlframework.batch.packing.lengths import Floats, Ints, Lengths, assign_by_cost, bin_sums, read_lengths
 from rlframework.batch.packing.lengths import TokenCost as TokenCost
 from rlframework.errors import BatchError, BatchTypeError
 
@@ -76,16 +80,26 @@ class SequencePacker:
         self.cost, self.seed = cost or TokenCost(), seed
         self.metrics: list[PackingMetrics] | None = [] if collect_metrics else None
 
-    def pack(self, sequence_lengths: Lengths) -> list[list[int]]:
+    def pack(self, sequence_lengths: Lengths, group_ids: GroupIds | None = None) -> list[list[int]]:
         """Return bins of row indices: every row in exactly one bin, no bin empty, none over `bin_capacity` tokens.
 
         Rows within a bin are in order of descending length (concatenative: in the given order). Raises `BatchError` for
         a row longer than a bin, for length 0 except with BALANCED, and if there are fewer rows than bins.
+
+        Rows with equal `group_ids [rows]` share a bin, where they follow each other in the given order; groups are
+        then packed as rows are. Their number need not suffice for `bin_count_multiple`: with BALANCED, up to
+        `bin_count_multiple - 1` bins may be empty.
         """
         lengths = read_lengths(sequence_lengths, self.bin_capacity, least=self._least, limit="bin_capacity")
-        bins = self._pack(lengths) if len(lengths) else []
-        for _ in range(self._bins_wanted(len(bins), len(lengths)) - len(bins)):
+        groups = RowGroups.of(group_ids, len(lengths))
+        sizes, costs = groups.sums(lengths), groups.sums(self.cost.of_rows(lengths))
+        groups.require(sizes, self.bin_capacity, "tokens", "bin_capacity")
+        idle = np.zeros(0 if self._least else groups.idle(self.bin_count_multiple), dtype=np.int64)
+        sizes, costs = np.append(sizes, idle), np.append(costs, idle)
+        bins = self._pack(sizes, costs) if len(sizes) else []
+        for _ in range(self._bins_wanted(len(bins), len(sizes)) - len(bins)):
             bins.append([max(bins, key=len).pop()])
+        bins = groups.expand(bins)
         if bins and self.metrics is not None:
             tokens, fullest = int(lengths.sum()), int(bin_sums(bins, lengths).max())
             used = tokens / (len(bins) * self.bin_capacity)
@@ -112,7 +126,7 @@ class SequencePacker:
         costs = bin_sums(bins, self.cost.of_rows(read_lengths(sequence_lengths, least=self._least)))
         return [[bins[number] for number in numbers] for numbers in assign_by_cost(costs, count)]
 
-    def _pack(self, lengths: Ints) -> list[list[int]]:
+    def _pack(self, lengths: Ints, costs: Floats) -> list[list[int]]:
         match self.algorithm:
             case PackingAlgorithm.CONCATENATIVE:
                 return concatenate(lengths, self._capacity, self.max_sequences_per_bin)
@@ -123,7 +137,7 @@ class SequencePacker:
             case PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING:
                 return modified_first_fit(lengths, self._capacity)
             case PackingAlgorithm.BALANCED:
-                return pack_balanced(lengths, self._capacity, self.cost, self.bin_count_multiple, self._bins_wanted)
+                return pack_balanced(lengths, self._capacity, costs, self.bin_count_multiple, self._bins_wanted)
 
     def _bins_wanted(self, bins: int, rows: int) -> int:
         """Raise `bins` to `min_bin_count` and then to a multiple; raise `BatchError` if there are fewer rows."""

@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from rlframework.batch.packing.first_fit import fill_bins, first_fit_decreasing, modified_first_fit
-from rlframework.batch.packing.lengths import Floats, Ints, TokenCost, sort_descending, spread_empty
+from rlframework.batch.packing.lengths import Floats, Ints, sort_descending, spread_empty
 
 KEPT_PER_BIN = 3
 """If the bins will be nearly full, this many of the shortest rows per bin are kept to fill them."""
@@ -17,9 +17,11 @@ MOST_STEPS = 32
 
 
 def pack_balanced(
-    lengths: Ints, capacity: int, cost: TokenCost, group: int, bins_wanted: Callable[[int, int], int]
+    lengths: Ints, capacity: int, row_costs: Floats, group: int, bins_wanted: Callable[[int, int], int]
 ) -> list[list[int]]:
     """Pack rows into bins of similar cost; `group` bins run in parallel in each step, one per rank.
+
+    `lengths [n]` and `row_costs [n]` are those of the rows, or of groups of rows that stay together.
 
     The number of bins, `bins_wanted(needed, rows)`, is filled to equal cost as far as the cap allows. If one row costs
     more than the mean bin, the bins that run in parallel with it are filled up to its cost, and later bins to a lower
@@ -29,7 +31,7 @@ def pack_balanced(
     how many are needed, and that many are balanced; if that fails too, the bins are those of first fit.
     """
     rows, empty = np.split(sort_descending(lengths), [np.count_nonzero(lengths)])
-    ordered, costs = lengths[rows], cost.of_rows(lengths[rows])
+    ordered, costs = lengths[rows], row_costs[rows]
 
     def balanced(wanted: int) -> list[list[int]] | None:
         """Return `wanted` bins of similar cost, or one per row if there are fewer; None if that fails."""

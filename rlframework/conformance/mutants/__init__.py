@@ -19,6 +19,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "policy_worker": (
         "policy_worker.conventions",
         "policy_worker.grouping",
+        "policy_worker.row_groups",
         "policy_worker.kinds",
         "policy_worker.context",
         "policy_worker.tensor",
@@ -35,7 +36,12 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "policy_worker.native",
         "policy_worker.failures",
     ),
-    "data_processor": ("data_processor.counts", "data_processor.grouping", "data_processor.contents"),
+    "data_processor": (
+        "data_processor.counts",
+        "data_processor.grouping",
+        "data_processor.row_groups",
+        "data_processor.contents",
+    ),
     "worker_group": ("worker_group.calls", "worker_group.results", "worker_group.lifecycle"),
     "generation_engine": (
         "generation_engine.scores",

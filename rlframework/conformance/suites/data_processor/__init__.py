@@ -13,11 +13,12 @@ from rlframework.conformance.suites.data_processor.contents import HeadPlaces, M
 from rlframework.conformance.suites.data_processor.counts import GlobalBatches
 from rlframework.conformance.suites.data_processor.grouping import Grouping
 from rlframework.conformance.suites.data_processor.harness import ProcessorHarness
+from rlframework.conformance.suites.data_processor.row_groups import GroupedRows
 
 __all__ = ["DataProcessorSuite"]
 
 
-class DataProcessorSuite(GlobalBatches, Grouping, ModelInputs, HeadPlaces, sealed=True):
+class DataProcessorSuite(GlobalBatches, Grouping, GroupedRows, ModelInputs, HeadPlaces, sealed=True):
     """The conformance suite of the class named by a `DataProcessorRecord`."""
 
     kind: ClassVar[str] = "data_processor"

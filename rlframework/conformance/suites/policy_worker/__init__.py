@@ -12,6 +12,7 @@ from rlframework.conformance.suites.policy_worker.harness import PolicyHarness
 from rlframework.conformance.suites.policy_worker.kinds import Kinds
 from rlframework.conformance.suites.policy_worker.native import Native
 from rlframework.conformance.suites.policy_worker.refit import Refit
+from rlframework.conformance.suites.policy_worker.row_groups import GroupedRows
 from rlframework.conformance.suites.policy_worker.saving import Saving
 from rlframework.conformance.suites.policy_worker.scores import Scores
 from rlframework.conformance.suites.policy_worker.sharded import Sharded
@@ -22,6 +23,7 @@ from rlframework.conformance.suites.policy_worker.training import Training
 class PolicyWorkerSuite(
     Conventions,
     Grouping,
+    GroupedRows,
     Kinds,
     Training,
     Experts,

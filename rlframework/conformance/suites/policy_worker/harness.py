@@ -20,6 +20,7 @@ from rlframework.conformance.harness import Harness
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle, OracleStep
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, read_weights, run_config
+from rlframework.conformance.suites.policy_worker.losses import PairsLoss
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.loss import LossFunction
@@ -40,6 +41,8 @@ def loss_function(kind: str) -> LossFunction:
     """Return the framework's loss for the oracle's loss `kind`."""
     if kind == "nll":
         return NLLLoss()
+    if kind == "pairs":
+        return PairsLoss()
     config = ClippedPGLossConfig(
         ratio_clip_min=0.2, ratio_clip_max=0.2, kl_coef=0.0, level="sequence" if kind == "sequence_pg" else "token"
     )

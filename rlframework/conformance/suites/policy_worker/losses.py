@@ -1,4 +1,4 @@
-"""Losses used only by the suite: with known metrics, on logits, with a non-finite gradient, or raising."""
+"""Losses used only by the suite: of pairs, with known metrics, on logits, with a non-finite gradient, or raising."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ class MetricsLoss(NLLLoss):
             metrics["advantage_min"] = advantages[mask > 0].min()
             metrics["advantage_max"] = advantages[mask > 0].max()
         return loss, metrics
+
+
+class PairsLoss(NLLLoss):
+    """The oracle's loss `pairs`, for rows of a group that follow each other."""
+
+    needs_groups = True
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> Result:
+        """See `LossFunction`."""
+        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+        means = (next_token_logprobs * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+        ids = data["group_ids"]
+        terms = -torch.nn.functional.logsigmoid(means[:-1] - means[1:]) * (ids[:-1] == ids[1:])
+        return terms.sum() / global_valid_seqs, {}
 
 
 class LogitsLoss(NLLLoss):

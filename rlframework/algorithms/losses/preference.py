@@ -1,0 +1,195 @@
+"""Losses on answers that are preferred or not: of pairs (DPO, IPO, SimPO, ORPO), and of single answers (KTO)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.preference_algorithms import KTOConfig, PairLossConfig
+from rlframework.interfaces.loss import LossColumn, LossInput, LossType
+
+REFERENCE = "reference_policy_logprobs"
+_PER_ROW = LossColumn(per_token=False)
+
+
+class PairLoss:
+    """The loss of `PairLossConfig`, the mean over the pairs of the global batch.
+
+    The two rows of a pair have the same `group_ids [B]` int64, which no other row has, and the same `sample_mask`, the
+    pair's weight; their order and the rows between them do not matter. Also reads these values of `data`:
+
+    - `chosen [B]`: 1 for chosen answers, 0 for rejected ones;
+    - `reference_policy_logprobs [B, S]`, if the score is a log-ratio;
+    - `chosen_tokens [B]`, if there is an SFT term with the mean over tokens: the number of tokens of all chosen answers
+      of the global batch.
+
+    Metrics are means over pairs. Equal scores count as half in `accuracy`. `chosen_reward` and `rejected_reward` are
+    `beta` times the scores, and `margin` their difference.
+    """
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    input_type = LossInput.LOGPROBS
+    wants_entropy = False
+    at_sampling_temperature = True  # as the reference's log-probabilities
+    needs_groups = True
+
+    def __init__(self, config: PairLossConfig) -> None:
+        self.config = config
+
+    @property
+    def reads(self) -> dict[str, LossColumn]:
+        """See `LossFunction`."""
+        columns = {"chosen": _PER_ROW}
+        if self.config.score == "log_ratio":
+            columns[REFERENCE] = LossColumn()
+        if self.config.sft_weight and self.config.sft_mean == "token":
+            columns["chosen_tokens"] = _PER_ROW
+        return columns
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `LossFunction`."""
+        config = self.config
+        scores = self.scores(next_token_logprobs, data)
+        winners, losers, weights = find_pairs(data["group_ids"], data["chosen"], data["sample_mask"])
+        pairs = global_valid_seqs.clamp(min=1.0) / 2
+
+        def mean(values: Tensor) -> Tensor:
+            return (values * weights).sum() / pairs
+
+        difference = scores[winners] - scores[losers]
+        loss = preference = mean(self._objective(difference))
+        loss = config.weight * loss
+        rewards, gap = config.beta * scores.detach(), difference.detach()
+        metrics = {
+            "preference_loss": preference.detach(),
+            "accuracy": mean((gap.sign() + 1) / 2),
+            "margin": mean(config.beta * gap),
+            "chosen_reward": mean(rewards[winners]),
+            "rejected_reward": mean(rewards[losers]),
+            "num_valid_samples": data["sample_mask"].sum(),
+        }
+        if config.sft_weight:
+            nll = self._nll(next_token_logprobs, data, pairs)
+            sft = (nll[winners] * weights).sum()
+            metrics["sft_loss"] = sft.detach()
+            loss = loss + config.sft_weight * sft
+        return loss, metrics
+
+    def scores(self, next_token_logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:
+        """Return the score of each answer, `[B]`."""
+        values, mask = next_token_logprobs, answer_mask(data, next_token_logprobs.dtype)
+        if self.config.score == "log_ratio":
+            values = values - data[REFERENCE][:, 1:]
+        scores = (values * mask).sum(1)
+        if self.config.length_mean:
+            scores = scores / mask.sum(1).clamp(min=1.0)
+        if self.config.score == "log_odds":
+            bounded = scores.clamp(max=-torch.finfo(scores.dtype).eps)  # a probability of 1 has no finite odds
+            scores = bounded - torch.log(-torch.expm1(bounded))
+        return scores
+
+    def _objective(self, difference: Tensor) -> Tensor:
+        config, smoothing = self.config, self.config.label_smoothing
+        if config.objective == "squared":
+            return (difference - 0.5 / config.beta).square()
+        scaled = config.beta * difference - config.margin
+        if not smoothing:
+            return -logsigmoid(scaled)
+        right, wrong = -(1.0 - smoothing) * logsigmoid(scaled), -smoothing * logsigmoid(-scaled)
+        return right + wrong if config.smoothing == "conservative" else (right - wrong) / (1.0 - 2.0 * smoothing)
+
+    def _nll(self, next_token_logprobs: Tensor, data: BatchedDataDict[Any], pairs: Tensor) -> Tensor:
+        """The term of each row in the SFT loss, `[B]`, if its answer is chosen."""
+        mask = answer_mask(data, next_token_logprobs.dtype)
+        total = -(next_token_logprobs * mask).sum(1)
+        if self.config.sft_mean == "token":
+            return total / data["chosen_tokens"].clamp(min=1.0)
+        return (total if self.config.sft_mean == "sum" else total / mask.sum(1).clamp(min=1.0)) / pairs
+
+
+class KTOLoss:
+    """The loss of `KTOConfig`, the mean over the valid rows of the global batch.
+
+    With the log-ratio r of an answer and the estimate z of the KL divergence, a row costs
+    w (1 - sigmoid(beta (r - z))) if its answer is chosen and w (1 - sigmoid(beta (z - r))) if not, where w is the
+    weight of its kind (arXiv:2402.01306, eq. 7 and 8). Reads these values of `data`:
+
+    - `chosen [B]`: 1 for desirable answers, 0 for others;
+    - `kl_estimate [B]`: z, the same number in each row;
+    - `reference_policy_logprobs [B, S]`.
+
+    The means of rewards and of the margin are those of batches with as many chosen as rejected answers.
+    """
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    input_type = LossInput.LOGPROBS
+    wants_entropy = False
+    at_sampling_temperature = True  # as the reference's log-probabilities
+
+    def __init__(self, config: KTOConfig) -> None:
+        self.config = config
+
+    @property
+    def reads(self) -> dict[str, LossColumn]:
+        """See `LossFunction`."""
+        return {"chosen": _PER_ROW, "kl_estimate": _PER_ROW, REFERENCE: LossColumn()}
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `LossFunction`."""
+        config, mask, share = self.config, data["sample_mask"], data["chosen"]
+        ratios, chosen = self.scores(next_token_logprobs, data), share > 0
+        rows = global_valid_seqs.clamp(min=1.0)
+        gain = torch.where(chosen, ratios - data["kl_estimate"], data["kl_estimate"] - ratios)
+        weights = mask * (config.desirable_weight * share + config.undesirable_weight * (1 - share))
+        loss = (weights * torch.sigmoid(-config.beta * gain)).sum() / rows
+        rewards = 2.0 * config.beta * ratios.detach() * mask / rows  # half of the rows are of each kind
+        wins, losses = (rewards * chosen).sum(), (rewards * ~chosen).sum()
+        metrics = {
+            "chosen_reward": wins,
+            "rejected_reward": losses,
+            "margin": wins - losses,
+            "kl_estimate": (data["kl_estimate"] * mask).sum() / rows,
+            "num_valid_samples": mask.sum(),
+        }
+        return loss, metrics
+
+    def scores(self, next_token_logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:
+        """Return the log-ratio of each answer to the reference, `[B]`."""
+        return ((next_token_logprobs - data[REFERENCE][:, 1:]) * answer_mask(data, next_token_logprobs.dtype)).sum(1)
+
+
+def answer_mask(data: BatchedDataDict[Any], dtype: torch.dtype) -> Tensor:
+    """Return `[B, S-1]`, in the layout of `next_token_logprobs`: 1 for tokens of answers, whatever the row weighs."""
+    mask: Tensor = data["token_mask"][:, 1:]
+    return mask.to(dtype)
+
+
+def find_pairs(group_ids: Tensor, chosen: Tensor, sample_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of chosen and of rejected answers, `[B-1]` each, and the weights of these pairs, `[B-1]`.
+
+    Two rows are a pair if they have the same group id, and one of them is chosen; its weight is the smaller of their
+    `sample_mask`. Entries that are no pair have weight 0, so that no shape depends on values: reading them would wait
+    for the device.
+    """
+    order = torch.argsort(group_ids, stable=True)
+    first, second = order[:-1], order[1:]
+    is_pair = (group_ids[first] == group_ids[second]) & (chosen[first] != chosen[second])
+    ahead = chosen[first] > chosen[second]
+    weights = torch.where(is_pair, torch.minimum(sample_mask[first], sample_mask[second]), 0.0)
+    return torch.where(ahead, first, second), torch.where(ahead, second, first), weights

@@ -1,0 +1,149 @@
+"""Training on preference pairs: DPO, IPO, SimPO, ORPO and KTO, which differ in their losses alone.
+
+A global batch has two rows per pair, the chosen answer before the rejected one. Its log-probabilities under the
+reference policy are computed once, before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework.algorithm import Parts
+from rlframework.algorithms.losses.preference import REFERENCE, KTOLoss, PairLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.preference_algorithms import KTOConfig, PairwiseConfig, PreferenceConfig
+from rlframework.datasets.loader import PromptLoader
+from rlframework.datasets.preferences import PreferencePairs, PreferenceRow, mismatched_rows
+from rlframework.datasets.rendering import Rendered
+from rlframework.errors import DataError
+from rlframework.interfaces.environment import Sample
+from rlframework.training.intervals import wilson
+from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
+
+
+class PreferenceTraining(StepLoop):
+    """Train on one global batch of pairs per step.
+
+    The samples of the environment have the rejected answer in `metadata["rejected"]`, and the chosen one as completion.
+    """
+
+    config: PreferenceConfig
+
+    @classmethod
+    def needs_reference_model(cls, config: PreferenceConfig) -> bool:
+        """Whether the loss compares with the reference policy."""
+        return config.uses_reference
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.inputs.rows("train", self.train_samples, self._longer)
+        self.loader = PromptLoader(
+            self.train_samples, parts.config.policy.train_global_batch_size // 2, parts.config.seed
+        )
+        assert isinstance(self.config, KTOConfig | PairwiseConfig)
+        config = self.config
+        self.loss = KTOLoss(config) if isinstance(config, KTOConfig) else PairLoss(config.pair_loss())
+
+    def train_step(self, step: int, timer: Timer) -> StepResult:
+        """See `StepLoop.train_step`."""
+        with timer.phase("data"):
+            batch = self.encode(next(self.loader))
+        with timer.phase("logprobs"):
+            self._add_scores(batch)
+        with timer.phase("train"):
+            self.parts.policy.prepare_for_training()
+            result = self.train(step, batch, self.loss)
+        metrics = training_metrics([result]) | {f"train/{name}": value for name, value in result["metrics"].items()}
+        metrics["train/tokens"] = float(batch["input_lengths"].sum())
+        return metrics, []
+
+    def check_validation(self, samples: Sequence[Sample]) -> None:
+        """See `StepLoop.check_validation`."""
+        self.inputs.rows("validation", samples, self._longer)
+
+    def validate(self, step: int) -> StepResult:
+        """Return the loss on the held-out pairs, and the share of them whose chosen answer has the higher score.
+
+        Equal scores count as half. `accuracy_low` and `accuracy_high`: Wilson's 95 % interval, for independent pairs.
+        """
+        batch, policy = self._held_out, self.parts.policy
+        policy.prepare_for_lp_inference()
+        if isinstance(self.loss, KTOLoss):
+            batch = BatchedDataDict({**batch, "kl_estimate": self._kl_estimate(batch)})
+        logprobs = policy.get_logprobs(batch, positions="loss")["logprobs"][:, 1:]
+        tokens = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum()
+        loss, metrics = self.loss(logprobs, batch, batch["sample_mask"].sum(), tokens)
+        scores = self.loss.scores(logprobs, batch).double().unflatten(0, (-1, 2))
+        right, pairs = float(((scores[:, 0] - scores[:, 1]).sign() + 1).sum() / 2), len(scores)
+        low, high = wilson(right, pairs)
+        found = {"loss": float(loss), "accuracy": right / pairs, "accuracy_low": low, "accuracy_high": high}
+        found |= {name: float(metrics[name]) for name in ("margin", "chosen_reward", "rejected_reward")}
+        return {f"validation/{name}": value for name, value in (found | {"samples": float(pairs)}).items()}, []
+
+    def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
+        """Return the batch of `samples`: the rows of `PreferencePairs`, with `group_ids`, `chosen`, `chosen_tokens`."""
+        pairs = PreferencePairs.from_rows([_pair(sample) for sample in samples], self.parts.tokenizer)
+        fields = pairs.to_fields()
+        width = self.config.max_tokens or fields["input_ids"].shape[1]
+        data = {name: fields[name][:, :width] for name in ("input_ids", "token_mask")}
+        data |= {name: fields[name].clamp(max=width) for name in ("input_lengths", "prompt_lengths")}
+        counts = data["token_mask"][:, 1:].sum(1)
+        rows = torch.arange(len(counts))
+        data |= {"sample_mask": fields["sample_mask"], "group_ids": rows // 2, "chosen": (rows % 2 == 0).float()}
+        return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(rows)).clone()})
+
+    @cached_property
+    def _held_out(self) -> BatchedDataDict[Any]:
+        """The validation pairs, with the reference's log-probabilities, which never change."""
+        samples = self.parts.environment.samples("validation")[: self.config.validation.samples]
+        batch = self.encode(samples)
+        self._add_reference(batch)
+        return batch
+
+    def _add_scores(self, batch: BatchedDataDict[Any]) -> None:
+        """Add what the loss reads of other policies: log-probabilities of the reference, and KTO's estimate."""
+        self._add_reference(batch)
+        if isinstance(self.loss, KTOLoss):
+            batch["kl_estimate"] = self._kl_estimate(batch)
+
+    def _add_reference(self, batch: BatchedDataDict[Any]) -> None:
+        if self.config.uses_reference:
+            self.parts.policy.prepare_for_lp_inference()
+            scored = self.parts.policy.get_reference_policy_logprobs(batch, positions="loss")
+            batch[REFERENCE] = scored["reference_logprobs"]
+
+    def _kl_estimate(self, batch: BatchedDataDict[Any]) -> Tensor:
+        """Estimate KL(policy || reference) from answers to other prompts of the batch; the same number per row, [B].
+
+        max(0, mean of log-ratios), as in arXiv:2402.01306, section 4.1.
+        """
+        rows, policy = mismatched_rows(batch, self.parts.tokenizer.pad_token_id), self.parts.policy
+        ratios = policy.get_logprobs(rows, positions="loss")["logprobs"]
+        ratios = ratios - policy.get_reference_policy_logprobs(rows, positions="loss")["reference_logprobs"]
+        return (ratios * rows["token_mask"]).sum(1).mean().clamp(min=0.0).expand(batch.size).clone()
+
+    def _longer(self, samples: Sequence[Sample]) -> list[Rendered]:
+        """The longer row of each pair, as ids and mask."""
+        batch = self.encode(samples)
+        lengths = batch["input_lengths"].view(-1, 2)
+        chosen = (2 * torch.arange(len(samples)) + lengths.argmax(1)).tolist()
+        ends = lengths.amax(1).tolist()
+        ids, mask = (batch[name] for name in ("input_ids", "token_mask"))
+        return [
+            (ids[row, :end].tolist(), mask[row, :end].bool().tolist()) for row, end in zip(chosen, ends, strict=True)
+        ]
+
+
+def _pair(sample: Sample) -> PreferenceRow:
+    rejected = sample.metadata.get("rejected")
+    if not isinstance(rejected, str) or not sample.completion:
+        raise DataError(
+            f"sample {sample.id!r} is no preference pair: it needs a completion, and a rejected answer in "
+            'metadata["rejected"], as the environment `preferences` has'
+        )
+    return PreferenceRow(sample.messages, sample.completion, rejected, sample.id)

@@ -1,0 +1,160 @@
+"""The sections of algorithms on preference pairs: `algorithm: {name: dpo | ipo | simpo | orpo | kto, ...}`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from rlframework.config.base import Section
+from rlframework.config.numbers import Coefficient, Limit, Tokens
+from rlframework.config.sections import AlgorithmConfig
+
+Smoothing = Annotated[float, Field(ge=0.0, lt=0.5)]
+"""The assumed fraction of pairs whose answers are in the wrong order."""
+
+SFTMean = Literal["answer", "token", "sum"]
+"""The mean that an SFT term takes of the negative log-likelihood of chosen answers."""
+
+_SFT_MEAN = (
+    "answer: mean over the tokens of each chosen answer, then over pairs; token: mean over the tokens of all chosen "
+    "answers of the global batch; sum: sum over the tokens of each chosen answer, mean over pairs"
+)
+_PRESET = "whose definition and defaults to use; keys that are set take precedence"
+
+
+class PairLossConfig(Section):
+    """The loss of a pair: an objective of the difference of two scores, and an SFT term on the chosen answer.
+
+    With the scores s of the chosen (w) and the rejected (l) answer, h = s_w - s_l and z = beta h - margin, the
+    objective `logistic` is -log sigmoid(z), or with `label_smoothing` e that of `smoothing`; `squared` is
+    (h - 1 / (2 beta))^2.
+    """
+
+    score: Literal["log_ratio", "logprob", "log_odds"] = Field(
+        "log_ratio",
+        description="of an answer: log-probability minus that of the reference; log-probability; or log(p / (1 - p)) "
+        "of its mean log-probability log p",
+    )
+    length_mean: bool = Field(False, description="divide log-ratios and log-probabilities by the answer's tokens")
+    objective: Literal["logistic", "squared"] = Field("logistic", description="of the difference of the scores")
+    beta: Limit = Field(0.1, description="factor of the difference; squared: 1 / (2 beta) is its target")
+    margin: Coefficient = Field(0.0, description="subtracted from beta times the difference")
+    label_smoothing: Smoothing = Field(0.0, description="assumed fraction of pairs in the wrong order")
+    smoothing: Literal["conservative", "robust"] = Field("conservative", description="loss with label_smoothing")
+    weight: Coefficient = Field(1.0, description="weight of the objective")
+    sft_weight: Coefficient = Field(0.0, description="weight of the SFT term")
+    sft_mean: SFTMean = Field("answer", description=_SFT_MEAN)
+
+
+class PreferenceConfig(AlgorithmConfig):
+    """Settings that all algorithms on preference pairs share."""
+
+    uses_reference: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """The values of keys that each preset other than `paper` has in place of the defaults."""
+
+    max_tokens: Tokens | None = Field(
+        None, description="truncate longer rows at the end; null: a row longer than the model's limit is an error"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {**cls.presets.get(str(values.get("preset")), {}), **values}
+
+
+class PairwiseConfig(PreferenceConfig):
+    """Settings of the algorithms whose loss compares the two answers of a pair."""
+
+    sft_weight: Coefficient = Field(0.0, description="weight of the SFT term, the likelihood of chosen answers; 0: off")
+    sft_mean: SFTMean = Field("answer", description=_SFT_MEAN)
+
+    def pair_loss(self) -> PairLossConfig:
+        """Return the settings of the loss."""
+        shared = PairLossConfig.model_fields.keys() & type(self).model_fields.keys()
+        return PairLossConfig(**{name: getattr(self, name) for name in shared})
+
+
+class DPOConfig(PairwiseConfig):
+    """Direct preference optimization (arXiv:2305.18290)."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "trl": {"smoothing": "robust", "sft_mean": "token"},
+        "nemo_rl": {"beta": 0.05, "sft_mean": "sum"},
+    }
+
+    name: Literal["dpo"] = Field("dpo", description="direct preference optimization")
+    preset: Literal["paper", "trl", "nemo_rl"] = Field("paper", description=_PRESET)
+    beta: Limit = Field(0.1, description="weight of the KL divergence from the reference that the optimum has")
+    length_mean: bool = Field(
+        False, description="divide the log-ratio of an answer by its number of tokens (Tulu 3, arXiv:2411.15124)"
+    )
+    label_smoothing: Smoothing = Field(
+        0.0, description="assumed fraction of pairs whose answers are in the wrong order"
+    )
+    smoothing: Literal["conservative", "robust"] = Field(
+        "conservative",
+        description="conservative: expected loss over wrong orders (cDPO); robust: the unbiased estimate of the loss "
+        "without them (arXiv:2403.00409)",
+    )
+    weight: Coefficient = Field(1.0, description="weight of the preference term")
+
+
+class IPOConfig(PairwiseConfig):
+    """Identity preference optimization (arXiv:2310.12036)."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"length_mean": True, "sft_mean": "token"}}
+
+    name: Literal["ipo"] = Field("ipo", description="identity preference optimization")
+    preset: Literal["paper", "trl"] = Field("paper", description=_PRESET)
+    beta: Limit = Field(0.1, description="tau of the paper: the difference of log-ratios is drawn to 1 / (2 beta)")
+    length_mean: bool = Field(False, description="divide the log-ratio of an answer by its number of tokens")
+
+    def pair_loss(self) -> PairLossConfig:
+        """See `PairwiseConfig`."""
+        return super().pair_loss().model_copy(update={"objective": "squared"})
+
+
+class SimPOConfig(PairwiseConfig):
+    """Simple preference optimization (arXiv:2405.14734), without a reference policy."""
+
+    uses_reference: ClassVar[bool] = False
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"beta": 0.1, "gamma": 0.5, "sft_mean": "token"}}
+
+    name: Literal["simpo"] = Field("simpo", description="simple preference optimization")
+    preset: Literal["paper", "trl"] = Field("paper", description=_PRESET)
+    beta: Limit = Field(2.0, description="factor of the difference of mean log-probabilities; the paper: 2.0 to 2.5")
+    gamma: Coefficient = Field(1.0, description="target margin of the scaled difference; the paper: 0.3 to 1.6")
+    label_smoothing: Smoothing = Field(
+        0.0, description="assumed fraction of pairs whose answers are in the wrong order"
+    )
+
+    def pair_loss(self) -> PairLossConfig:
+        """See `PairwiseConfig`."""
+        changes = {"score": "logprob", "length_mean": True, "margin": self.gamma}
+        return super().pair_loss().model_copy(update=changes)
+
+
+class ORPOConfig(PairwiseConfig):
+    """Odds ratio preference optimization (arXiv:2403.07691), without a reference policy."""
+
+    uses_reference: ClassVar[bool] = False
+
+    name: Literal["orpo"] = Field("orpo", description="odds ratio preference optimization")
+    weight: Coefficient = Field(0.1, description="weight of the odds ratio term, lambda of the paper")
+    sft_weight: Coefficient = Field(1.0, description="weight of the SFT term, the likelihood of chosen answers; 0: off")
+
+    def pair_loss(self) -> PairLossConfig:
+        """See `PairwiseConfig`."""
+        return super().pair_loss().model_copy(update={"score": "log_odds", "length_mean": True, "beta": 1.0})
+
+
+class KTOConfig(PreferenceConfig):
+    """Kahneman-Tversky optimization (arXiv:2402.01306), on each answer of a pair by itself."""
+
+    name: Literal["kto"] = Field("kto", description="Kahneman-Tversky optimization")
+    beta: Limit = Field(0.1, description="factor of the difference of log-ratio and KL divergence")
+    desirable_weight: Coefficient = Field(1.0, description="weight of chosen answers, lambda_D of the paper")
+    undesirable_weight: Coefficient = Field(1.0, description="weight of rejected answers, lambda_U of the paper")
