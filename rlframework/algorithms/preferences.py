@@ -86,16 +86,15 @@ class PreferenceTraining(StepLoop):
         return {f"validation/{name}": value for name, value in (found | {"samples": float(pairs)}).items()}, []
 
     def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
-        """Return the batch of `samples`: the rows of `PreferencePairs`, with `group_ids`, `chosen`, `chosen_tokens`."""
+        """Return the batch of `samples`: the rows of `PreferencePairs`, and `chosen_tokens`, their number."""
         pairs = PreferencePairs.from_rows([_pair(sample) for sample in samples], self.parts.tokenizer)
         fields = pairs.to_fields()
         width = self.config.max_tokens or fields["input_ids"].shape[1]
         data = {name: fields[name][:, :width] for name in ("input_ids", "token_mask")}
         data |= {name: fields[name].clamp(max=width) for name in ("input_lengths", "prompt_lengths")}
         counts = data["token_mask"][:, 1:].sum(1)
-        rows = torch.arange(len(counts))
-        data |= {"sample_mask": fields["sample_mask"], "group_ids": rows // 2, "chosen": (rows % 2 == 0).float()}
-        return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(rows)).clone()})
+        data |= {name: fields[name] for name in ("sample_mask", "group_ids", "chosen")}
+        return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(counts)).clone()})
 
     @cached_property
     def _held_out(self) -> BatchedDataDict[Any]:
