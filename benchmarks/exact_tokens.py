@@ -84,18 +84,18 @@ def milliseconds_of_extend(name: str) -> tuple[float, float]:
 
 def main() -> None:
     print(f"{EPISODES} episodes of {TURNS} turns per format")
-    print(f"{'format':10}{'way':12}{'rollouts with breaks':>22}{'breaks':>8}{'sampled tokens':>16}{'changed':>9}")
+    print(f"{'format':14}{'way':12}{'rollouts with breaks':>22}{'breaks':>8}{'sampled tokens':>16}{'changed':>9}")
     for exact in (False, True):
         way, sums = "exact" if exact else "re-rendered", [0, 0, 0, 0]
         for name in NAMES:
             played = [play(name, seed, exact) for seed in range(EPISODES)]
             row = [sum(breaks > 0 for breaks, _, _ in played), *(sum(column) for column in zip(*played, strict=True))]
             sums = [one + other for one, other in zip(sums, row, strict=True)]
-            print(f"{name:10}{way:12}{row[0]:22}{row[1]:8}{row[2]:16}{row[3]:9}")
-        print(f"{'all':10}{way:12}{sums[0]:22}{sums[1]:8}{sums[2]:16}{sums[3]:9}  of {len(NAMES) * EPISODES} rollouts")
+            print(f"{name:14}{way:12}{row[0]:22}{row[1]:8}{row[2]:16}{row[3]:9}")
+        print(f"{'all':14}{way:12}{sums[0]:22}{sums[1]:8}{sums[2]:16}{sums[3]:9}  of {len(NAMES) * EPISODES} rollouts")
     print("\nCPU milliseconds of `extend` in a conversation of 20 turns: in all, and of the last")
     for name in NAMES:
-        print(f"{name:10}{'{:8.1f}{:8.2f}'.format(*milliseconds_of_extend(name))}")
+        print(f"{name:14}{'{:8.1f}{:8.2f}'.format(*milliseconds_of_extend(name))}")
 
 
 if __name__ == "__main__":

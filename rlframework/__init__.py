@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rlframework.configure import config_schema, config_yaml, load_config
     from rlframework.errors import RLFrameworkError, UserError
     from rlframework.plugins.manager import PluginManager, create_manager
-    from rlframework.runner.launch import run
+    from rlframework.runner.data import with_data
+    from rlframework.runner.launch import resume, run
     from rlframework.runner.parts import build_parts
 
 __all__ = [
@@ -33,7 +34,9 @@ __all__ = [
     "config_yaml",
     "create_manager",
     "load_config",
+    "resume",
     "run",
+    "with_data",
 ]
 
 _MODULES = {
@@ -48,7 +51,9 @@ _MODULES = {
     "config_yaml": "configure",
     "create_manager": "plugins.manager",
     "load_config": "configure",
+    "resume": "runner.launch",
     "run": "runner.launch",
+    "with_data": "runner.data",
 }
 
 

@@ -52,6 +52,16 @@ class Algorithm(ABC):
         """Return the number of `policy.train` calls of a run, the default length of the learning-rate schedule."""
         return int(config.num_steps)
 
+    @classmethod
+    def samples_per_step(cls, config: RunConfig) -> int:
+        """Return the number of training samples that a step takes, by which `num_epochs` becomes a number of steps."""
+        return config.policy.train_global_batch_size
+
+    @classmethod
+    def training_samples(cls, config: RunConfig, environment: Environment) -> int:
+        """Return the number of samples that a run trains on: an epoch."""
+        return len(environment.samples("train"))
+
     @abstractmethod
     def __init__(self, parts: Parts) -> None:
         """Check the parts against each other before any work; raise `ConfigError` or `DataError`."""

@@ -27,6 +27,8 @@ _OTHERS = {"policy.deepspeed": "DeepSpeed's own key, passed through"}
 OURS = {"rlframework-core", "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron", "rlframework-vllm"}
 """Distributions whose keys are on the page."""
 _ORDER = ("algorithm", "environment", "policy", "generation", "worker_group")
+_SHARED = "grpo"
+"""The algorithm whose keys several others have."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,25 @@ def page() -> str:
         _keys(Part("", {**schema, "properties": keys}), definitions),
     ]
     names = [*_ORDER, *(key for key in properties if key not in _ORDER)]
+    found = [part for key in names for part in _parts(first, key, properties[key], definitions)]
+    shared = next(part for part in found if part.name == _SHARED)
     sections = [
         section
-        for key in names
-        for part in _parts(first, key, properties[key], definitions)
-        for section in _sections(part, definitions, 2)
+        for part in found
+        for section in (_sections(part, definitions, 2) if not _alike(part, shared) else [_as_shared(part, shared)])
     ]
     return page_of(*parts, *sections)
+
+
+def _alike(part: Part, other: Part) -> bool:
+    """Whether `part` is another part with the same keys as `other`."""
+    keys = [{**each.schema["properties"], "name": None} for each in (part, other)]
+    return part is not other and keys[0] == keys[1]
+
+
+def _as_shared(part: Part, shared: Part) -> str:
+    link = "../algorithms/" + part.name.removesuffix("_baseline") + ".md"
+    return f"## {part.title}\n\nThe keys of [`{shared.name}`](#{shared.anchor}), with [defaults of its own]({link})."
 
 
 def _manager() -> PluginManager:

@@ -14,12 +14,13 @@ from rlframework.algorithm import Parts
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import SFTConfig
+from rlframework.config.sections import RunConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.rendering import render_samples
 from rlframework.datasets.tokens import TokenData, TokenRows, pad_rendered
 from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
-from rlframework.interfaces.environment import Sample, Split
+from rlframework.interfaces.environment import Environment, Sample, Split
 from rlframework.interfaces.loss import LossFunction
 from rlframework.observers.services import flatten
 from rlframework.plugins.user_defined import load_loss
@@ -35,6 +36,13 @@ class SFT(StepLoop):
 
     config: SFTConfig
 
+    @classmethod
+    def training_samples(cls, config: RunConfig, environment: Environment) -> int:
+        """Return the number of rows of the token data, if there is any, or else of the environment's samples."""
+        assert isinstance(config.algorithm, SFTConfig)
+        data = config.algorithm.token_data
+        return super().training_samples(config, environment) if data is None else len(TokenData(data))
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         batch_size, seed = parts.config.policy.train_global_batch_size, parts.config.seed
@@ -44,7 +52,8 @@ class SFT(StepLoop):
             self.loader = PromptLoader(self.train_samples, batch_size, seed)
         else:
             self.inputs.tokens(self.tokens.lengths, str(self.tokens.path))
-            self.loader = PromptLoader(range(len(self.tokens)), batch_size, seed)
+            mixture = getattr(self.train_samples, "mixture", None)  # token data has the rows of the samples, in order
+            self.loader = PromptLoader(range(len(self.tokens)), batch_size, seed, mixture)
         own = self.config.loss
         self.loss: LossFunction = NLLLoss() if own is None else load_loss(own.name, own.keys)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from rlframework.cli.common import Debug, Json, TrustRun, app, print_table
 from rlframework.errors import UserError
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
+    from rlframework.evaluation.plan import BestOfPlan
 
 
 @app.command()
@@ -86,38 +90,79 @@ def generate(
     ] = None,
     trust_run: TrustRun = False,
     as_json: Annotated[bool, Option("--json", help="Print one line of JSON per completion.")] = False,
+    best_of: Annotated[
+        int | None,
+        Option(metavar="N", min=1, max=1_000_000, help="Of N completions of each prompt, write the best to --out."),
+    ] = None,
+    out: Annotated[str | None, Option(metavar="FILE.jsonl", help="With --best-of: new file for the rows.")] = None,
+    min_reward: Annotated[
+        float | None, Option(help="With --best-of: leave out prompts whose best reward is less.")
+    ] = None,
+    split: Annotated[str, Option(help="With --best-of: prompts to use, train or validation.")] = "train",
+    limit: Annotated[int | None, Option(min=1, help="With --best-of: use only the first N prompts.")] = None,
+    config: Annotated[
+        str | None, Option(metavar="FILE", help="With --best-of: YAML file. Default: the run's configuration.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Generate completions for prompts given as arguments, in a file, or typed interactively until Ctrl-D.
+
+    With --best-of N, of the environment's prompts: the best of N completions each is written as a row to train on.
 
     \b
     rlframework generate runs/quickstart "3+4=" "12+9="
     rlframework generate runs/quickstart --file prompts.jsonl --samples 4 --json > answers.jsonl
     rlframework generate HuggingFaceTB/SmolLM2-135M-Instruct --greedy
     echo "Once upon a time" | rlframework generate models/base --raw --max-new-tokens 50
+    rlframework generate runs/quickstart --best-of 8 --min-reward 1 --out best.jsonl
     """
+    if best_of is None and (out, min_reward, split, limit, config) != (None, None, "train", None, None):
+        raise UserError("--out, --min-reward, --split, --limit and --config are options of --best-of; give it too")
+    if best_of is not None and (prompts or file is not None or samples != 1 or greedy or raw or as_json):
+        raise UserError(
+            "--best-of samples the environment's prompts: leave out prompts, --file, --samples, --greedy, --raw, --json"
+        )
     if prompts and file is not None:
         raise UserError("give either prompts or --file, not both")
-    from rlframework.evaluation.plan import generation_config
+    from rlframework.evaluation.plan import generation_config, plan_best_of
 
-    config = generation_config(
+    plan = None
+    if best_of is not None:
+        plan = plan_best_of(best_of, out, split=split, limit=limit, min_reward=min_reward)
+    loaded = generation_config(
         name,
         overrides=changes or (),
+        config=config,
         samples=samples,
+        best_of=best_of,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         greedy=greedy,
         seed=seed,
         trust_run=trust_run,
     )
+    if plan is not None:
+        _write_best(loaded, plan)
+        return
     from rlframework.evaluation.answers import Answerer, read_prompts
     from rlframework.runner.parts import build_generation
 
     typed = not prompts and file is None and sys.stdin.isatty()
     given = [] if typed else read_prompts(prompts or (), file or "-")
-    with build_generation(config) as (tokenizer, _, generation):
-        answerer = Answerer(config, tokenizer, generation, samples=samples, raw=raw, as_json=as_json)
+    with build_generation(loaded) as (tokenizer, _, generation):
+        answerer = Answerer(loaded, tokenizer, generation, samples=samples, raw=raw, as_json=as_json)
         if typed:
             answerer.chat()
         else:
             answerer.answer(given)
+
+
+def _write_best(config: RunConfig, plan: BestOfPlan) -> None:
+    from rlframework.observers.console import progress_bar
+    from rlframework.runner.parts import build_evaluation
+
+    with progress_bar("completions") as progress, build_evaluation(config) as parts:
+        from rlframework.evaluation.best_of import best_of
+
+        result = best_of(parts, plan, progress=progress)
+    print(f"done: {result}; in {plan.out}")

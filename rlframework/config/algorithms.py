@@ -1,4 +1,4 @@
-"""The sections of the built-in algorithms: `algorithm: {name: sft | grpo, ...}`."""
+"""The sections of the built-in algorithms: `algorithm: {name: sft | grpo | dapo | ..., ...}`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,8 +13,9 @@ from pydantic import (
     model_validator,
 )
 
+from rlframework.config.algorithm_presets import AlgorithmName, PresetName, with_preset
 from rlframework.config.base import NeedsTrust, Section
-from rlframework.config.numbers import Coefficient, Count, Limit, Tokens, TokensOrZero
+from rlframework.config.numbers import Coefficient, Count, CountOrZero, Limit, Tokens, TokensOrZero
 from rlframework.config.sections import AlgorithmConfig
 
 TrainOn = Literal["last", "assistant", "all"]
@@ -82,8 +83,20 @@ class SFTConfig(AlgorithmConfig):
 
 
 class ClippedPGLossConfig(Section):
-    """The clipped policy-gradient loss (PPO, arXiv:1707.06347; GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476)."""
+    """The policy-gradient loss (PPO, arXiv:1707.06347; GRPO, arXiv:2402.03300; and the algorithms derived from it)."""
 
+    ratio: Literal["token", "sequence", "sequence_token", "product"] = Field(
+        "token",
+        description="probability ratio: of each token; sequence: geometric mean over the tokens of a row (GSPO, "
+        "arXiv:2507.18071); sequence_token: its value with the gradient of each token (GSPO-token); product: over the "
+        "tokens of a row",
+    )
+    surrogate: Literal["clipped", "cispo", "reinforce"] = Field(
+        "clipped",
+        description="clipped: minimum of the ratio and the clipped ratio, times the advantage; cispo: clipped ratio as "
+        "a constant weight of the log-probability (arXiv:2506.13585); reinforce: log-probability times the advantage, "
+        "without a ratio",
+    )
     ratio_clip_min: Coefficient = Field(0.2, description="lower clipping bound of the probability ratio: 1 - this")
     ratio_clip_max: Coefficient = Field(0.2, description="upper clipping bound of the probability ratio: 1 + this")
     ratio_clip_c: float | None = Field(
@@ -95,7 +108,7 @@ class ClippedPGLossConfig(Section):
         "sequence, divide by `constant_length`, average over sequences (Dr. GRPO, arXiv:2503.20783)",
     )
     constant_length: Tokens | None = Field(
-        None, description="number of tokens that level=constant divides by, such as `generation.max_new_tokens`"
+        None, description="number of tokens that level=constant divides by; null: `generation.max_new_tokens`"
     )
     kl_coef: Coefficient = Field(
         0.0, description="weight of the KL divergence from the reference policy; 0: no reference policy"
@@ -112,7 +125,18 @@ class ClippedPGLossConfig(Section):
     importance_correction: Literal["none", "truncated"] = Field(
         "none", description="truncated: weight tokens by trainer/generator probability, at most `importance_cap`"
     )
-    importance_cap: Limit = Field(2.0, description="upper bound of a token's importance weight")
+    importance_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="that weight is of each token, or of all tokens of a row: their product or geometric mean"
+    )
+    importance_cap: Limit = Field(2.0, description="upper bound of an importance weight")
+    importance_floor: Coefficient = Field(0.0, description="lower bound of an importance weight")
+    importance_mask: Literal["none", "token", "sequence", "geometric"] = Field(
+        "none",
+        description="give tokens a loss of 0 where trainer/generator probability, at this level, is beyond "
+        "`importance_mask_min` to `importance_mask_max`",
+    )
+    importance_mask_min: Coefficient = Field(0.5, description="smallest ratio that `importance_mask` keeps")
+    importance_mask_max: Limit = Field(2.0, description="largest ratio that `importance_mask` keeps")
     mismatch_bound: Limit = Field(
         0.1,
         description="difference between the log-probabilities of trainer and engine beyond which a token counts in the "
@@ -120,9 +144,16 @@ class ClippedPGLossConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _constant(self) -> Self:
-        if (self.level == "constant") != (self.constant_length is not None):
-            raise ValueError("constant_length must be set for level=constant, and only for it")
+    def _together(self) -> Self:
+        if self.level != "constant" and self.constant_length is not None:
+            raise ValueError(f"constant_length is for level=constant, but level is {self.level}; remove one of them")
+        if self.surrogate != "clipped" and self.ratio_clip_c is not None:
+            raise ValueError(
+                f"ratio_clip_c is for surrogate=clipped, but surrogate is {self.surrogate}; set it to null"
+            )
+        for low, high in (("importance_floor", "importance_cap"), ("importance_mask_min", "importance_mask_max")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} is {getattr(self, low)}, but must be at most {high} = {getattr(self, high)}")
         return self
 
 
@@ -134,25 +165,79 @@ class OverlongConfig(Section):
     drop_truncated: bool = Field(False, description="exclude completions truncated at `max_new_tokens` from the loss")
 
 
-class GRPOConfig(AlgorithmConfig):
-    """Group-relative policy optimization (arXiv:2402.03300)."""
+class RewardKLConfig(Section):
+    """The KL divergence from the reference policy as a penalty in the reward, without a gradient of its own."""
 
-    name: Literal["grpo"] = Field("grpo", description="group-relative policy optimization")
-    prompts_per_step: Count = Field(32, description="distinct prompts in each rollout batch")
-    samples_per_prompt: Annotated[int, Field(ge=2, le=1_000_000)] = Field(
-        8, description="completions per prompt, which form a group"
+    coef: Coefficient = Field(0.05, description="weight of the penalty; 0: none, and no reference policy")
+    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="see http://joschu.net/blog/kl-approx.html")
+    max: Limit | None = Field(None, description="bound on the absolute estimate of a token; null: none")
+    spread: Literal["sequence", "to_go", "token"] = Field(
+        "sequence",
+        description="sequence: the sum over its tokens is subtracted from the reward of a completion, before the "
+        "baseline (RLOO, arXiv:2402.14740); to_go: the sum from a token to the end from its advantage (REINFORCE++, "
+        "arXiv:2501.03262); token: the estimate of a token from its advantage",
     )
+
+
+class GRPOConfig(AlgorithmConfig):
+    """Group-relative policy optimization (arXiv:2402.03300) and the algorithms that are other settings of it."""
+
+    name: AlgorithmName = Field("grpo", description="the algorithm, whose page lists its defaults")
+    preset: PresetName | None = Field(
+        None,
+        description="whose definition of the algorithm the defaults are: of its paper, TRL, verl or NeMo-RL; null: of "
+        "the paper, except for grpo. Keys that are set take precedence",
+    )
+    prompts_per_step: Count = Field(32, description="distinct prompts in each rollout batch")
+    samples_per_prompt: Count = Field(8, description="completions per prompt, which form a group")
     epochs_per_batch: Count = Field(1, description="training passes over each rollout batch")
+    dynamic_sampling: CountOrZero = Field(
+        0,
+        description="repeat rollouts, up to this many a step, until there are prompts_per_step groups whose rewards "
+        "differ (DAPO, arXiv:2503.14476); 0: off",
+    )
+    group_baseline: bool = Field(True, description="subtract the mean reward of the group; false: no baseline")
     leave_one_out: bool = Field(False, description="baseline: mean of the other rewards (RLOO, arXiv:2402.14740)")
-    normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
+    normalize_std: bool | Literal["batch", "others"] = Field(
+        True,
+        description="divide advantages by the standard deviation of the group's rewards; batch: of all rewards; "
+        "others: of the group's other rewards, if it is not 0",
+    )
     std_epsilon: Coefficient = Field(1e-6, description="added to that standard deviation")
-    skip_zero_variance: bool = Field(True, description="skip groups whose rewards are all equal; a metric counts them")
+    batch_normalization: Literal["none", "population", "sample"] = Field(
+        "none",
+        description="subtract the mean of the advantages of all tokens of the rollout, and divide by their standard "
+        "deviation (REINFORCE++, arXiv:2501.03262): with n (variance at least 1e-8), or with n - 1 (plus 1e-8)",
+    )
+    reward_kl: RewardKLConfig | None = Field(None, description="KL penalty in the reward; null: none")
+    skip_zero_variance: bool = Field(
+        True,
+        description="skip groups whose rewards are all equal, if nothing else gives them a gradient; a metric counts "
+        "them",
+    )
     overlong: OverlongConfig = OverlongConfig()
     loss: Annotated[
         Annotated[ClippedPGLossConfig, Tag("clipped")] | Annotated[OwnPolicyLossConfig, Tag("own")],
         Discriminator(_which_loss),
         BeforeValidator(_path_as_section, json_schema_input_type=ClippedPGLossConfig | OwnPolicyLossConfig | OwnPath),
-    ] = Field(ClippedPGLossConfig(), description="settings of the clipped loss, or the import path of your own loss")
+    ] = Field(ClippedPGLossConfig(), description="settings of the loss, or the import path of your own loss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, values: Any) -> Any:
+        return with_preset(values) if isinstance(values, dict) else values
+
+    @property
+    def reward_kl_coef(self) -> float:
+        """The weight of the KL penalty in the reward, 0 without one."""
+        return self.reward_kl.coef if self.reward_kl is not None else 0.0
+
+    @property
+    def skips_constant_groups(self) -> bool:
+        """Whether groups whose rewards are all equal are skipped: all else that gives them a gradient is off."""
+        penalized = self.reward_kl is not None and self.reward_kl.coef > 0 and self.reward_kl.spread != "sequence"
+        others = self.loss.kl_coef > 0 or penalized or self.batch_normalization != "none"
+        return self.skip_zero_variance and self.group_baseline and not others
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -161,10 +246,26 @@ class GRPOConfig(AlgorithmConfig):
         return self
 
     @model_validator(mode="after")
+    def _groups(self) -> Self:
+        in_group = self.group_baseline or self.leave_one_out or self.normalize_std in (True, "others")
+        if self.samples_per_prompt < 2 and in_group:
+            raise ValueError(
+                "samples_per_prompt must be at least 2, because advantages compare the samples of a prompt; one sample "
+                "needs group_baseline=false and normalize_std=false"
+            )
+        if self.leave_one_out and not self.group_baseline:
+            raise ValueError("leave_one_out is a baseline, so group_baseline=false excludes it; set one of them only")
+        if self.normalize_std == "others" and not self.leave_one_out:
+            raise ValueError("normalize_std=others is the deviation of the rewards of leave_one_out; set that to true")
+        if self.dynamic_sampling and not self.group_baseline:
+            raise ValueError("dynamic_sampling drops groups of equal rewards, which group_baseline=false trains on")
+        return self
+
+    @model_validator(mode="after")
     def _clip_range(self) -> Self:
         if isinstance(self.loss, ClippedPGLossConfig):
             bound, above = self.loss.ratio_clip_c, 1.0 + self.loss.ratio_clip_max
-            if self.loss.ratio_clip_min >= 1.0:
+            if self.loss.ratio_clip_min >= 1.0 and self.loss.surrogate == "clipped":
                 raise ValueError("loss.ratio_clip_min must be less than 1: the ratio is clipped at 1 - ratio_clip_min")
             if bound is not None and bound <= above:
                 needed = f"greater than 1 + ratio_clip_max = {above}, the clipped ratio that it bounds"

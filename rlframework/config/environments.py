@@ -4,11 +4,12 @@ import string
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, Section, import_path
+from rlframework.config.judge import JudgeConfig
 from rlframework.config.numbers import Coefficient, Fraction, Seconds, Steps, Workers
 from rlframework.config.sections import EnvironmentConfig
 
@@ -126,9 +127,10 @@ class ColumnsConfig(Section):
 
 
 class WeightedReward(Section):
-    """One of several reward functions."""
+    """One of several rewards: a function, or a judge."""
 
-    function: Annotated[str, ImportsCode()] = Field(description="import path of the reward function")
+    function: Annotated[str | None, ImportsCode()] = Field(None, description="import path of the reward function")
+    judge: JudgeConfig | None = Field(None, description="a model behind an OpenAI-compatible endpoint that scores")
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = Field(1.0, description="factor of its reward in the sum")
 
     @field_validator("function", mode="before")
@@ -137,22 +139,78 @@ class WeightedReward(Section):
         """Replace a function by its import path."""
         return import_path(function) if callable(function) else function
 
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.function is None) == (self.judge is None):
+            given = "none is" if self.function is None else "both are"
+            raise ValueError(f"set one of function (an import path) and judge (a section); {given} given")
+        return self
+
 
 RewardName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
-class DatasetConfig(EnvironmentConfig):
-    """Your own data: JSONL, Parquet, the output of `datasets.save_to_disk`, or a dataset on the Hugging Face Hub."""
+class RowsConfig(EnvironmentConfig):
+    """An environment whose training rows are in files, on the hub, or given by Python code."""
 
-    name: str = Field("dataset", description="your own dataset")
-    path: str = Field(
-        description="file, directory, glob pattern (data/*.parquet), or name of a dataset on the Hugging Face Hub"
+    path: str | None = Field(
+        None,
+        description="file, directory, glob pattern (data/*.parquet), or name of a dataset on the Hugging Face Hub; "
+        "null: rows that Python code gives to the run",
     )
-    subset: str | None = Field(None, description="configuration name, if the dataset has several")
-    split: str | None = Field(None, description="training split; null: `train`, or the only split")
     validation_path: str | None = Field(
         None, description="validation data, in any form of `path`; null: rows of `path` that are not trained on"
     )
+    data_digest: str | None = Field(
+        None, description="written by a run on rows from Python, to compare them with those given on a resume"
+    )
+    _given: Any = PrivateAttr(None)
+
+    @property
+    def given(self) -> Any:
+        """The `GivenRows` of `with_given`, or None. They exist in this process only: dumps have the digest alone."""
+        return self._given
+
+    def with_given(self, rows: Any, digest: str) -> Self:
+        """Return this section with `rows` from Python code and their digest."""
+        section = self.model_copy(update={"data_digest": digest})
+        section._given = rows
+        return section
+
+    @property
+    def named_data(self) -> str | None:
+        """The key that names the training data, or None."""
+        return None if self.path is None else "path"
+
+    @property
+    def source(self) -> str:
+        """The training data, for messages."""
+        return self.path or "the rows from Python"
+
+
+class SourceConfig(Section):
+    """One of several sources of training rows."""
+
+    path: str = Field(description="the rows, in any form of `environment.path`")
+    weight: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        1.0, description="its share of the training rows is this divided by the sum of all weights"
+    )
+    subset: str | None = Field(None, description="configuration name, if the dataset has several")
+    split: str | None = Field(None, description="training split; null: `train`, or the only split")
+
+
+SourceName = RewardName
+
+
+class DatasetConfig(RowsConfig):
+    """Your own data: JSONL, Parquet, the output of `datasets.save_to_disk`, or a dataset on the Hugging Face Hub."""
+
+    name: str = Field("dataset", description="your own dataset")
+    mixture: Mapping[SourceName, SourceConfig] | None = Field(
+        None, description="several sources by name instead of `path`, each {path: ..., weight: 1.0}"
+    )
+    subset: str | None = Field(None, description="configuration name, if the dataset has several")
+    split: str | None = Field(None, description="training split; null: `train`, or the only split")
     validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the prompts to hold out when no validation data is given"
@@ -169,7 +227,7 @@ class DatasetConfig(EnvironmentConfig):
     reward: Annotated[str | Mapping[RewardName, WeightedReward] | None, ImportsCode()] = Field(
         None,
         description="import path of your reward function, an alternative to `check`; or several by name, each "
-        "{function: import path, weight: 1.0}, whose weighted sum is the reward",
+        "{function: import path, weight: 1.0} or {judge: {...}, weight: 1.0}, whose weighted sum is the reward",
     )
     reward_timeout: Seconds | None = Field(
         60.0,
@@ -181,6 +239,35 @@ class DatasetConfig(EnvironmentConfig):
         0.1, description="fraction of a step's completions for which the reward function may fail before it is an error"
     )
     failed_reward: float = Field(0.0, ge=-1e6, le=1e6, description="reward where the reward function failed")
+
+    @property
+    def named_data(self) -> str | None:
+        """See `RowsConfig.named_data`."""
+        return super().named_data or (None if self.mixture is None else "mixture")
+
+    @property
+    def source(self) -> str:
+        """See `RowsConfig.source`."""
+        return super().source if self.mixture is None else f"the mixture of {', '.join(self.mixture)}"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        named = {"path": self.path, "mixture": self.mixture, "data_digest": self.data_digest}
+        given = [name for name, value in named.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} each say where the training rows come from; set only one of them")
+        for name in ("subset", "split", "validation_split") if self.path is None else ():
+            if getattr(self, name) is not None:
+                instead = "validation_path" if name == "validation_split" else f"{name} of a source of the mixture"
+                raise ValueError(f"{name} is for environment.path, which is not set; remove it, or set {instead}")
+        return self
+
+    @field_validator("mixture")
+    @classmethod
+    def _some_source(cls, mixture: Mapping[str, SourceConfig] | None) -> Mapping[str, SourceConfig] | None:
+        if mixture is not None and not mixture:
+            raise ValueError("mixture has no sources; name at least one, or remove the key")
+        return mixture
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -202,7 +289,8 @@ class DatasetConfig(EnvironmentConfig):
     def reward_functions(self) -> Mapping[str, str]:
         """The import paths of the reward functions, by the key that holds them; empty if there are none."""
         if isinstance(self.reward, Mapping):
-            return {f"environment.reward.{name}.function": part.function for name, part in self.reward.items()}
+            named = {f"environment.reward.{name}.function": part.function for name, part in self.reward.items()}
+            return {key: path for key, path in named.items() if path is not None}
         return {} if self.reward is None else {"environment.reward": self.reward}
 
     @property
@@ -213,7 +301,8 @@ class DatasetConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _one_judge(self) -> Self:
         if self.check != "none" and self.reward is not None:
-            both = f"reward ({', '.join(self.reward_functions.values())}) and check ({self.check})"
+            named = self.reward if isinstance(self.reward, Mapping) else [self.reward]
+            both = f"reward ({', '.join(map(str, named))}) and check ({self.check})"
             raise ValueError(f"{both} both score completions; set only one of them")
         return self
 
@@ -224,6 +313,7 @@ class DatasetConfig(EnvironmentConfig):
         `max_validation_samples` still matters: the prompts of those rows are excluded from training.
         """
         drawn = self.validation_path is None and self.validation_split is None
+        weights = {f"mixture.{name}.weight" for name in self.mixture or ()}
         judging = {"check", "reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward"}
         drawing = set() if drawn else {"environment.validation_fraction", "seed"}
-        return super().unseen_by_training | {f"environment.{key}" for key in judging} | drawing
+        return super().unseen_by_training | {f"environment.{key}" for key in judging | weights} | drawing

@@ -70,6 +70,7 @@ _WORDS: Mapping[str, str] = {
         "generation.max_length generation.max_tokens"
     ),
     # algorithm and loss
+    "algorithm.num_epochs": "num_train_epochs total_epochs",
     "algorithm.num_steps": "max_steps max_num_steps total_training_steps",
     "algorithm.epochs_per_batch": "num_iterations ppo_epochs",
     "algorithm.loss.kl_coef": "beta kl_coef init_kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty",
@@ -82,13 +83,18 @@ _WORDS: Mapping[str, str] = {
     "algorithm.loss.constant_length": "loss_scale_factor",
     "algorithm.loss.level": "loss_type loss_agg_mode token_level_loss",
     "algorithm.loss.importance_correction": "use_importance_sampling_correction",
+    "algorithm.loss.importance_level": "rollout_is vllm_importance_sampling_mode",
+    "algorithm.loss.importance_cap": "rollout_is_threshold truncated_importance_sampling_ratio",
+    "algorithm.loss.ratio": "importance_sampling_level sequence_level_importance_ratios",
+    "algorithm.loss.surrogate": "loss_mode use_cispo disable_ppo_ratio",
+    "algorithm.reward_kl": "use_kl_in_reward",
     "algorithm.normalize_std": "scale_rewards normalize_rewards norm_adv_by_std_in_grpo",
     "algorithm.leave_one_out": "use_leave_one_out_baseline",
     "algorithm.name": "adv_estimator",
     "algorithm.overlong.drop_truncated": "mask_truncated_completions",
     "algorithm.overlong.buffer": "overlong_buffer.len",
     "algorithm.overlong.penalty": "overlong_buffer.penalty_factor",
-    "algorithm.skip_zero_variance": "filter_groups",
+    "algorithm.dynamic_sampling": "filter_groups use_dynamic_sampling",
     # supervised training and data
     "algorithm.max_tokens": "max_seq_length max_length",
     "algorithm.train_on": "assistant_only_loss completion_only_loss",
@@ -124,9 +130,7 @@ PEER_KEYS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for w
 WITHOUT_COUNTERPART: Mapping[str, str] = {
     "gradient_accumulation_steps": "It follows from `policy.train_global_batch_size`, the rows per optimizer step.",
     "max_prompt_length": "No limit; a prompt that leaves no room for `generation.max_new_tokens` tokens is an error.",
-    "num_train_epochs": "rlframework counts steps: set `algorithm.num_steps`.",
     "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
-    "total_epochs": "rlframework counts steps: set `algorithm.num_steps`.",
     "rollout.tensor_model_parallel_size": "A generation engine holds the whole model; remove the key.",
     "resume_from_checkpoint": "To resume a run, use `rlframework train --resume RUN_DIR`.",
     "resume_mode": "To resume a run, use `rlframework train --resume RUN_DIR`.",

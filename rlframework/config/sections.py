@@ -6,9 +6,9 @@ A plugin's record names a `config_model` derived from one of these bases (`Algor
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 
 from rlframework.config.base import ImportsCode, NeedsTrust, Section
 from rlframework.config.numbers import (
@@ -199,9 +199,32 @@ class ValidationConfig(Section):
 class AlgorithmConfig(Section):
     """Settings that all algorithms share."""
 
-    name: str = Field(description="`grpo`, `sft`, or the name of a plugin")
-    num_steps: Steps = Field(100, description="number of training steps")
+    name: str = Field(description="`grpo`, `sft`, or another: `rlframework plugins` lists them")
+    num_steps: StepsOrZero = Field(100, description="number of training steps; 0: those of `num_epochs`")
+    num_epochs: Steps | None = Field(
+        None,
+        description="passes over the training samples, instead of `num_steps`; a last batch that they do not fill is "
+        "filled with samples of the next pass",
+    )
     validation: ValidationConfig = ValidationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_steps_with_epochs(cls, values: Any) -> Any:
+        """Leave out the default of `num_steps` where `num_epochs` is given."""
+        if isinstance(values, dict) and values.get("num_epochs") is not None:
+            return {"num_steps": 0} | values
+        return values
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Self:
+        if self.num_epochs is not None and self.num_steps:
+            raise ValueError(
+                f"num_steps={self.num_steps} and num_epochs={self.num_epochs} both say how long to train; set only one"
+            )
+        if self.num_epochs is None and not self.num_steps:
+            raise ValueError("num_steps is 0, so num_epochs must be set; set one of them")
+        return self
 
 
 class WandbConfig(Section):

@@ -158,7 +158,7 @@ def _step_conflicts(config: RunConfig) -> Iterator[Problem]:
     start, stop = profiler.start or 0, profiler.stop or 0
     given = {"recording.steps": recording.steps, "profiler.steps": profiler.steps}
     for key, steps in (given | {"profiler.start": (start,), "profiler.stop": (stop,)}).items():
-        if any(step > last for step in steps):
+        if last and any(step > last for step in steps):  # 0: known when the data is open
             yield Problem(key, f"must be steps of the run, 1 to {last} (algorithm.num_steps)")
     if stop and (not start or stop < start):
         needed = f"profiler.start={start}" if start else "profiler.start, which is not set"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlframework.datasets.tools_as_text import tools_as_text
@@ -25,21 +25,17 @@ def apply_template(
 
     Arguments of tool calls are given as mappings, or as text if the template rejects those. A template that knows no
     tools gets them as text, see `tools_as_text`. Raises a `DataError` that names the roles if there are no messages, or
-    the template rejects them.
+    the template rejects them in all of these forms.
     """
     if not messages:
         raise DataError("a chat template needs at least one message")
-    if "tool" not in (template_text(tokenizer) or ""):
-        messages, tools = tools_as_text(messages, tools), ()
-    try:
-        return _apply(tokenizer, [template_message(message) for message in messages], tools, prompt)
-    except Exception as error:  # a template can raise anything
-        if not any(message.get("tool_calls") for message in messages):
-            raise _rejected(messages, error) from error
-    try:  # DeepSeek's templates want the arguments as text
-        return _apply(tokenizer, [template_message(message, mappings=False) for message in messages], tools, prompt)
-    except Exception as error:
-        raise _rejected(messages, error) from error
+    failed: Exception | None = None
+    for given, listed in _forms(template_text(tokenizer) or "", messages, tools):
+        try:
+            return _apply(tokenizer, given, listed, prompt)
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            failed = error
+    raise _rejected(messages, failed) from failed
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -63,6 +59,30 @@ def template_message(message: Message, *, mappings: bool = True) -> dict[str, An
     return plain
 
 
+def _forms(
+    template: str, messages: Sequence[Message], tools: Sequence[ToolSpec]
+) -> Iterator[tuple[list[dict[str, Any]], Sequence[ToolSpec]]]:
+    """Messages and tools in the forms that chat templates take, to be tried in turn."""
+    if "tool" not in template:
+        yield [template_message(message) for message in tools_as_text(messages, tools)], ()
+        if tools:  # Gemma 2 has no system role
+            yield [template_message(message) for message in tools_as_text(messages, tools, role="user")], ()
+        return
+    yield [template_message(message) for message in messages], tools
+    if any(message.get("tool_calls") for message in messages):
+        # DeepSeek-R1 wants the arguments as text; gpt-oss wants content or reasoning, not both, beside a call
+        yield [template_message(message, mappings=False) for message in messages], tools
+        yield [template_message(_with_content_as_reasoning(message)) for message in messages], tools
+
+
+def _with_content_as_reasoning(message: Message) -> Message:
+    """`message` with its content at the end of its reasoning, if it has both and calls tools."""
+    thought, text = message.get("reasoning_content"), text_of(message)
+    if not (message.get("tool_calls") and thought and text):
+        return message
+    return {**message, "content": "", "reasoning_content": f"{thought}\n\n{text}"}
+
+
 def _apply(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[ToolSpec], prompt: bool
 ) -> str:
@@ -84,7 +104,7 @@ def _arguments_of(call: ToolCall) -> Mapping[str, Any] | None:
     return arguments if isinstance(arguments, dict) else None
 
 
-def _rejected(messages: Sequence[Message], error: Exception) -> DataError:
+def _rejected(messages: Sequence[Message], error: Exception | None) -> DataError:
     roles = [message["role"] for message in messages]
     return DataError(
         f"the model's chat template rejects a conversation with the roles {roles}: {error or type(error).__name__}. "

@@ -61,11 +61,11 @@ def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) 
     elif shape in (columns.messages, columns.conversations):
         turns = _messages(row[shape], place)
     else:
-        turns = _side(row[shape], "user", place)
+        turns = read_turns(row[shape], "user", place)
         replies = (columns.completion, columns.answer)  # the gold answer if there is no other
         reply = next((name for name in replies if name != shape and row.get(name) is not None), None)
         if reply is not None:
-            turns += _side(row[reply], "assistant", f"{where}, column {reply!r}")
+            turns += read_turns(row[reply], "assistant", f"{where}, column {reply!r}")
     answer = row.get(columns.answer)
     gold = None if answer is None else _plain(answer, f"{where}, column {columns.answer!r}")
     tools = read_tools(row.get(columns.tools), f"{where}, column {columns.tools!r}")
@@ -91,8 +91,11 @@ def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:
     )
 
 
-def _side(value: Any, role: str, where: str) -> list[Message]:
-    """One side of a conversation: a list of messages, or a text, which becomes a turn of `role`."""
+def read_turns(value: Any, role: str, where: str) -> list[Message]:
+    """Return one side of a conversation: a list of messages, or a text or number, which becomes a turn of `role`.
+
+    Raises a `DataError` that begins with `where` for anything else.
+    """
     if isinstance(value, list):
         return _messages(value, where)
     return [{"role": role, "content": _plain(value, where)}]

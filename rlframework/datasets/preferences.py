@@ -24,7 +24,7 @@ from rlframework.datasets.reward_data import RewardData, has_values, need_tensor
 from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.interfaces.environment import Sample
-from rlframework.interfaces.messages import Message
+from rlframework.interfaces.messages import Message, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,13 +37,14 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """A pair as text. `scores`: the scores of the chosen and the rejected answer, if known."""
+    """A pair as text. `scores`: those of the chosen and the rejected answer, if known. `tools`: as of `Sample`."""
 
     messages: tuple[Message, ...]
     chosen: str
     rejected: str
     id: str = ""
     scores: tuple[float, float] | None = None
+    tools: tuple[ToolSpec, ...] = ()
 
 
 class PreferencePairs(MemmapTensorClass):
@@ -186,8 +187,10 @@ def mismatched_rows(data: BatchedDataDict[Any], pad_id: int) -> BatchedDataDict[
 
 def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int], list[int]]:
     """The length of the prompt, and the ids of prompt and chosen answer, and of prompt and rejected answer."""
-    prompt = render_prompt(tokenizer, row.messages)
-    answers = [Sample(row.id, row.messages, "", completion=text) for text in (row.chosen, row.rejected)]
+    prompt = render_prompt(tokenizer, row.messages, row.tools)
+    answers = [
+        Sample(row.id, row.messages, "", completion=text, tools=row.tools) for text in (row.chosen, row.rejected)
+    ]
     chosen, rejected = (prompt + render_completion(tokenizer, answer) for answer in answers)
     return len(prompt), chosen, rejected
 

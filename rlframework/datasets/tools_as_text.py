@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 
 
-def tools_as_text(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Message]:
-    """Return `messages` without calls and tool results, which become text; `tools` are described in the system message.
+def tools_as_text(messages: Sequence[Message], tools: Sequence[ToolSpec], *, role: str = "system") -> list[Message]:
+    """Return `messages` without calls and tool results, which become text, and with a description of `tools`.
 
-    Results become user messages. Without a system message, one with the tools is put first.
+    Results become user messages, one for those that follow one another, since templates may want roles to alternate.
+    The system message describes the tools. Without one, the first message does, of the role `role`: system, or user
+    where the template has no system role.
     """
-    plain = [_message_as_text(message) for message in messages]
+    plain: list[Message] = []
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        some = list(group)
+        plain += [_results_as_text(some)] if are_results else [_turn_as_text(message) for message in some]
     if not tools:
         return plain
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -24,14 +30,20 @@ def tools_as_text(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> lis
         f"You may call these tools:\n{listed}\n"
         'Call one by writing <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
     )
-    if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{text_of(plain[0])}\n\n{text}"}, *plain[1:]]
-    return [{"role": "system", "content": text}, *plain]
+    first = plain[0] if plain else None
+    if first and first["role"] == "system":
+        return [{**first, "content": f"{text_of(first)}\n\n{text}"}, *plain[1:]]
+    if first and first["role"] == role:
+        return [{**first, "content": f"{text}\n\n{text_of(first)}"}, *plain[1:]]
+    return [{"role": role, "content": text}, *plain]
 
 
-def _message_as_text(message: Message) -> Message:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{text_of(message)}\n</tool_response>"}
+def _results_as_text(results: Sequence[Message]) -> Message:
+    texts = [f"<tool_response>\n{text_of(message)}\n</tool_response>" for message in results]
+    return {"role": "user", "content": "\n".join(texts)}
+
+
+def _turn_as_text(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
     text = text_of(message)

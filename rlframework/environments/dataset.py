@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -18,10 +20,11 @@ import numpy.typing as npt
 
 from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import conversation_of
-from rlframework.datasets.loader import shuffled
+from rlframework.datasets.loader import Source, shuffled
 from rlframework.datasets.rendering import has_answer
-from rlframework.datasets.sources.opening import is_local, open_rows
-from rlframework.datasets.sources.rows import Rows
+from rlframework.datasets.sources.opening import open_rows
+from rlframework.datasets.sources.rows import JoinedRows, Rows
+from rlframework.datasets.sources.splits import open_splits
 from rlframework.environments.math_answers import is_comparable, same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
@@ -37,13 +40,15 @@ PROBED = 2_000
 class LazySamples(Sequence[Sample]):
     """The samples of the rows `numbers` of `rows`, made by `make` on access. A slice is lazy too.
 
-    `unanswered`: the numbers of rows known to have no assistant turn.
+    `unanswered`: the numbers of rows known to have no assistant turn. `mixture`: the sources of the samples, in order,
+    for a loader that draws from each by its weight; none for a slice.
     """
 
     rows: Rows
     numbers: npt.NDArray[np.int64]
     make: Callable[[Rows, int], Sample]
     unanswered: Sequence[int] = ()
+    mixture: Sequence[Source] = ()
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -54,7 +59,7 @@ class LazySamples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> LazySamples: ...
     def __getitem__(self, index: int | slice) -> Sample | LazySamples:
         if isinstance(index, slice):
-            return replace(self, numbers=self.numbers[index])
+            return replace(self, numbers=self.numbers[index], mixture=())
         return self.make(self.rows, int(self.numbers[index]))
 
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -73,25 +78,23 @@ class DatasetEnvironment(VerifiableEnvironment):
         """Open the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
         self._config = config
         self._unanswered: list[int] = []
-        train = open_rows(config.path, subset=config.subset, split=config.split)
+        train, validation = self._open()
         self.scores = config.scores_completions
         self._reward = reward_of(config)
         keys = self._keys(train)
-        path = config.validation_path
-        if path is None and config.validation_split is None:
+        if validation is None:
             kept, held_out = self._hold_out(keys, seed)
             validation = train
         else:
-            subset = config.subset if path is None or not is_local(path) else None
-            validation = open_rows(path or config.path, subset=subset, split=config.validation_split)
             held_out = np.arange(len(validation))[: config.max_validation_samples]
             out = [_key(self._sample(validation, number)) for number in held_out.tolist()]
             known = len(train) <= SCANNED  # else keys are row numbers
             kept = np.flatnonzero(~np.isin(keys, np.array(out if known else [], np.uint64)))
         if not len(kept):
-            raise DataError(f"{config.path}: no training row is left, because every prompt is also in validation")
+            raise DataError(f"{config.source}: no training row is left, because every prompt is also in validation")
+        kept, mixture = self._limited(train, kept)
         self._samples: dict[Split, Sequence[Sample]] = {
-            "train": LazySamples(train, kept[: config.max_samples], self._sample, self._unanswered),
+            "train": LazySamples(train, kept, self._sample, self._unanswered, mixture),
             "validation": LazySamples(validation, held_out, self._sample),
         }
 
@@ -116,10 +119,43 @@ class DatasetEnvironment(VerifiableEnvironment):
             return super().step(samples, conversations)
         return self._reward.score(samples, self.answers(samples, conversations))
 
+    def start(self, folder: Path | None) -> None:
+        """See `Environment.start`. Raises a `ConfigError` if a judge does not answer."""
+        if self._reward is not None:
+            self._reward.start(folder)
+
     def shutdown(self) -> None:
         """End the process of the user's reward function."""
         if self._reward is not None:
             self._reward.close()
+
+    def _open(self) -> tuple[Rows, Rows | None]:
+        """The rows to train on, and those given for validation, if any."""
+        config, train = self._config, None
+        if config.mixture is not None:
+            sources = sorted(config.mixture.items())  # the order of the section changes nothing
+            train = JoinedRows({name: open_rows(at.path, subset=at.subset, split=at.split) for name, at in sources})
+        return open_splits(
+            config, subset=config.subset, split=config.split, validation=config.validation_split, train=train
+        )
+
+    def _limited(self, train: Rows, kept: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tuple[Source, ...]]:
+        """The first `max_samples` of the rows `kept`, or of those of each source of a mixture; and its sources."""
+        limit, mixture = self._config.max_samples, self._config.mixture
+        if mixture is None or not isinstance(train, JoinedRows):
+            return kept[:limit], ()
+        bounds = np.searchsorted(kept, train.starts)
+        parts = [kept[start:end][:limit] for start, end in pairwise(bounds.tolist())]
+        sources = tuple(
+            Source(name, mixture[name].weight, len(part)) for name, part in zip(sorted(mixture), parts, strict=True)
+        )
+        for source in sources:
+            if not source.rows:
+                raise DataError(
+                    f"environment.mixture.{source.name}: no training row is left, because every prompt is also in "
+                    "validation; give it more rows, or set environment.validation_path"
+                )
+        return np.concatenate(parts), sources
 
     def _sample(self, rows: Rows, number: int) -> Sample:
         where, row = rows.where(number), rows[number]
@@ -155,7 +191,7 @@ class DatasetEnvironment(VerifiableEnvironment):
         different = np.unique(keys)
         if len(different) < 2:
             raise DataError(
-                f"{self._config.path}: a single prompt cannot be split; give environment.validation_path or "
+                f"{self._config.source}: a single prompt cannot be split; give environment.validation_path or "
                 "validation_split, or more data"
             )
         share = round(len(different) * self._config.validation_fraction)

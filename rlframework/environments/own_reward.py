@@ -1,7 +1,6 @@
 """Score answers with a user's own reward function: `environment.reward: my_module:score`.
 
-A failure of an answer (see `reward_calls`) gives it `failed_reward` and is counted; the traceback is logged once per
-cause. The run ends only if more than `max_reward_failures` of a step's answers fail.
+Failures of answers (see `reward_calls`) are counted, as `counted_failures` describes.
 
 The function runs in a separate process, which can be killed wherever it hangs. A thread could not be stopped: a regular
 expression or a big integer holds Python's lock, and blocks the driver with it. The process is a new interpreter that
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -24,15 +22,15 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import IO, Any
 
 from rlframework.config.environments import DatasetConfig
-from rlframework.environments.reward_calls import FAILURES, Failure, Report, RewardCalls, RewardResult, timed_out
+from rlframework.environments.counted_failures import CountedFailures
+from rlframework.environments.reward_calls import Failure, Report, RewardCalls, timed_out
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward
-
-_LOG = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
 """Timeout for starting the interpreter and importing the function's module."""
@@ -57,8 +55,7 @@ class OwnReward:
             form = load_reward(path)[1]
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from error
-        self._name = f"{key}={path!r} ({form.place})"
-        self._logged: set[str] = set()
+        self._counted = CountedFailures(config, f"{key}={path!r} ({form.place})")
         timeout, limit = config.reward_timeout, config.reward_concurrency
         self._calls: RewardCalls | RewardProcess
         self._thread: ThreadPoolExecutor | None = None
@@ -69,34 +66,18 @@ class OwnReward:
             if form.is_async:  # in a thread, because this one may run another event loop
                 self._thread = ThreadPoolExecutor(1, "reward")
 
+    def start(self, folder: Path | None) -> None:
+        """Do nothing: the function's process starts on first use, and keeps no files."""
+
     def score(self, samples: Sequence[Sample], completions: Sequence[str]) -> list[StepOutcome]:
         """Return one outcome per answer. Raises a `UserError` with the first failure once too many have failed."""
-        failed = StepOutcome(self._config.failed_reward, metrics={"accuracy": 0.0, FAILURES: 1.0})
-        outcomes: dict[int, StepOutcome] = {}
-        failures: list[tuple[str, Failure]] = []
+        return self._counted.outcomes(samples, completions, self._score)
 
-        def report(numbers: list[int], results: list[RewardResult] | None) -> None:
-            for number, result in zip(numbers, results or (), strict=False):
-                outcomes[number] = failed if isinstance(result, Failure) else result
-                if isinstance(result, Failure):
-                    failures.append((samples[number].id, result))
-                    if result.cause not in self._logged:
-                        self._logged.add(result.cause)
-                        _LOG.warning("%s failed for sample %r:\n%s", self._name, samples[number].id, result.text)
-            allowed = self._config.max_reward_failures
-            if len(failures) > allowed * len(samples):
-                sample_id, first = failures[0]
-                raise UserError(
-                    f"{self._name} failed for {len(failures)} of the first {len(outcomes)} of {len(samples)} answers, "
-                    f"which is more than environment.max_reward_failures={allowed:g} allows. The first, for sample "
-                    f"{sample_id!r}:\n{first.text}"
-                )
-
+    def _score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
         if self._thread is None:
             self._calls.score(samples, completions, report)
         else:
             self._thread.submit(self._calls.score, samples, completions, report).result()
-        return [outcomes[number] for number in range(len(samples))]
 
     def close(self) -> None:
         """End the function's process or thread."""

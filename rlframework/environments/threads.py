@@ -14,17 +14,20 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     """Return what `function` returns: an async function is awaited, another runs in a daemon thread of its own.
 
     A thread that hangs keeps neither the event loop nor the end of the process waiting: if the caller is cancelled, it
-    is abandoned and its result dropped. `SystemExit` in the thread is raised here as a `RuntimeError`.
+    is abandoned and its result dropped. `SystemExit` is raised here as the error `exited`.
     """
     if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
+        try:
+            return await function(*args, **kwargs)
+        except SystemExit as error:
+            raise exited(error) from error
     result: Future[Any] = Future()
 
     def run() -> None:
         try:
             value = function(*args, **kwargs)
         except SystemExit as error:
-            _settle(result, error=RuntimeError(f"it called sys.exit({error.code!r})"))
+            _settle(result, error=exited(error))
         except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
             _settle(result, error=error)
         else:
@@ -33,6 +36,11 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     name = getattr(function, "__qualname__", type(function).__name__)
     threading.Thread(target=run, name=f"environment: {name}", daemon=True).start()
     return await asyncio.wrap_future(result)
+
+
+def exited(error: SystemExit) -> RuntimeError:
+    """Return the error in place of `SystemExit`, which would end the event loop of all episodes."""
+    return RuntimeError(f"it called sys.exit({error.code!r})")
 
 
 def _settle(result: Future[Any], value: Any = None, error: BaseException | None = None) -> None:

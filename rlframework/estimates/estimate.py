@@ -243,7 +243,8 @@ def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
     checkpoint.
     """
     steps, section, every = config.algorithm.num_steps, config.checkpoints, config.recording.every
-    kept = min(section.keep_last + section.keep_best + 1, steps // section.every) if section.every else 0
+    most = section.keep_last + section.keep_best + 1
+    kept = min(most, steps // section.every if steps else most) if section.every else 0  # 0 steps: of epochs, not known
     recorded = len({*config.recording.steps, *(range(every, steps + 1, every) if every else ())})
     found = {
         "trained model": 4 * parameters,

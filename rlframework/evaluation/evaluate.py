@@ -24,7 +24,7 @@ from rlframework.errors import DataError, WriteError
 from rlframework.evaluation.plan import EvaluationPlan
 from rlframework.evaluation.report import Evaluation, pass_at_k
 from rlframework.files import writing
-from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.environment import Sample, Split
 from rlframework.logs import ProgressCallback, printable
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.rollouts import rollout
@@ -49,16 +49,13 @@ def evaluate(
     before anything is generated. Completions depend only on the seed, not on the number of workers or the other prompts
     (up to rounding in the forward pass).
     """
-    samples = _samples(parts, plan)
+    samples = scored_samples(parts, plan.split, plan.samples)
     started = time.perf_counter()
     result = Evaluation()
     attempts, total = plan.attempts, len(samples) * plan.attempts
-    rows_of_worker = parts.config.generation.batch_size
-    if resolve_device(parts.config.device) == "cpu":
-        rows_of_worker = min(rows_of_worker, ROWS_ON_CPU)
-    batch_size = max(1, rows_of_worker * parts.policy.data_parallel_size // attempts)
+    batch_size = prompts_at_a_time(parts, attempts)
     progress(0, total)
-    with _completions_file(out) as file:
+    with partial_file(out / PARTIAL, out / COMPLETIONS) as file:
         for start in range(0, len(samples), batch_size):
             batch = samples[start : start + batch_size]
             rows = [sample for sample in batch for _ in range(attempts)]
@@ -69,18 +66,27 @@ def evaluate(
     return result
 
 
-def _samples(parts: Parts, plan: EvaluationPlan) -> Sequence[Sample]:
+def scored_samples(parts: Parts, split: Split, count: int | None) -> Sequence[Sample]:
+    """The first `count` samples of `split` (None: all). Raises a `DataError` as `evaluate` says."""
     name = parts.config.environment.name
     if not parts.environment.scores:
         raise DataError(
             f"environment {name!r} does not score completions as configured, so it cannot be evaluated; choose another "
             "one (environment.name=...), or set how answers are checked (environment.check=exact)"
         )
-    samples = parts.environment.samples(plan.split)[: plan.samples]
+    samples = parts.environment.samples(split)[:count]
     if not len(samples):
-        raise DataError(f"environment {name!r} has no {plan.split} samples; choose another --split, or give it data")
-    InputCheck(parts).prompts(plan.split, samples)
+        raise DataError(f"environment {name!r} has no {split} samples; choose another --split, or give it data")
+    InputCheck(parts).prompts(split, samples)
     return samples
+
+
+def prompts_at_a_time(parts: Parts, attempts: int) -> int:
+    """The number of prompts, with `attempts` completions each, whose completions fit into a batch of all workers."""
+    rows_of_worker = parts.config.generation.batch_size
+    if resolve_device(parts.config.device) == "cpu":
+        rows_of_worker = min(rows_of_worker, ROWS_ON_CPU)
+    return max(1, rows_of_worker * parts.policy.data_parallel_size // attempts)
 
 
 def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO) -> None:
@@ -125,16 +131,15 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
 
 
 @contextmanager
-def _completions_file(out: Path) -> Iterator[TextIO]:
-    """Open the partial file of completions, and rename it when the block ends without an error."""
-    path = out / PARTIAL
+def partial_file(path: Path, final: Path) -> Iterator[TextIO]:
+    """Open a new file at `path` for text, and rename it to `final` when the block ends without an error."""
     try:
         with writing(path):
-            out.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
                 yield file
                 os.fsync(file.fileno())
-            os.replace(path, out / COMPLETIONS)
+            os.replace(path, final)
     except (KeyboardInterrupt, WriteError):
         _LOG.warning("the completions so far are in %s", path)
         raise

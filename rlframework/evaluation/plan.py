@@ -13,13 +13,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rlframework.config.load import compose, escape_interpolation
 from rlframework.configure import load_config
 from rlframework.errors import ConfigError, UserError
-from rlframework.files import check_new_folder
+from rlframework.files import check_new_folder, check_writable
 from rlframework.huggingface.hub import is_path, require_available
 from rlframework.policy.checkpoint.saved import is_sharded, reject_native
 
@@ -71,6 +72,53 @@ class EvaluationPlan:
         return self.out / f"{number + 1}-{Path(self.models[number].name).name}"
 
 
+@dataclass(frozen=True)
+class BestOfPlan:
+    """The work of `rlframework generate --best-of`: a row for each of the first `limit` prompts of `split` (None: all).
+
+    Of `candidates` completions the best is written to `out`, if its reward is at least `min_reward`.
+    """
+
+    candidates: int
+    out: Path
+    split: Split
+    limit: int | None
+    min_reward: float | None
+
+    @property
+    def partial(self) -> Path:
+        """The file that has the rows until they are complete."""
+        return self.out.with_suffix(f".partial{self.out.suffix}")
+
+
+def plan_best_of(
+    candidates: int, out: str | None, *, split: str = "train", limit: int | None = None, min_reward: float | None = None
+) -> BestOfPlan:
+    """Build the plan from the options of the command line. Invalid ones raise `UserError`."""
+    if out is None:
+        raise UserError("--best-of writes rows: give --out FILE.jsonl, a file that does not exist yet")
+    path = Path(out)
+    if path.suffix != ".jsonl":
+        raise UserError(f"--out {out}: the name must end with .jsonl, by which environment.name=dataset knows the form")
+    if min_reward is not None and not isfinite(min_reward):
+        raise UserError(f"--min-reward {min_reward}: it must be a finite number")
+    plan = BestOfPlan(candidates, path, _split_of(split), limit, min_reward)
+    for file in (plan.out, plan.partial):
+        if os.path.lexists(file):
+            raise UserError(f"--out {out}: {file} exists, and nothing is overwritten. Give another name, or remove it")
+    try:
+        check_writable(path.parent)
+    except UserError as error:
+        raise UserError(f"--out {out}: {error}") from error
+    return plan
+
+
+def _split_of(split: str) -> Split:
+    if split not in ("train", "validation"):
+        raise UserError(f"--split {split}: it must be train or validation")
+    return cast("Split", split)
+
+
 def plan_evaluation(
     words: Sequence[str],
     *,
@@ -93,8 +141,7 @@ def plan_evaluation(
         raise UserError("no model given; give the output_dir of a run, or a Hugging Face model directory or name")
     if len(set(names)) < len(names):
         raise UserError(f"{', '.join(names)}: a model is given more than once; give different ones to compare")
-    if split not in ("train", "validation"):
-        raise UserError(f"--split {split}: it must be train or validation")
+    chosen_split = _split_of(split)
     try:
         ks = [int(word) for word in k.split(",") if word.strip()]
     except ValueError as error:
@@ -108,7 +155,7 @@ def plan_evaluation(
     folder = Path("evaluations") if len(models) > 1 or models[0].run is None else models[0].run / "evaluations"
     folder = Path(out) if out is not None else folder / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     check_new_folder(folder, f"--out {folder}")
-    return EvaluationPlan(models, configs, folder, cast("Split", split), samples, *chosen)
+    return EvaluationPlan(models, configs, folder, chosen_split, samples, *chosen)
 
 
 def choose_attempts(
@@ -135,26 +182,32 @@ def generation_config(
     name: str,
     *,
     overrides: Sequence[str] = (),
+    config: str | None = None,
     samples: int = 1,
+    best_of: int | None = None,
     temperature: float | None = None,
     max_new_tokens: int | None = None,
     greedy: bool = False,
     seed: int | None = None,
     trust_run: bool = False,
 ) -> RunConfig:
-    """The configuration of `rlframework generate NAME`. Options that contradict each other raise `UserError`."""
+    """The configuration of `rlframework generate NAME`. Options that contradict each other raise `UserError`.
+
+    Without `best_of`, the environment is not used, and none need be given.
+    """
     if greedy and temperature:
         raise UserError(f"--greedy and --temperature {temperature} contradict each other; give one of them")
     temperature = 0.0 if greedy else temperature
     given = {"generation.temperature": temperature, "generation.max_new_tokens": max_new_tokens, "seed": seed}
     changes = [*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
-    alone = {**ALONE, "environment": {"name": "addition"}}  # no data is read
-    config = configurations([find_model(name)], changes, alone=alone, trust_run=trust_run)[0]
-    if samples > 1 and config.generation.temperature == 0.0:
+    alone = ALONE if best_of else {**ALONE, "environment": {"name": "addition"}}  # no data is read
+    loaded = configurations([find_model(name)], changes, config=config, alone=alone, trust_run=trust_run)[0]
+    each, option = (best_of, "--best-of") if best_of else (samples, "--samples")
+    if each > 1 and loaded.generation.temperature == 0.0:
         raise UserError(
-            f"--samples {samples}: all greedy completions of a prompt are the same; give --temperature, such as 1"
+            f"{option} {each}: all greedy completions of a prompt are the same; give --temperature, such as 1"
         )
-    return config
+    return loaded
 
 
 def find_model(name: str) -> ModelSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlframework.errors import NotSupported
@@ -96,6 +97,13 @@ class Environment(ABC):
     @abstractmethod
     def samples(self, split: Split) -> Sequence[Sample]:
         """Return the samples of a split, always in the same order. No validation sample may be in the train split."""
+
+    def start(self, folder: Path | None) -> None:
+        """Check that what scoring needs can be used, such as a service; raise a `UserError` if not.
+
+        Called once, before workers start and anything is scored, where a run or an evaluation starts; not where one is
+        only planned. `folder` is the run's, None without one: files may be written there from the first `step` on.
+        """
 
     def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
         """Score the last assistant turn of each conversation; return one outcome per conversation, in order.

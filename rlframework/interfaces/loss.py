@@ -51,6 +51,9 @@ class LossFunction(Protocol):
       temperature if `at_sampling_temperature` is true and at temperature 1 otherwise. Only entries where
       `token_mask[:, 1:] * sample_mask` is nonzero are computed; all others are 0. With `input_type` LOGITS it is the
       logits, `[B, S-1, V]`.
+      Rows are whole in every layout, so a sum over dim 1 is that of the row: packed rows are taken apart before the
+      call, every context-parallel rank has the values of all of them, tensor-parallel ranks combine theirs in the head,
+      and the last pipeline stage calls the loss. Only rows of other microbatches and data-parallel ranks are absent.
     - `data`: the microbatch's rows of everything passed to `train` (`input_ids`, `token_mask`, `sample_mask`, ...),
       plus `entropy` `[B, S-1]` without gradient if `wants_entropy` is true.
     - `global_valid_seqs`, `global_valid_toks`: 0-dim fp32 tensors, the sums of `sample_mask` and of

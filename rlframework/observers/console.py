@@ -19,6 +19,7 @@ from rlframework.logs import ProgressCallback, printable
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 DISPLAYED_METRICS = {
+    "train/epoch": "epoch {:.2f}",
     "train/reward": "reward {:.3f}",
     "train/accuracy": "accuracy {:.3f}",
     "validation/accuracy": "validation accuracy {:.3f}",

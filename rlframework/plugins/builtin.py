@@ -134,10 +134,12 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
 def rlframework_algorithms() -> list[AlgorithmRecord]:
     """The built-in training loops."""
     core, sft = partial(_core, AlgorithmRecord), "supervised fine-tuning on the environment's completions"
-    grpo = "group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)"
     return [
         core("sft", "algorithms.sft:SFT", sft, SFTConfig, check=check_sft),
-        core("grpo", "algorithms.grpo:GRPO", grpo, GRPOConfig, check=check_grpo),
+        *(
+            core(name, "algorithms.grpo:GRPO", summary, GRPOConfig, check=check_grpo)
+            for name, summary in POLICY_GRADIENT.items()
+        ),
         *_preference_algorithms(),
     ]
 
@@ -157,6 +159,19 @@ def _preference_algorithms() -> list[AlgorithmRecord]:
         core("orpo", summary=orpo, model=ORPOConfig),
         core("kto", summary=kto, model=KTOConfig),
     ]
+
+
+POLICY_GRADIENT = {
+    "grpo": "group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)",
+    "dr_grpo": "GRPO without its biases by length and deviation (Liu et al. 2025, arXiv:2503.20783)",
+    "dapo": "GRPO with clip-higher, token means and dynamic sampling (Yu et al. 2025, arXiv:2503.14476)",
+    "gspo": "GRPO with the ratio of sequences (Zheng et al. 2025, arXiv:2507.18071)",
+    "cispo": "clipped importance weights of log-probabilities (MiniMax 2025, arXiv:2506.13585)",
+    "rloo": "REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740)",
+    "reinforce_plus_plus": "REINFORCE with advantages normalized over the batch (Hu et al. 2025, arXiv:2501.03262)",
+    "reinforce_plus_plus_baseline": "the same with the mean of the group as the baseline",
+}
+"""Algorithms that are settings of one, see `config.algorithm_presets`, with their summaries."""
 
 
 def _core(

@@ -292,7 +292,8 @@ def worker_spec(
     """The specification that each worker of the policy in `config` is started with; see `Policy` for the arguments."""
     record = manager.select("policy_worker", config.policy.backend).record
     neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
-    neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, training_calls or config.algorithm.num_steps)
+    if calls := training_calls or config.algorithm.num_steps:  # 0: with `num_epochs`, where nothing is trained
+        neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, calls)
     section = getattr(config.policy, config.policy.backend, None)
     generates = Capability.EMBEDDED_GENERATION in record.capabilities and config.generation.workers is None
     engine = manager.select("generation_engine", config.generation.name).record.target if generates else None

@@ -51,7 +51,7 @@ class ChatFormat:
         history, or writes another token at the end of the turn than was sampled: the caller then uses `prompt`.
         """
         if self._text.template is None:
-            return [*history_ids, *self._text.encode(self._text.render(new))]
+            return [*history_ids, *self._text.encode(self._text.render(new), continued=True)]
         found = continuation(self._text, messages, new, tools)
         if found is None:
             return None
@@ -60,16 +60,15 @@ class ChatFormat:
             if last != self._tokenizer.convert_tokens_to_ids(found.end):
                 return None
             return [*history_ids, *self._after(found.end, found.tail)]
-        return [*history_ids, *self._text.encode(found.end + found.tail)]
+        return [*history_ids, *self._text.encode(found.end + found.tail, continued=True)]
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """Return the assistant message in a completion, with the token that ended it left out.
 
         Tool calls get an id of nine characters, as Mistral's templates want, that depends on the completion. One that
         is malformed has the name that was found or none, and its text as arguments; so have several calls where the
-        template writes only one in a turn. `tools` give the types of arguments
-        that the format writes without quotes. Reasoning is kept apart from the
-        content where the chat template does so.
+        template writes only one in a turn. `tools` give the types of arguments that the format writes without quotes.
+        Reasoning is kept apart from the content where the chat template does so.
         """
         ids = list(completion_ids)
         digest = blake2b(repr(ids).encode(), digest_size=8).hexdigest()

@@ -50,11 +50,15 @@ class ChatText:
         described: list[ToolSpec] = [self._marked_strings(tool) for tool in tools]
         return apply_template(self._tokenizer, safe, described, prompt=prompt)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, as `render` returns it. `DataError` if there is none for a character."""
+    def encode(self, text: str, *, continued: bool = False) -> list[int]:
+        """Return the tokens of `text`, as `render` returns it; `continued`: other text is before it.
+
+        `DataError` if there is none for a character.
+        """
         parts = self._split.split(text) if _MARK in text else [text]
-        ids = encode_texts(self._tokenizer, [part for part in parts if part])
-        return [token for part in ids for token in part]
+        first = [] if continued else encode_texts(self._tokenizer, [parts.pop(0)])[0]
+        rest = encode_texts(self._tokenizer, [self._start + part for part in parts])
+        return [*first, *(token for ids in rest for token in ids[bool(self._start) :])]
 
     def mark(self, text: str, role: str) -> str:
         """Mark special tokens that `text` of a message of `role` spells; a system message may contain them.
@@ -132,6 +136,12 @@ class ChatText:
     @cached_property
     def _added(self) -> list[Any]:
         return list(getattr(self._tokenizer, "added_tokens_decoder", {}).values())
+
+    @cached_property
+    def _start(self) -> str:
+        """A special token to tokenise what follows other text: many tokenizers put a space before a text's start."""
+        plain = (token for token in self._added if token.special and not token.rstrip and not token.single_word)
+        return next((str(token.content) for token in plain), "")
 
     @cached_property
     def _spelled(self) -> re.Pattern[str] | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.environments.threads import exited
 from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known
 from rlframework.errors import DataError, UserError
 from rlframework.generation.driver import run_in_loop
@@ -102,6 +103,21 @@ def report_failures(played: Sequence[PlayedEpisode], environment: str) -> None:
 
 class _EpisodeFailed(Exception):
     """The environment of an episode has failed; the message is for the samples of the run."""
+
+
+class _NoCoroutine(Exception):
+    """A method of an episode is not async."""
+
+
+async def _awaited(call: Callable[[], Any]) -> Any:
+    """Return what an async method returns. Raises `_NoCoroutine` if it is not async."""
+    try:
+        awaitable = call()
+        if not inspect.isawaitable(awaitable):
+            raise _NoCoroutine
+        return await awaitable
+    except SystemExit as error:
+        raise exited(error) from error
 
 
 @dataclass(eq=False)
@@ -231,16 +247,7 @@ class EpisodePlayer:
         """Await a method of the environment's episode; raise `_EpisodeFailed` for an exception and a deadline."""
         where = f"{method}, turn {turn}" if turn else method
         seconds = self._config.step_timeout
-        try:
-            awaitable = call()
-        except Exception as error:
-            raise _EpisodeFailed(f"{type(error).__name__} in {where}: {error}") from error
-        if not inspect.isawaitable(awaitable):
-            raise UserError(
-                f"{method} of the episodes of environment {self._config.name!r} is no coroutine: define it with "
-                f"`async def {method}`"
-            )
-        task = asyncio.ensure_future(awaitable)
+        task = asyncio.ensure_future(_awaited(call))
         try:
             await asyncio.wait({task}, timeout=seconds)
         finally:
@@ -255,6 +262,11 @@ class EpisodePlayer:
         if task.cancelled():
             raise _EpisodeFailed(f"{where} was cancelled by the environment")
         if (raised := task.exception()) is not None:
+            if isinstance(raised, _NoCoroutine):
+                raise UserError(
+                    f"{method} of the episodes of environment {self._config.name!r} is no coroutine: define it with "
+                    f"`async def {method}`"
+                )
             if not isinstance(raised, Exception):
                 raise raised
             raise _EpisodeFailed(f"{type(raised).__name__} in {where}: {raised}") from raised

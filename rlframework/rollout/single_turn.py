@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rlframework.algorithm import Parts
     from rlframework.generation.driver import Generation
-    from rlframework.interfaces.environment import Sample
+    from rlframework.interfaces.environment import Sample, StepOutcome
 
 
 def complete(
@@ -46,16 +46,15 @@ def complete(
     return output, tokenizer.batch_decode([row[start:end] for row, start, end in rows], skip_special_tokens=True)
 
 
-def single_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
+def scored_turns(
+    parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False
+) -> tuple[BatchedDataDict[Any], list[str], list[StepOutcome]]:
     """Generate one completion for each of `samples` and score them in the environment.
 
-    An outcome without an `accuracy` metric counts as correct if its reward is at least 1.
+    Returns the output of `Generation.generate`, the completions as text, and their outcomes.
     """
     prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
     output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy)
-    ends = output["unpadded_sequence_lengths"][:, None]
-    columns = torch.arange(output["output_ids"].shape[1])
-    completed = (columns >= ends - output["generation_lengths"][:, None]) & (columns < ends)
     conversations = [
         [*sample.messages, Message(role="assistant", content=text)] for sample, text in zip(samples, texts, strict=True)
     ]
@@ -66,6 +65,18 @@ def single_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gree
             f"environment {parts.config.environment.name!r} continues after the first turn: return done=True from "
             "`step`, or implement `episode` for conversations of several turns"
         )
+    return output, texts, outcomes
+
+
+def single_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
+    """Return the completions of `scored_turns` as a `Rollout`.
+
+    An outcome without an `accuracy` metric counts as correct if its reward is at least 1.
+    """
+    output, texts, outcomes = scored_turns(parts, samples, seeds, greedy=greedy)
+    ends = output["unpadded_sequence_lengths"][:, None]
+    columns = torch.arange(output["output_ids"].shape[1])
+    completed = (columns >= ends - output["generation_lengths"][:, None]) & (columns < ends)
     data: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": output["output_ids"],

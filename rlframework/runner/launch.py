@@ -38,6 +38,7 @@ from rlframework.files import AppendedFile, exclusive_directory, remove_temporar
 from rlframework.logs import ProgressCallback, log_to_stderr, printable
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.plugins.manager import PluginManager, create_manager
+from rlframework.runner.data import require_data, with_data
 from rlframework.runner.parts import (
     algorithm_class,
     backend_record,
@@ -50,6 +51,7 @@ from rlframework.runner.parts import (
 from rlframework.secrets import has_secrets, hide_in_text
 
 if TYPE_CHECKING:
+    from rlframework.datasets.sources.memory import Data
     from rlframework.estimates.estimate import Estimate
     from rlframework.estimates.hardware import PlannedGpus
     from rlframework.evaluation.plan import EvaluationPlan
@@ -75,6 +77,7 @@ class Attempt:
 def run(
     config: RunConfig,
     *,
+    data: Data | None = None,
     manager: PluginManager | None = None,
     checkpoint: Path | None = None,
     overwrite: bool = False,
@@ -84,12 +87,15 @@ def run(
     Invalid input raises a `UserError` before `output_dir` is created or changed. An `output_dir` that holds a run is an
     error, unless that run is resumed from `checkpoint` (see `resume`) or replaced (`overwrite`); one that failed before
     the end of its first step is always replaced. Files that no run wrote are never deleted. A run that loses a worker
-    restarts as `config.fault_tolerance` allows; the result's `history` is then that of the last attempt.
+    restarts as `config.fault_tolerance` allows; the result's `history` is then that of the last attempt. `data`: rows
+    to train on, see `rlframework.with_data`.
     """
     from rlframework.observers.services import check_services
     from rlframework.runner.output_folder import check_output_dir
 
     log_to_stderr()
+    config = config if data is None else with_data(config, data)
+    require_data(config)
     check_services(config.observers)
     if checkpoint is None:
         check_output_dir(config, overwrite)
@@ -253,12 +259,14 @@ def _raising_on_sigterm() -> Iterator[None]:
             raise
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, trust_run: bool = False) -> RunResult:
+def resume(
+    run_dir: str | Path, overrides: Sequence[str] = (), *, data: Data | None = None, trust_run: bool = False
+) -> RunResult:
     """Resume the run in `run_dir` from its newest checkpoint; the numbers equal those of an uninterrupted run.
 
     `overrides` change its configuration, for example `algorithm.num_steps=200`. Raises `ConfigError` if the folder has
     no run or no checkpoint, or if its configuration asks for what only a run that is trusted may (`config.trust`);
-    `trust_run` says that it is.
+    `trust_run` says that it is. A run on rows from Python needs the same rows as `data` again.
     """
     from rlframework.training.checkpoints import newest_checkpoint
 
@@ -275,16 +283,19 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, trust_run: boo
     if source is not None:
         require_own_files(source)
     config = load_config(path, [*overrides, f"output_dir={run_dir}"], run=source)
-    return run(config, checkpoint=checkpoint)
+    return run(config, data=data, checkpoint=checkpoint)
 
 
-def dry_run(config: RunConfig, *, overwrite: bool = False, planned: PlannedGpus | None = None) -> Estimate:
+def dry_run(
+    config: RunConfig, *, data: Data | None = None, overwrite: bool = False, planned: PlannedGpus | None = None
+) -> Estimate:
     """Make every check that `run` makes before it starts workers, and estimate what the run needs. Writes nothing.
 
     An `output_dir` in which `run` would not start (with this `overwrite`) is a warning of the estimate, not an error.
     With `planned` GPUs, which this machine need not have, a model without a tokenizer is estimated too, from its
-    `config.json` alone: the data is then not read.
+    `config.json` alone: the data is then not read. `data`: as for `run`.
     """
+    config = config if data is None else with_data(config, data)
     require_models(config)
     from rlframework.estimates.estimate import estimate, estimate_rows
     from rlframework.estimates.rows import assumed_rows

@@ -3,8 +3,8 @@
 Every file falls into one of three groups:
 
 - startup files: everything that a run writes before it finishes its first training step: the lock, `config.yaml`,
-  `environment.json`, `restarts.jsonl`, and at most the metrics, samples and TensorBoard events of step 0. Replacing
-  them loses no training, so a run that failed this early can simply be started again.
+  `environment.json`, `restarts.jsonl`, and at most the metrics, samples, judges' replies and TensorBoard events of
+  step 0. Replacing them loses no training, so a run that failed this early can simply be started again.
 - results: everything else that a run writes. They are replaced only with `overwrite`.
 - foreign files: all other files, and links. They are never deleted, and no run starts in a folder that contains any.
 
@@ -41,7 +41,7 @@ _WRITTEN = re.compile(
     \.lock | config\.yaml | environment\.json | restarts\.jsonl | metrics\.jsonl | samples\.jsonl | curve\.png
     | report\.html
     | tensorboard/events\.out\.tfevents\.[^/]+
-    | wandb/.+
+    | wandb/.+ | judge/\w+\.jsonl
     | (model|adapter)/[^/]+\.(json|safetensors|jinja|model|txt|py|bin|distcp) | (model|adapter)/\.metadata
     | checkpoints/step-\d+/.+ | recorded/step-\d+/.+ | traces/step-\d+/.+
     | evaluations/([^/]+/)+(completions(\.partial)?\.jsonl|summary\.json) | evaluations/[^/]+/comparison\.json
@@ -51,7 +51,9 @@ _WRITTEN = re.compile(
 )
 """Paths of the files that runs, and the commands that read them, write below `output_dir`."""
 
-_FOLDERS = ("adapter", "checkpoints", "evaluations", "model", "recorded", "tensorboard", "traces", "wandb")
+_FOLDERS = ("adapter", "checkpoints", "evaluations", "judge", "model", "recorded", "tensorboard", "traces", "wandb")
+_WITH_METRICS = ("judge", "wandb")
+"""Folders whose files do not say of which step they are, so that the metrics decide."""
 _ALWAYS_STARTUP = (LOCK_FILE, "config.yaml", ENVIRONMENT_FILE, "restarts.jsonl")
 
 
@@ -139,8 +141,8 @@ def _group(folder: Path, relative: Path) -> str:
         return "foreign"
     if top == "tensorboard":
         startup = _has_no_event(path)
-    elif top in (METRICS_FILE, SAMPLES_FILE, "wandb"):  # the files of wandb are not read, so the metrics decide
-        startup = _has_no_step(folder / (METRICS_FILE if top == "wandb" else top))
+    elif top in (METRICS_FILE, SAMPLES_FILE, *_WITH_METRICS):
+        startup = _has_no_step(folder / (METRICS_FILE if top in _WITH_METRICS else top))
     else:
         startup = top in _ALWAYS_STARTUP
     return "startup" if startup else "results"

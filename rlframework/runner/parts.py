@@ -15,12 +15,14 @@ from rlframework.huggingface.hub import require_available
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
+from rlframework.runner.data import require_data, with_data, with_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.policy import PolicyConfig
     from rlframework.config.sections import RunConfig
+    from rlframework.datasets.sources.memory import Data
     from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Environment
     from rlframework.plugins.manager import PluginManager
@@ -49,15 +51,20 @@ def build_parts(
     manager: PluginManager | None = None,
     checkpoint: Path | None = None,
     planning: Callable[[Parts], None] | None = None,
+    data: Data | None = None,
 ) -> Iterator[Parts]:
     """Build the parts of a run (environment, tokenizer, policy, generation, observers), and shut them down on exit.
 
-    `planning(parts)` is called before workers start: the policy and generation of these `parts` are placeholders.
+    The `config` of the parts has the number of steps in place of `algorithm.num_epochs`. `planning(parts)` is called
+    before workers start: the policy and generation of these `parts` are placeholders. `data`: see `with_data`.
     """
+    config = config if data is None else with_data(config, data)
     manager = manager or create_manager(config.plugins)
     with planned_parts(config, manager) as parts:
+        parts.environment.start(config.output_dir)
         if planning is not None:
             planning(parts)
+        config = parts.config
         reference = algorithm_class(config, manager).needs_reference_model(config.algorithm)
         with _workers(config, manager, parts.tokenizer, init_reference_model=reference) as (policy, generation):
             yield replace(parts, policy=policy, generation=generation, checkpoint=checkpoint)
@@ -75,7 +82,9 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
 
     _checked_device(config, manager, elsewhere=elsewhere)
     with open_environment(config, manager) as environment:
-        tokenizer, algorithm = open_tokenizer(config.policy), algorithm_class(config, manager)
+        algorithm = algorithm_class(config, manager)
+        config = with_steps(config, algorithm, environment)
+        tokenizer = open_tokenizer(config.policy)
         record = backend_record(config, manager)
         if reference := algorithm.needs_reference_model(config.algorithm):
             why = f"algorithm.name={config.algorithm.name} needs a reference policy, as configured"
@@ -119,11 +128,10 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
     observers = Observers(
         ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False), RunInfo(config, config.output_dir)
     )
-    with (
-        open_environment(config, manager) as environment,
-        build_generation(config, manager=manager) as (tokenizer, policy, generation),
-    ):
-        yield Parts(config, tokenizer, policy, generation, environment, observers)
+    with open_environment(config, manager) as environment:
+        environment.start(None)
+        with build_generation(config, manager=manager) as (tokenizer, policy, generation):
+            yield Parts(config, tokenizer, policy, generation, environment, observers)
 
 
 @contextmanager
@@ -131,6 +139,7 @@ def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Envi
     """Build the environment of `config`, and shut it down on exit. `PluginError` if it cannot score as it declares."""
     from rlframework.interfaces.environment import has_episodes, scores_turns
 
+    require_data(config)
     part = manager.load(manager.select("environment", config.environment.name).record)
     environment: Environment = part(config.environment, seed=config.seed)
     try:

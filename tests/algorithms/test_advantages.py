@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from rlframework.algorithms.grpo import group_advantages, overlong_penalty
+from rlframework.algorithms.advantages import (
+    group_advantages,
+    normalize,
+    overlong_penalty,
+    reward_std,
+    sum_to_end,
+)
 
 
 def test_group_mean_and_standard_deviation():
@@ -41,3 +49,54 @@ def test_a_large_offset_that_all_rewards_share_costs_no_digits():
     found, _ = group_advantages(rewards, 4)
     assert torch.equal(found, group_advantages(rewards - 1000, 4)[0])
     assert found[0].item() == pytest.approx(0.125 / (0.03125 / 3) ** 0.5, rel=1e-4)  # mean 1000, 2 x 0.125^2 over n - 1
+
+
+def test_no_baseline_leaves_the_rewards() -> None:
+    rewards = torch.tensor([1.0, 0.5, 2.0, 2.0])
+    options: dict[str, Any] = {"group_baseline": False, "normalize_std": False}
+    advantages, constant = group_advantages(rewards, 2, **options)
+    assert advantages.tolist() == [1.0, 0.5, 2.0, 2.0]
+    assert constant.tolist() == [False, False, True, True]
+    alone, _ = group_advantages(rewards, 1, **options)
+    assert alone.tolist() == [1.0, 0.5, 2.0, 2.0]
+    failed, _ = group_advantages(rewards, 2, left_out=torch.tensor([False, True, False, False]), **options)
+    assert failed.tolist() == [1.0, 0.0, 2.0, 2.0]
+
+
+def test_the_deviation_of_all_rewards() -> None:
+    """1, 3, 5, 5: mean 3.5, squares 11; those that are left out do not count."""
+    rewards = torch.tensor([1.0, 3.0, 5.0, 5.0])
+    advantages, _ = group_advantages(rewards, 2, normalize_std="batch", eps=0.0)
+    assert advantages.tolist() == pytest.approx([x / (11 / 3) ** 0.5 for x in (-1.0, 1.0, 0.0, 0.0)])
+    left_out = torch.tensor([False, False, False, True])
+    advantages, _ = group_advantages(rewards, 2, normalize_std="batch", eps=0.0, left_out=left_out)
+    assert advantages.tolist() == pytest.approx([-0.5, 0.5, 0.0, 0.0])  # 1, 3, 5 have the deviation 2
+
+
+def test_other_rewards_that_are_equal_do_not_divide() -> None:
+    """0.1 is no binary fraction, so the deviation of 0.1, 0.1, 0.1 is rounding; it must not be divided by."""
+    rewards = torch.tensor([0.7, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 0.3])
+    advantages, _ = group_advantages(rewards, 4, leave_one_out=True, normalize_std="others", eps=0.0)
+    assert advantages[0].item() == pytest.approx(0.6, rel=1e-5)
+    assert advantages[1].item() == pytest.approx(-0.2 / (0.6 / 3**0.5), rel=1e-5)  # of 0.7, 0.1, 0.1
+    assert advantages[4:].tolist() == [0.0] * 4
+
+
+def test_the_sum_to_the_end_spans_the_rows_of_an_episode() -> None:
+    values = torch.tensor([[0.0, 1.0, 2.0], [0.0, 4.0, 0.0], [0.0, 8.0, 16.0]])
+    found = sum_to_end(values, torch.tensor([0, 0, 1]))
+    assert found.tolist() == [[7.0, 7.0, 6.0], [4.0, 4.0, 0.0], [24.0, 24.0, 16.0]]
+
+
+def test_a_batch_is_normalized_over_its_counted_tokens() -> None:
+    """1, 1, 4 have mean 2 and squares 6: variance 2 or, with n - 1, 3."""
+    advantages, mask = torch.tensor([[1.0, 1.0, 50.0], [4.0, 50.0, 50.0]]), torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+    for sample, variance in ((False, 2.0), (True, 3.0)):
+        found = normalize(advantages, mask, sample=sample)
+        assert found[mask > 0].tolist() == pytest.approx([x / variance**0.5 for x in (-1, -1, 2)])
+        assert not found[mask == 0].any()
+        assert not normalize(torch.ones(2, 3), mask, sample=sample).any()
+
+
+def test_the_spread_of_groups_of_one_is_no_nan() -> None:
+    assert reward_std(torch.tensor([1.0, 2.0]), 1, torch.zeros(2, dtype=torch.bool)) == 0.0

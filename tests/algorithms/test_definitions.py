@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlframework.algorithms.grpo import group_advantages
+from rlframework.algorithms.advantages import group_advantages
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
@@ -357,7 +357,7 @@ def test_advantages(case):
     torch.testing.assert_close(own_advantages(REWARDS, **settings), theirs(REWARDS), rtol=1e-6, atol=1e-6)
 
 
-def test_leave_one_out_with_a_deviation_is_not_that_of_nemo_rl():
+def test_leave_one_out_with_the_deviation_of_nemo_rl():
     """NeMo-RL: the deviation of the others, and no division where it is 0. Rewards 1, 0, 0, 0."""
     rewards = torch.tensor([1.0, 0, 0, 0])
     theirs = []
@@ -367,8 +367,10 @@ def test_leave_one_out_with_a_deviation_is_not_that_of_nemo_rl():
         advantage = rewards[i] - others.mean()
         theirs.append((advantage / (deviation + 1e-6) if deviation > 0 else advantage).item())
     assert theirs == pytest.approx([1.0, *[-1 / 3 / (1 / 3) ** 0.5] * 3], rel=1e-5)
-    found = own_advantages(rewards, leave_one_out=True)
-    assert found.tolist() == pytest.approx([2.0, -2 / 3, -2 / 3, -2 / 3], rel=1e-5)
+    found = own_advantages(rewards, leave_one_out=True, normalize_std="others")
+    assert found.tolist() == pytest.approx(theirs, rel=1e-5)
+    of_group = own_advantages(rewards, leave_one_out=True)
+    assert of_group.tolist() == pytest.approx([2.0, -2 / 3, -2 / 3, -2 / 3], rel=1e-5)
 
 
 def test_the_epsilon_of_the_deviation_matters():

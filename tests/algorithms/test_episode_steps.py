@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.algorithms.grpo import group_advantages, reward_std
+from rlframework.algorithms.advantages import group_advantages, reward_std
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig

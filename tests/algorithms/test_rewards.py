@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.algorithms.grpo import group_advantages
+from rlframework.algorithms.advantages import group_advantages
 from rlframework.errors import UserError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome

@@ -65,6 +65,22 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert '{"name": "add", "arguments": "{a"}' in apply_template(tokenizer("chatml"), [ASK, call("{a")])
 
 
+def test_a_template_without_system_role_has_the_tools_in_the_first_question() -> None:
+    """Gemma 2 raises an error for a system message, and for two messages of a user that follow one another."""
+    answers: list[Message] = [{"role": "tool", "content": text, "tool_call_id": "call00001"} for text in "34"]
+    text = apply_template(tokenizer("gemma2"), [ASK, call('{"a": 1}'), *answers], TOOLS, prompt=True)
+    assert text == (
+        f"<bos><start_of_turn>user\nYou may call these tools:\n{json.dumps(TOOLS[0]['function'])}\n"
+        'Call one by writing <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.\n\n1+2?<end_of_turn>\n'
+        '<start_of_turn>model\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><end_of_turn>\n'
+        "<start_of_turn>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"
+        "<end_of_turn>\n<start_of_turn>model\n"
+    )
+    system: Message = {"role": "system", "content": "Be brief."}
+    with pytest.raises(DataError, match="System role not supported"):
+        apply_template(tokenizer("gemma2"), [system, ASK], TOOLS)
+
+
 def test_templates_by_name_are_one_text() -> None:
     made = character_template({"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"})
     assert template_text(made) == "{{ messages[0].content }}\n{{ tools }}"
@@ -100,7 +116,7 @@ def test_a_rollout_prompt_is_that_of_the_data(name: str, tools: list[Any]) -> No
         {"role": "user", "content": "né, 日本 {x}\n  and [2] <b>?"},
     ]  # fmt: skip
     chat = ChatFormat(made)
-    for messages in (talk, talk[1:], talk[1:2]):
+    for messages in (talk[1:], talk[1:2]) if name == "gemma2" else (talk, talk[1:], talk[1:2]):  # has no system role
         assert chat.prompt(messages, tools) == render_prompt(made, messages, tools)
     with pytest.raises(DataError):
         chat.prompt([], tools)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframework.datasets.loader import PromptLoader, shuffled
+from rlframework.datasets.loader import PromptLoader, Source, shuffled
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 
@@ -94,3 +94,80 @@ def test_refusals() -> None:
     old = {name: state[name] for name in ("epoch", "position", "seed", "samples")}
     with pytest.raises(DataError, match="from a release that shuffles with None"):
         PromptLoader(samples(3), 2, 0).load_state_dict(old)
+
+
+MIXTURE = (Source("a", 0.5, 6), Source("b", 0.3, 2), Source("c", 0.2, 3))
+
+
+def test_each_row_of_a_mixture_is_of_the_source_furthest_behind() -> None:
+    """By hand, with weights 5, 3, 2: the largest of weight x drawn - 10 x rows of the source, the first of several."""
+    loader = PromptLoader("aaaaaabbccc", 1, 0, MIXTURE)
+    assert "".join(next(loader)[0] for _ in range(10)) == "abcaabacba"
+    assert loader.pop_metrics() == {
+        "train/epoch": 10 / 11,
+        "train/epoch/a": 5 / 6,
+        "train/rows/a": 5.0,
+        "train/epoch/b": 3 / 2,
+        "train/rows/b": 3.0,
+        "train/epoch/c": 2 / 3,
+        "train/rows/c": 2.0,
+    }
+    next(loader)
+    assert loader.pop_metrics()["train/rows/a"] == 1.0
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 1e6), st.integers(1, 9)), min_size=1, max_size=5), st.integers(1, 60))
+def test_shares_and_epochs_of_the_sources(sources: list[tuple[float, int]], count: int) -> None:
+    mixture = [Source(f"s{number}", weight, rows) for number, (weight, rows) in enumerate(sources)]
+    rows = [(source.name, row) for source in mixture for row in range(source.rows)]
+    loader = PromptLoader(rows, count, 5, mixture)
+    drawn = next(loader)
+    total = sum(source.weight for source in mixture)
+    for source in mixture:
+        own = [row for name, row in drawn if name == source.name]
+        share = count * source.weight / total
+        assert -max(1, len(mixture) - 1) < len(own) - share + 1e-9
+        assert len(own) - share < 1 + 1e-9
+        for start in range(0, len(own) - source.rows + 1, source.rows):
+            assert sorted(own[start : start + source.rows]) == list(range(source.rows))
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=6))
+def test_a_mixture_is_resumed_anywhere(parts: list[tuple[int, int]]) -> None:
+    rows, taken, state = list(range(11)), list[int](), None
+    for batch_size, batches in parts:
+        loader = PromptLoader(rows, batch_size, 4, MIXTURE)
+        if state is not None:
+            loader.load_state_dict(json.loads(state))
+        for _ in range(batches):
+            taken += next(loader)
+        state = json.dumps(loader.state_dict())
+    unbroken = PromptLoader(rows, 1, 4, MIXTURE)
+    assert taken == [row for _ in taken for row in next(unbroken)]
+
+
+def test_sources_of_the_same_size_have_orders_of_their_own() -> None:
+    loader = PromptLoader(range(40), 40, 0, [Source("a", 1.0, 20), Source("b", 1.0, 20)])
+    drawn = next(loader)
+    assert drawn[0::2] == shuffled(20, 0, 0).tolist()
+    assert [row - 20 for row in drawn[1::2]] == shuffled(20, 0, 0, 1).tolist() != drawn[0::2]
+
+
+def test_a_mixture_that_does_not_fit() -> None:
+    with pytest.raises(DataError, match="the sources of the mixture have 11 rows, but there are 10 samples"):
+        PromptLoader(range(10), 1, 0, MIXTURE)
+    state = PromptLoader(range(11), 1, 0, MIXTURE).state_dict()
+    other = [*MIXTURE[:2], Source("c", 0.3, 3)]
+    with pytest.raises(DataError, match=r"is for mixture = .*'weight': 0\.2.*, not .*'weight': 0\.3"):
+        PromptLoader(range(11), 1, 0, other).load_state_dict(state)
+    with pytest.raises(DataError, match=r"is for mixture = .*, not None"):
+        PromptLoader(range(11), 1, 0).load_state_dict(state)
+
+
+def test_how_far_into_the_epochs_a_run_is() -> None:
+    loader = PromptLoader(range(4), 3, 0)
+    epochs = []
+    for _ in range(3):
+        next(loader)
+        epochs.append(loader.pop_metrics())
+    assert epochs == [{"train/epoch": 0.75}, {"train/epoch": 1.5}, {"train/epoch": 2.25}]

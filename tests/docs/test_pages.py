@@ -130,8 +130,27 @@ def test_the_quickstart(tmp_path: Path) -> None:
     assert not (tmp_path / "runs/no").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_best_of_n(tmp_path: Path) -> None:
+    """Training on the best of the model's own completions raises the accuracy on held-out prompts."""
+    execute(DOCS / "best_of_n.md", tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
+    assert all(row["completion"] == row["answer"] and row["reward"] == 1.0 for row in rows)
+    (compared,) = (tmp_path / "evaluations").glob("*/comparison.json")
+    (other,) = json.loads(compared.read_text())["differences"]
+    assert other["metrics"]["accuracy"]["low"] > 0.0
+
+
 def test_the_smallest_plugin(tmp_path: Path) -> None:
     execute(DOCS / "plugins.md", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", ["data.md", "python.md"])
+def test_data_and_python(page: str, tmp_path: Path) -> None:
+    execute(DOCS / page, tmp_path)
 
 
 def test_exact_tokens(tmp_path: Path) -> None:

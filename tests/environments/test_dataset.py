@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlframework.config.environments import DatasetConfig
+from rlframework.datasets.loader import PromptLoader
+from rlframework.datasets.sources.memory import given_rows
 from rlframework.datasets.sources.rows import JsonlRows
 from rlframework.environments import dataset
 from rlframework.environments.dataset import DatasetEnvironment
@@ -233,3 +235,72 @@ def test_hundreds_of_thousands_of_rows_are_not_read_to_begin_with(
 )
 def test_what_math_can_compare(gold: str, comparable: bool) -> None:
     assert is_comparable(gold) is comparable
+
+
+def mixture(folder: Path, **config: Any) -> DatasetEnvironment:
+    sources = {
+        "small": {"path": str(write(folder / "small.jsonl", *sums(10))), "weight": 3},
+        "large": {"path": str(write(folder / "large.jsonl", *sums(30, start=100)))},
+    }
+    return DatasetEnvironment(DatasetConfig(mixture=sources, **config), seed=0)
+
+
+def test_a_mixture_has_the_rows_of_its_sources_by_name(tmp_path: Path) -> None:
+    environment = mixture(tmp_path, validation_fraction=0.1)
+    train, validation = environment.samples("train"), environment.samples("validation")
+    assert len(validation) == 4
+    assert [source.name for source in train.mixture] == ["large", "small"]
+    assert [source.weight for source in train.mixture] == [1.0, 3.0]
+    large, small = (source.rows for source in train.mixture)
+    assert large + small == len(train) == 36
+    assert {sample.id.partition("-")[0] for sample in train[:large]} == {"large/large"}
+    assert {sample.id.partition("-")[0] for sample in train[large:]} == {"small/small"}
+    assert train[:5].mixture == ()
+    loader = PromptLoader(train, 8, 0)
+    next(loader)
+    metrics = loader.pop_metrics()
+    assert (metrics["train/rows/small"], metrics["train/rows/large"]) == (6.0, 2.0)
+
+
+def test_limits_and_validation_data_of_a_mixture(tmp_path: Path) -> None:
+    held_out = write(tmp_path / "v.jsonl", *sums(9))
+    environment = mixture(tmp_path, validation_path=str(held_out), max_samples=4)
+    assert [source.rows for source in environment.samples("train").mixture] == [4, 1]
+    everything = write(tmp_path / "v.jsonl", *sums(10))
+    with pytest.raises(DataError, match=r"environment\.mixture\.small: no training row is left"):
+        mixture(tmp_path, validation_path=str(everything))
+    write(tmp_path / "small.jsonl", {"a": 1})
+    with pytest.raises(DataError, match=r"small\.jsonl, line 1: no conversation in the columns"):
+        DatasetEnvironment(DatasetConfig(mixture={"x": {"path": str(tmp_path / "small.jsonl")}}), seed=0)
+
+
+def test_rows_from_python_are_split_like_those_of_a_file(tmp_path: Path) -> None:
+    from_file = make(write(tmp_path / "train.jsonl", *sums(40)))
+    rows = given_rows(sums(40))
+    given = DatasetEnvironment(DatasetConfig().with_given(rows, "x"), seed=0)
+    for split in ("train", "validation"):
+        assert answers(given, split) == answers(from_file, split)
+    assert given.samples("train")[0].id.startswith("train-")
+    both = given_rows({"train": sums(6), "validation": sums(3)})
+    given = DatasetEnvironment(DatasetConfig().with_given(both, "x"), seed=0)
+    assert answers(given, "train") == [str(row["answer"]) for row in sums(6)[3:]]
+    assert answers(given, "validation") == [str(row["answer"]) for row in sums(3)]
+    with pytest.raises(DataError, match="train rows from Python, row 1: no conversation in the columns"):
+        DatasetEnvironment(DatasetConfig().with_given(given_rows([*sums(1), {"a": 1}]), "x"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"path": "a", "mixture": {"b": {"path": "b"}}}, "path and mixture each say where the training rows come from"),
+        ({"path": "a", "data_digest": "x"}, "path and data_digest each say"),
+        ({"mixture": {}}, "mixture has no sources"),
+        ({"mixture": {"b": {"path": "b", "weight": 0}}}, "greater than 0"),
+        ({"mixture": {"b/c": {"path": "b"}}}, "should match pattern"),
+        ({"split": "train"}, r"split is for environment\.path, which is not set"),
+        ({"validation_split": "test"}, "remove it, or set validation_path"),
+    ],
+)
+def test_sections_that_name_no_data_or_too_much(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DatasetConfig(**config)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from causal_kinds import KINDS, tiny_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlframework.generation.packed_linears import PackedLinears, shows_columns
+from rlframework.generation.packed_linears import PackedLinears, computed_rows, shows_columns
 from rlframework.generation.packed_rows import PackedRows
 
 OWN, SHARED = [[3, 9, 4], [7, 2, 13, 5, 5, 6, 8], [6]], [[8, 2, 11, 3, 4], [5, 1]]
@@ -84,6 +85,33 @@ def test_products_in_bfloat16_are_fp32_sums_rounded_once(
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-6)
     if found is not None:
         assert packed.drop() == 4 * layer.weight.numel()
+
+
+class SizesOfProducts(TorchDispatchMode):
+    """Collects the rows of each product with packed weights, for each of which a kernel is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_linear_pointwise" in str(func):
+            self.found.add(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_rows_are_computed_in_few_sizes() -> None:
+    """A run has rows of any number: without this, memory grows by a kernel for each."""
+    layer, sizes = nn.Linear(16, 8), SizesOfProducts()
+    counts = [*range(1, 70), 127, 128, 129, 1000]
+    with sizes, PackedLinears().used(layer, pack=True):
+        for count in counts:
+            inputs = torch.randn(1, count, 16)
+            torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias, atol=1e-6, rtol=1e-5)
+    assert sizes.found == {*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), 72, 128, 144, 1024}
+    assert len({computed_rows(count) for count in range(1, 4097)}) == 80
+    assert all(count <= computed_rows(count) <= 1.125 * count for count in range(1, 4097))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import get_args
 
 import pytest
 
 import rlframework
+from rlframework.config.algorithm_presets import AlgorithmName
 from rlframework.errors import PluginError
 from rlframework.plugins import loading
 from rlframework.plugins.manager import create_manager
@@ -52,7 +54,8 @@ def test_cores_own_parts_come_through_the_same_hooks():
         "generation_engine": {"transformers"},
         "environment": {"addition", "dataset", "gsm8k", "preferences", *EPISODES},
     }
-    assert set(manager.registered("algorithm")) == {"sft", "grpo", "dpo", "ipo", "simpo", "orpo", "kto"}
+    preferences = {"dpo", "ipo", "simpo", "orpo", "kto"}
+    assert set(manager.registered("algorithm")) == {"sft", *get_args(AlgorithmName), *preferences}
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")
     assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")

@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from chat_formats import NAMES, TOOLS, Turn, sampled, tokenizer, written
+from chat_formats import NAMES, SPACES, TOOLS, Turn, sampled, tokenizer, written
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,6 +16,8 @@ from rlframework.interfaces.messages import Message
 from rlframework.rollout.chat_format import ChatFormat
 
 ASK: Message = {"role": "user", "content": "1+2?"}
+CONTENT = "message['content']"
+"""The part of ChatML's template that writes the content of a turn."""
 
 
 def with_template(template: str, name: str = "chatml") -> Any:
@@ -36,6 +38,8 @@ def two_calls(name: str) -> str:
     other = written(name, Turn("", None, {"a": 22}))[0]
     if name == "mistral":
         return f"{one[:-1]}, {other.removeprefix('[TOOL_CALLS] [')}{end}"
+    if name == "deepseek_v31":
+        return one.removesuffix("<｜tool▁calls▁end｜>") + other.removeprefix("<｜tool▁calls▁begin｜>") + end
     if name == "deepseek":
         return one.removesuffix("<｜tool▁calls▁end｜>") + "\n" + other.removeprefix("<｜tool▁calls▁begin｜>") + end
     return f"{one}\n{other}{end}"
@@ -73,6 +77,32 @@ def test_several_calls_where_the_template_has_one_are_malformed() -> None:
     extended = chat.extend(history, [ASK, reply], [refused])
     assert extended is not None
     assert "one call only" in model.decode(extended[len(history) :])
+
+
+def test_a_call_with_reasoning_and_a_preamble_does_not_stop_the_episode() -> None:
+    """The template of gpt-oss raises an error for content and reasoning beside a call, which its models write."""
+    chat, model = ChatFormat(tokenizer("gpt_oss")), tokenizer("gpt_oss")
+    text = (
+        "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>commentary<|message|>Let me.<|end|>"
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    )
+    history, reply = reply_to(chat, model, text)
+    assert (reply["content"], reply["reasoning_content"]) == ("Let me.", "why")
+    answer: Message = {"role": "tool", "content": "3", "tool_call_id": reply["tool_calls"][0]["id"]}
+    extended = chat.extend(history, [ASK, reply], [answer], TOOLS)
+    assert extended is not None
+    assert extended[: len(history)] == history
+    tail = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|><|start|>assistant'
+    assert model.decode(extended[len(history) :]) == tail
+
+
+@pytest.mark.parametrize("name", sorted(SPACES))
+def test_a_text_that_is_cut_at_a_spelled_special_token_gets_no_space(name: str) -> None:
+    """Of a tokenizer that puts one before the first text alone, as of one that puts none."""
+    model = tokenizer(name)
+    text = f"a{model.eos_token}b"
+    asked = model.decode(ChatFormat(model).prompt([{"role": "user", "content": text}]))
+    assert (text in asked) == (SPACES[name] != "always"), asked
 
 
 def spaced(template: str) -> Any:
@@ -161,9 +191,9 @@ def test_history_that_changes_at_its_start_is_not_extended() -> None:
 
 def test_a_turn_that_the_template_changes_is_not_extended() -> None:
     plain = tokenizer("chatml").chat_template
-    assert "m.content" in plain
-    for changed in ("(m.content | upper)", "(m.content | replace('bc', ''))"):
-        model = with_template(plain.replace("m.content", changed))
+    assert CONTENT in plain
+    for changed in (f"({CONTENT} | upper)", f"({CONTENT} | replace('bc', ''))"):
+        model = with_template(plain.replace(CONTENT, changed))
         chat = ChatFormat(model)
         history, reply = reply_to(chat, model, "abcd<|im_end|>")
         assert chat.extend(history, [ASK, reply], [ASK]) is None
@@ -179,7 +209,19 @@ def test_without_a_template_texts_follow_one_another() -> None:
     assert chat.turn_end_ids == {model.eos_token_id}
 
 
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content + '?' }}{% endfor %}"])
+def test_a_text_that_follows_another_gets_no_space(template: Any) -> None:
+    """Nothing ends a turn here, so the new text follows plain text. The tokenizer puts a space before the first one."""
+    model = with_template(template, "mistral")
+    chat = ChatFormat(model)
+    history, reply = reply_to(chat, model, "3")
+    extended = chat.extend(history, [ASK, reply], [{"role": "user", "content": "4"}])
+    assert extended is not None
+    assert extended[: len(history)] == history
+    assert model.decode(extended[len(history) - 1 :]) == ("34" if template is None else "3?4?")
+
+
 def test_a_token_that_starts_turns_does_not_end_them() -> None:
     """The template writes contents backwards, so that its ends cannot be found with a known content."""
-    model = with_template(tokenizer("chatml").chat_template.replace("m.content", "(m.content | reverse)"))
+    model = with_template(tokenizer("chatml").chat_template.replace(CONTENT, f"({CONTENT} | reverse)"))
     assert ChatFormat(model).parse(model("a<|im_start|>")["input_ids"])["content"] == "a<|im_start|>"

@@ -50,6 +50,8 @@ def test_an_episode_is_one_row_of_prompt_turns_and_observations(make_parts: Any)
     assert result.accuracies.tolist() == [1.0] * 3
     assert result.completion_lengths.tolist() == [4] * 3
     assert result.completions == ["2", "3", "4"]
+    turns = [(turn["role"], turn["trained"], turn.get("reward")) for turn in result.transcripts[2]]
+    assert turns == [("user", False, None), ("assistant", True, 1.0)] * 2
     expected_metrics = {
         "reward": 2.0, "accuracy": 1.0, "completion_length": 4.0, "truncated_fraction": 0.0, "episode_turns": 2.0,
         "episode_rows": 1.0, "tool_calls": 0.0, "malformed_tool_calls": 0.0, "template_breaks": 0.0,
@@ -105,7 +107,7 @@ def test_which_requests_reach_the_engine_together_does_not_depend_on_time(
             await asyncio.sleep((self.seed % 7) / 100)
             return await super().step(message)
 
-    keys = ["environment.gather_timeout=5", f"environment.max_concurrent_episodes={at_once}"]
+    keys = ["environment.gather_timeout=300", f"environment.max_concurrent_episodes={at_once}"]
     found = []
     for kind in (Counter, Sleepy):
         parts = make_parts(kind, None, *keys)
@@ -113,6 +115,24 @@ def test_which_requests_reach_the_engine_together_does_not_depend_on_time(
         found.append(exchanged(parts))
     assert [len(exchange) for exchange in found[0]] == sizes
     assert found[0] == found[1]
+
+
+def test_an_exchange_waits_for_a_slow_episode_no_longer_than_its_deadline(make_parts: Any) -> None:
+    """The slow one waits for the second turn of the other, which would wait for it."""
+    passed = asyncio.Event()
+
+    class Waits(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            if self.sample.id == "s0":
+                await passed.wait()
+            elif self.turn == 1:
+                passed.set()
+            return await super().step(message)
+
+    parts = make_parts(Waits, None, "environment.gather_timeout=0.2", "environment.step_timeout=20")
+    result = rollout(parts, samples(2), torch.arange(2))
+    assert not result.failed.any()
+    assert [len(exchange) for exchange in parts.engine.exchanges if exchange] == [2, 1, 1]
 
 
 def test_the_next_episode_begins_before_one_ends(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

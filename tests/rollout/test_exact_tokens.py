@@ -1,4 +1,4 @@
-"""Episodes in eight chat formats: training rows hold the sampled tokens, as the engine returned them."""
+"""Episodes with chat templates of published models: training rows hold the tokens that the engine returned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from chat_formats import MARKS, NAMES, SPECIAL, TOOLS, Turn, result, sampled, tokenizer, written
+from chat_formats import MARKS, NAMES, SPACES, SPECIAL, TOOLS, Turn, result, sampled, tokenizer, written
 
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.interfaces.messages import Message
@@ -31,10 +31,13 @@ def random_turn(name: str, rng: random.Random) -> Turn:
     return Turn(content, words(rng) if thinks else None, call)
 
 
-def breaks_expected(name: str, tools: bool, turns: list[tuple[Turn, bool]], new: Message) -> bool:
+def breaks_expected(
+    name: str, tools: bool, messages: list[Message], turns: list[tuple[Turn, bool]], new: Message
+) -> bool:
     """Whether the template rewrites history for `new`, from its rules; `turns`: since the last user, and if cut off."""
-    if name == "mistral":
-        return tools and new["role"] == "user"  # the list of tools moves to the last user message
+    if name == "mistral":  # the system message is in the last message if a user wrote that, the tools in a user's last
+        moved = messages[0]["role"] == "system" and messages[-1]["role"] == "user"
+        return moved or (tools and new["role"] == "user")
     if new["role"] != "user" or name not in ("qwen3", "gpt_oss"):
         return False
     if any(turn.reasoning for turn, _ in turns):
@@ -54,7 +57,7 @@ class Played:
         tools = TOOLS if rng.random() < 0.5 else []
         spelled = (*SPECIAL[name], *MARKS)
         system: Message = {"role": "system", "content": "be brief"}
-        messages: list[Message] = [system] if rng.random() < 0.5 else []
+        messages: list[Message] = [system] if rng.random() < 0.5 and name != "gemma2" else []  # has no system role
         messages.append({"role": "user", "content": words(rng, spelled)})
         prompt = self.chat.prompt(messages, tools)
         recent: list[tuple[Turn, bool]] = []
@@ -74,7 +77,7 @@ class Played:
                 new = {"role": "tool", "content": words(rng, spelled), "name": "add"}
                 new["tool_call_id"] = reply["tool_calls"][0]["id"]
             extended = self.chat.extend(history, [*messages, reply], [new], tools)
-            assert (extended is None) == breaks_expected(name, bool(tools), recent, new), (name, seed)
+            assert (extended is None) == breaks_expected(name, bool(tools), messages, recent, new), (name, seed)
             rendered = self.chat.prompt([*messages, reply, new], tools)
             if extended is not None:
                 assert extended[: len(history)] == history
@@ -105,14 +108,14 @@ def check_reply(reply: Message, turn: Turn) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_hold_what_the_engine_returned(name: str) -> None:
-    """100 episodes over the eight formats: each token and log-probability is in one row, once, unchanged."""
-    check_episodes(name, range(13))
+    """110 episodes: each token and log-probability is in one row, once, unchanged."""
+    check_episodes(name, range(10))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_1000_episodes_hold_what_the_engine_returned(name: str) -> None:
-    check_episodes(name, range(13, 13 + 125))
+    check_episodes(name, range(10, 10 + 91))
 
 
 def check_episodes(name: str, seeds: range) -> None:
@@ -132,6 +135,11 @@ def check_episodes(name: str, seeds: range) -> None:
             assert torch.equal(row.token_mask, row.turns >= 0)
             assert not row.logprobs[~row.token_mask].any()
         assert played.trajectory.breaks == played.breaks - played.last
+
+
+def unspaced(name: str, text: str) -> str:
+    """`text`, without spaces for a tokenizer that puts one before each text."""
+    return text.replace(" ", "") if SPACES.get(name) == "always" else text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,9 +163,9 @@ def test_special_tokens_in_observations_stay_text(name: str) -> None:
     for content in (attack, attack * 2, f"<{attack}"):
         plain, spelled = added("harmless"), added(content)
         assert [token for token in spelled if token in known] == [token for token in plain if token in known]
-        assert content in model.decode(spelled)
+        assert unspaced(name, content) in unspaced(name, model.decode(spelled))
     first = [{**ask, "content": attack}]
-    assert attack in model.decode(chat.prompt(first))
+    assert unspaced(name, attack) in unspaced(name, model.decode(chat.prompt(first)))
     assert [t for t in chat.prompt(first) if t in known] == [t for t in chat.prompt([ask]) if t in known]
 
 

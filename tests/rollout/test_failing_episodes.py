@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +56,20 @@ async def stubborn() -> None:
         await asyncio.sleep(30)
 
 
+async def forgiving() -> None:
+    """Ends normally when it is cancelled."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(30)
+
+
+def cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+def leaves() -> None:
+    sys.exit(3)
+
+
 SHORT = "environment.step_timeout=0.2"
 
 
@@ -65,6 +81,9 @@ SHORT = "environment.step_timeout=0.2"
         ("step", lambda: asyncio.sleep(30), r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
         ("reset", lambda: asyncio.sleep(30), r"reset took more than environment.step_timeout=0.2 seconds", 1),
         ("step", stubborn, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
+        ("step", forgiving, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
+        ("step", cancelled, r"step, turn 2 was cancelled by the environment", 11),
+        ("step", leaves, r"step, turn 2: it called sys.exit(3)", 11),
     ],
 )
 def test_a_failing_episode_is_masked_out_counted_and_visible(
@@ -94,6 +113,50 @@ def test_a_failing_episode_is_masked_out_counted_and_visible(
         assert torch.equal(result.data[key][[0, 2]], alone.data[key][[0, 2]]), key
     assert result.metrics["reward"] == float(alone.rewards[[0, 2]].mean())
     assert result.metrics["completion_length"] == 4.0
+
+
+def test_a_step_that_takes_too_long_is_cancelled_before_its_episode_is_closed(make_parts: Any) -> None:
+    seen: list[str] = []
+
+    class Slow(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            if self.sample.id == "s0":
+                return await super().step(message)
+            try:
+                await asyncio.sleep(30)
+            finally:
+                seen.append("cancelled")
+            raise AssertionError
+
+        async def close(self) -> None:
+            if self.sample.id == "s1":
+                seen.append("closed")
+
+    rollout(make_parts(Slow, None, SHORT), samples(2), torch.arange(2))
+    assert seen == ["cancelled", "closed"]
+
+
+def test_a_step_that_is_no_coroutine_and_raises(make_parts: Any) -> None:
+    class Plain(Counter):
+        def step(self, message: Any) -> Any:
+            if self.sample.id == "s0":
+                raise ValueError("no move")
+            return super().step(message)
+
+    result = rollout(make_parts(Plain), samples(2), torch.arange(2))
+    assert result.failures == ["ValueError in step, turn 1: no move", ""]
+
+
+def test_what_is_no_exception_ends_the_rollout(make_parts: Any) -> None:
+    class Stop(BaseException):
+        """As that of a test that fails."""
+
+    class Stops(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            raise Stop
+
+    with pytest.raises(Stop):
+        rollout(make_parts(Stops), samples(2), torch.arange(2))
 
 
 def test_an_episode_that_cannot_be_made(make_parts: Any) -> None:

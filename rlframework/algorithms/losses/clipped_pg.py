@@ -1,19 +1,21 @@
-"""The clipped policy-gradient loss of PPO and GRPO, with its common options.
+"""The policy-gradient loss of PPO, GRPO and the algorithms derived from it, of which each is a choice of terms.
 
-Ratio clipping with separate bounds (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729), means over tokens or
-sequences, a KL penalty to a reference policy, and truncated importance weights that correct for the difference between
-trainer and generator (https://fengyao.notion.site/off-policy-rl).
+The ratio of probabilities and the surrogate of it are in `ratios`, means in `averages`, the KL penalty to a reference
+policy in `kl`, and the weights that correct for the difference between trainer and generator in `importance`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from rlframework.algorithms.losses.averages import sequence_mean, token_mean
+from rlframework.algorithms.losses.importance import importance_weights
+from rlframework.algorithms.losses.kl import kl_divergence
 from rlframework.algorithms.losses.mismatch import mismatch_metrics
-from rlframework.algorithms.losses.nll import loss_mask, token_mean
+from rlframework.algorithms.losses.nll import loss_mask
+from rlframework.algorithms.losses.ratios import SURROGATES, probability_ratio
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
@@ -23,7 +25,10 @@ SEQUENCE_WEIGHTS = "sequence_weights"
 
 
 class ClippedPGLoss:
-    """-min(ratio * A, clip(ratio) * A), averaged by global counts, plus `kl_coef` times the KL to the reference.
+    """A surrogate of ratio and advantage, by default -min(ratio * A, clip(ratio) * A), averaged by global counts.
+
+    Plus `kl_coef` times the KL to the reference. A sequence is a row: of episodes with several rows, ratios and weights
+    of sequences are those of each row.
 
     Reads these values of `data`, all `[B, S]` and aligned with `input_ids`:
 
@@ -31,7 +36,7 @@ class ClippedPGLoss:
     - `prev_logprobs` of the policy before training on the batch; if absent, the batch is on-policy, and the ratio is 1
       with the gradient of the log-probability;
     - `generation_logprobs` of the engine that sampled; if absent, no mismatch metrics and no importance correction.
-      `kl_correction: generator` requires them;
+      `kl_correction: generator` and the importance correction require them;
     - `reference_policy_logprobs`, if `kl_coef` > 0.
 
     And `sequence_weights [B]`, if present, the weights of rows in means over sequences: of episodes with several rows.
@@ -42,6 +47,9 @@ class ClippedPGLoss:
     at_sampling_temperature = True
 
     def __init__(self, config: ClippedPGLossConfig) -> None:
+        """Raises `ValueError` for level=constant without its length."""
+        if config.level == "constant" and config.constant_length is None:
+            raise ValueError("level=constant divides by constant_length; set it to a number of tokens")
         self.config = config
         self.loss_type = LossType.TOKEN_LEVEL if config.level == "token" else LossType.SEQUENCE_LEVEL
 
@@ -51,6 +59,8 @@ class ClippedPGLoss:
         config, optional = self.config, LossColumn(required=False)
         columns = {"advantages": LossColumn(), "prev_logprobs": optional, "generation_logprobs": optional}
         columns[SEQUENCE_WEIGHTS] = LossColumn(per_token=False, required=False)
+        if config.importance_correction != "none" or config.importance_mask != "none":
+            columns["generation_logprobs"] = LossColumn()
         if config.kl_coef:
             columns["reference_policy_logprobs"] = LossColumn()
             if config.kl_correction == "generator":
@@ -79,8 +89,8 @@ class ClippedPGLoss:
 
         current = next_token_logprobs.detach()
         previous = data["prev_logprobs"][:, 1:] if "prev_logprobs" in data else current
-        ratio = (next_token_logprobs - previous).exp()
-        surrogate, clipped = self._surrogate(ratio, data["advantages"][:, 1:])
+        ratio = probability_ratio(config.ratio, next_token_logprobs, previous, mask)
+        surrogate, clipped = SURROGATES[config.surrogate](ratio, next_token_logprobs, data["advantages"][:, 1:], config)
         metrics: dict[str, Any] = {
             "clip_fraction": tokens(clipped.float()),
             "ratio": tokens(ratio.detach()),
@@ -89,11 +99,9 @@ class ClippedPGLoss:
         if "generation_logprobs" in data:
             difference = (previous - data["generation_logprobs"][:, 1:]) * mask
             metrics |= mismatch_metrics(difference, mask, global_valid_toks, config.mismatch_bound)
-            if config.importance_correction == "truncated":
-                weights = difference.exp()
-                metrics["importance_weight"] = tokens(weights)
-                metrics["importance_truncated_fraction"] = tokens((weights > config.importance_cap).float())
-                surrogate = surrogate * weights.clamp(max=config.importance_cap)
+            weights, more = importance_weights(difference, mask, global_valid_toks, config)
+            metrics |= more
+            surrogate = surrogate if weights is None else surrogate * weights
         loss = policy_loss = mean(surrogate)
         metrics["policy_loss"] = policy_loss.detach()
         if config.kl_coef:
@@ -108,51 +116,3 @@ class ClippedPGLoss:
         if "entropy" in data:
             metrics["entropy"] = tokens(data["entropy"])
         return loss, metrics
-
-    def _surrogate(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token, and a mask of the tokens whose gradient was clipped."""
-        config = self.config
-        bounded = ratio.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
-        plain, limited = -advantages * ratio, -advantages * bounded
-        loss, clipped = torch.maximum(plain, limited), limited > plain
-        if config.ratio_clip_c is not None:  # bounds the loss of a token with negative advantage and a large ratio
-            ceiling = -advantages * config.ratio_clip_c
-            beyond = (advantages < 0) & (loss > ceiling)
-            loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
-        return loss, clipped
-
-
-def sequence_mean(
-    values: Tensor, mask: Tensor, global_valid_seqs: Tensor, length: int | None = None, weights: Tensor | None = None
-) -> Tensor:
-    """Return this microbatch's term of the mean, over all valid sequences of the global batch, of their token means.
-
-    `values` and `mask` are `[B, S-1]`; the mean of a sequence is over its valid tokens, or its sum divided by `length`,
-    times its `weights [B]`.
-    """
-    means = (values * mask).sum(1) / (mask.sum(1).clamp(min=1.0) if length is None else length)
-    if weights is not None:
-        means = means * weights
-    return means.sum() / global_valid_seqs.clamp(min=1.0)
-
-
-def kl_divergence(
-    logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"], maximum: float | None = None
-) -> Tensor:
-    """Estimate KL(policy || reference) from log-probabilities of sampled tokens, elementwise.
-
-    With r = reference - policy: k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (http://joschu.net/blog/kl-approx.html).
-    k1 and k3 are unbiased; k2 and k3 have low variance. As a loss term, the expected gradient of k2 is that of the
-    divergence, that of k3 is close to it, and that of k1 is zero: use k1 for reward shaping and metrics. Estimates are
-    clamped to `-maximum ... maximum`, if given.
-    """
-    ratio = reference_logprobs - logprobs
-    if estimator == "k1":
-        divergence = -ratio
-    elif estimator == "k2":
-        divergence = 0.5 * ratio.square()
-    else:
-        # an infinite exponential would make the gradient of the clamp NaN; at 80 any `maximum` is exceeded already
-        bounded = ratio if maximum is None else ratio.clamp(max=80.0)
-        divergence = torch.expm1(bounded) - bounded
-    return divergence if maximum is None else divergence.clamp(-maximum, maximum)

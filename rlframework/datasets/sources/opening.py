@@ -108,9 +108,9 @@ def _saved(path: Path, subset: str | None, split: str | None) -> Rows:
     if isinstance(saved, Dataset):
         if split is not None:
             raise DataError(f"{path}: was written by save_to_disk without splits; remove split")
-        return _dataset_rows(saved, str(path), path.name)
+        return dataset_rows(saved, str(path), path.name)
     chosen = _choose_split(list(saved), split, str(path))
-    return _dataset_rows(saved[chosen], f"{path}, split {chosen}", chosen)
+    return dataset_rows(saved[chosen], f"{path}, split {chosen}", chosen)
 
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> Rows:
@@ -125,10 +125,11 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> Rows:
     with quiet_hub(), reading(where, remedy):
         if split is None:
             split = _choose_split(get_dataset_split_names(name, subset), None, f"the data set {name!r}")
-        return _dataset_rows(load_dataset(name, subset, split=split), f"data set {name}, split {split}", split)
+        return dataset_rows(load_dataset(name, subset, split=split), f"data set {name}, split {split}", split)
 
 
-def _dataset_rows(dataset: Dataset, where: str, label: str) -> Rows:
+def dataset_rows(dataset: Dataset, where: str, label: str) -> Rows:
+    """Return the rows of `dataset` as stored, without its format. Raises a `DataError` if there are none."""
     if dataset._indices is not None:  # a selection of rows that is not materialised
         dataset = dataset.flatten_indices(keep_in_memory=True)
     table = dataset.data.table

@@ -70,6 +70,40 @@ class Rows(ABC):
         """Approximate bytes of text of each row, `[n]` int64, without reading the text; to find the longest rows."""
 
 
+class JoinedRows(Rows):
+    """The rows of several sources by name, in order."""
+
+    def __init__(self, sources: Mapping[str, Rows]) -> None:
+        self._names, self._rows = list(sources), list(sources.values())
+        self.starts: list[int] = np.cumsum([0, *map(len, self._rows)]).tolist()
+        """The number of the first row of each source, and the number of all rows."""
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        source, row = self._find(index)
+        return self._rows[source][row]
+
+    def where(self, index: int) -> str:
+        """See `Rows.where`: as the source says."""
+        source, row = self._find(index)
+        return self._rows[source].where(row)
+
+    def label(self, index: int) -> str:
+        """The name of the source, and its label of the row."""
+        source, row = self._find(index)
+        return f"{self._names[source]}/{self._rows[source].label(row)}"
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """See `Rows.sizes`."""
+        return np.concatenate([rows.sizes() for rows in self._rows])
+
+    def _find(self, index: int) -> tuple[int, int]:
+        source = bisect_right(self.starts, index) - 1
+        return source, index - self.starts[source]
+
+
 class JsonlRows(Rows):
     """The objects of JSON-lines files in order; blank lines are skipped.
 

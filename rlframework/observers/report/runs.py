@@ -197,7 +197,7 @@ class Headline(TypedDict, total=False):
 
 def headlines(run: Run) -> list[Headline]:
     """The headline of each of `HEADLINE_METRICS` that the run has with a finite value."""
-    planned = flatten(run.config or {}).get("algorithm.num_steps", math.inf)
+    planned = flatten(run.config or {}).get("algorithm.num_steps") or math.inf
     state = "finished" if run.finished or run.last_step >= planned else f"not finished, at step {run.last_step:,}"
     found: list[Headline] = []
     for name, word, better in HEADLINE_METRICS:

@@ -110,7 +110,12 @@ class Session:
         return self._responses[name]
 
     def set_reward(self, body: Any) -> None:
-        """Take the reward that the agent posts: `{"reward": 1.0, "metrics": {"name": 0.5}}`. The last one counts."""
+        """Take the reward that the agent posts: `{"reward": 1.0, "metrics": {"name": 0.5}}`. The last one counts.
+
+        `ApiError` 401 if the session was closed while the body was read.
+        """
+        if self.closed:
+            raise unauthorized()
         metrics = body.get("metrics") or {} if isinstance(body, Mapping) else None
         if not isinstance(metrics, Mapping) or len(metrics) > _MOST_METRICS:
             raise ApiError('a reward is posted as {"reward": NUMBER, "metrics": {"name": NUMBER}}')
@@ -125,7 +130,13 @@ class Session:
         self.metrics = {str(name): float(value) for name, value in metrics.items()}
 
     async def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Return the result of `work`, which is cancelled when the session is closed: then `ApiError` 401."""
+        """Return the result of `work`, which is cancelled when the session is closed: then `ApiError` 401.
+
+        It does not begin if the session was closed while the request was read.
+        """
+        if self.closed:
+            work.close()
+            raise unauthorized()
         task = asyncio.ensure_future(work)
         self._running.add(task)
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from probe_agents import CALLED
+from probe_agents import CALLED, SESSIONS
 from scripted_episodes import END, ScriptedEngine, samples
 
 from rlframework.config.sections import RunConfig
@@ -52,6 +52,7 @@ def test_the_rewards_of_agents(agent_parts: Any) -> None:
     assert result.rewards.tolist() == [1.0] * 3
     result = rollout(agent_parts("posts"), samples(2), torch.arange(2))
     assert (result.rewards.tolist(), result.metrics["reward/depth"]) == ([0.25] * 2, 2.0)
+    assert rollout(agent_parts("posts_and_returns"), samples(2), torch.arange(2)).rewards.tolist() == [0.75] * 2
     text = agent_parts("digits").tokenizer.decode([5, 6])
     parts = agent_parts("leaves_it", "environment.check=exact")
     found = [*samples(1), samples(1)[0].__class__("x", samples(1)[0].messages, text)]
@@ -66,6 +67,14 @@ def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
     assert "environment.agent_timeout=3" in result.failures[1]
     assert "sampled no turn" in result.failures[2]
     assert result.data["sample_mask"].tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_token_ends_with_its_attempt(agent_parts: Any) -> None:
+    SESSIONS.clear()
+    parts = agent_parts("comes_back", "environment.max_concurrent_episodes=1")
+    result = rollout(parts, samples(3), torch.arange(3))
+    assert result.rewards.tolist() == [0.0, 1.0, 2.0]
+    assert result.data["token_mask"].sum(1).tolist() == [3, 3, 3]
 
 
 @pytest.fixture

@@ -44,6 +44,9 @@ def test_a_conversation_goes_on_with_the_sampled_tokens(serving: Any) -> None:
             end = served.completer.tokenizer.eos_token_id
             assert second_prompt[: len(first_prompt) + 6] == [*first_prompt, *_ids(served, "hello"), end]
             assert [turn["role"] for turn in served.session.transcript] == ["user", "assistant"] * 2
+            await client.chat.completions.create(model="policy", messages=[*more, message, *more[-1:]])
+            assert served.completer.asked[2][0][: len(row.token_ids)] == row.token_ids.tolist()
+            assert len(served.session.trajectory.rows) == 1
             other = [*HI, {**message, "content": "other"}, {"role": "user", "content": "more"}]
             await client.chat.completions.create(model="policy", messages=other)
             assert len(served.session.trajectory.rows) == 2
@@ -61,7 +64,7 @@ def test_choices_are_sampled_with_different_seeds_after_one_prompt(serving: Any)
         async with serving() as served, served.client() as client:
             served.completer.answers = ["a", "b"]
             reply = await client.chat.completions.create(model="policy", messages=HI, n=2, seed=9)
-            assert [choice.message.content for choice in reply.choices] == ["a", "b"]
+            assert [(choice.index, choice.message.content) for choice in reply.choices] == [(0, "a"), (1, "b")]
             await client.chat.completions.create(model="policy", messages=HI, seed=9)
             seeds = [asked[1] for asked in served.completer.asked]
             assert len(set(seeds)) == 3
@@ -70,6 +73,38 @@ def test_choices_are_sampled_with_different_seeds_after_one_prompt(serving: Any)
             sampled = [row.token_ids[row.token_mask].tolist() for row in rows]
             end = served.completer.tokenizer.eos_token_id
             assert sampled == [[*_ids(served, text), end] for text in "aba"]  # no choice is lost, and none twice
+
+    asyncio.run(run())
+
+
+def test_the_events_of_a_stream_name_their_choices(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            served.completer.answers = ["a", "bc"]
+            texts, reasons, logprobs = {0: "", 1: ""}, dict[int, str](), dict[int, list[tuple[str, float]]]()
+            options = {"n": 2, "stream": True, "logprobs": True, "max_tokens": 2}
+            async for chunk in await client.chat.completions.create(model="policy", messages=HI, **options):
+                for choice in chunk.choices:
+                    assert choice.index not in reasons  # nothing follows the event with the reason
+                    texts[choice.index] += choice.delta.content or ""
+                    if choice.finish_reason:
+                        reasons[choice.index] = choice.finish_reason
+                    if choice.logprobs:
+                        logprobs[choice.index] = [(part.token, part.logprob) for part in choice.logprobs.content]
+            assert (texts, reasons) == ({0: "a", 1: "bc"}, {0: "stop", 1: "length"})
+            end = served.completer.tokenizer.eos_token
+            assert logprobs == {0: [("a", -1.0), (end, -2.0)], 1: [("b", -1.0), ("c", -2.0)]}
+
+    asyncio.run(run())
+
+
+def test_calls_that_no_tool_can_take_are_counted(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            served.completer.answers = [CALL, CALL.replace("add", "subtract")]
+            for _ in range(2):
+                await client.chat.completions.create(model="policy", messages=HI, tools=[TOOL])
+            assert (served.session.calls, served.session.malformed) == (2, 1)
 
     asyncio.run(run())
 

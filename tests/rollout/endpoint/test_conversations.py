@@ -46,6 +46,9 @@ def test_a_call_is_part_of_a_message_and_reasoning_is_not() -> None:
     found = tree.find([HI, {**YES, "tool_calls": [call]}], [])
     assert found is not None
     assert found.messages == (HI, asked)  # as it was sampled, with its reasoning
+    first, second = (said("tool", "3", tool_call_id=name) for name in "12")
+    tree.add([HI, asked, first], [], NO, found, torch.tensor([2]))
+    assert tree.find([HI, asked, second, NO], []) is found  # the answer to another call
 
 
 def test_a_long_conversation_keeps_each_message_and_token_once() -> None:

@@ -115,6 +115,47 @@ def test_a_closed_session_ends_its_requests(serving: Any, stream: bool) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat/completions", BODY), ("responses", {"input": "hi"}), ("sessions/ID/reward", {"reward": 1})],
+)
+def test_a_body_that_ends_after_its_session_is_not_served(serving: Any, path: str, body: Any) -> None:
+    """It was accepted while the session was open. Its tokens would come after the rows were taken."""
+
+    async def run() -> None:
+        async with serving() as served:
+            found, find = asyncio.Event(), served.endpoint.sessions.find
+            served.endpoint.sessions.find = lambda header: (found.set(), find(header))[1]
+            port = int(served.base_url.split(":")[2].split("/")[0])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            content = json.dumps(body).encode()
+            path_of = path.replace("ID", served.session.id)
+            head = f"POST /v1/{path_of} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {served.session.token}\r\n"
+            writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content[:5])
+            await asyncio.wait_for(found.wait(), 10)
+            served.endpoint.sessions.close(served.session)
+            writer.write(content[5:])
+            assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+            writer.close()
+            assert not served.completer.asked
+            assert served.session.reward is None
+
+    asyncio.run(run())
+
+
+def test_a_turn_has_the_room_that_its_conversation_leaves(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            for content, options in (("a", {"max_tokens": 10_000}), ("a" * 1800, {}), ("a" * 1800, {"max_tokens": 7})):
+                said = {"messages": [{"role": "user", "content": content}], **options}
+                assert (await post(served, "/chat/completions", json.dumps(said))).status_code == 200
+            (_, _, most, _), (prompt, _, left, _), (_, _, few, _) = served.completer.asked
+            assert (most, left, few) == (500, 2000 - len(prompt), 7)
+            assert left < 500
+
+    asyncio.run(run())
+
+
 def test_a_session_has_a_limit_of_turns_and_of_tokens(serving: Any) -> None:
     async def run() -> None:
         async with serving(max_turns=2) as served:
@@ -130,7 +171,7 @@ def test_a_session_has_a_limit_of_turns_and_of_tokens(serving: Any) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("reward", ["NaN", "1e400", '"1"', "true", "null", "1e13"])
+@pytest.mark.parametrize("reward", ["NaN", "1e400", '"1"', "true", "null", "1e13", '1, "metrics": {"a": "1"}'])
 def test_a_reward_that_is_no_number_is_rejected(serving: Any, reward: str) -> None:
     async def run() -> None:
         async with serving() as served:
@@ -139,6 +180,8 @@ def test_a_reward_that_is_no_number_is_rejected(serving: Any, reward: str) -> No
             assert served.session.reward is None
             assert (await post(served, path, '{"reward": 0.5, "metrics": {"a": 2}}')).status_code == 200
             assert (served.session.reward, served.session.metrics) == (0.5, {"a": 2.0})
+            assert (await post(served, path, '{"reward": 0.75}')).status_code == 200  # the last one counts
+            assert (served.session.reward, served.session.metrics) == (0.75, {})
 
     asyncio.run(run())
 

@@ -1,0 +1,121 @@
+"""Read preference pairs from rows in the common published layouts.
+
+| layout | columns |
+| --- | --- |
+| prompt and answers | `prompt`, `chosen`, `rejected`: texts, or lists of messages |
+| conversations | `chosen`, `rejected`: lists of messages that differ in the last turn, with or without `prompt` |
+| ShareGPT | `conversations`: a list of `{from, value}`; `chosen`, `rejected`: one such turn each |
+| OpenAI | `input`: `{messages, tools}`; `preferred_output`, `non_preferred_output`: a list with one message each |
+
+A column `tools` has the tools that the conversation has, `score_chosen` and `score_rejected` the scores of the answers.
+Both answers are plain text, in one turn of the assistant. Two texts without a prompt are rejected: where the prompt
+ends in them is a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlframework.datasets.conversations import is_missing, read_turns
+from rlframework.datasets.preferences import PreferenceRow
+from rlframework.datasets.sources.memory import RowSequence, given_rows
+from rlframework.datasets.sources.opening import open_rows
+from rlframework.datasets.tool_rows import read_tools
+from rlframework.errors import DataError
+from rlframework.interfaces.messages import Message, text_of
+
+LAYOUTS = (
+    "prompt + chosen + rejected; chosen + rejected as conversations; conversations + chosen + rejected (ShareGPT); "
+    "input + preferred_output + non_preferred_output (OpenAI)"
+)
+"""The layouts, for messages."""
+
+
+def read_preferences(source: str | Path | RowSequence) -> list[PreferenceRow]:
+    """Return the pairs of a file or data set (see `open_rows`), of a list of dictionaries, or of a `datasets.Dataset`.
+
+    Raises a `DataError` that names file and line of a row in none of the layouts.
+    """
+    rows = open_rows(source) if isinstance(source, (str, Path)) else given_rows(source).train
+    return [preference_of(row, rows.where(number), rows.label(number)) for number, row in enumerate(rows)]
+
+
+def preference_of(
+    row: Mapping[str, Any],
+    where: str,
+    label: str = "",
+    *,
+    prompt: str = "prompt",
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+) -> PreferenceRow:
+    """Return the pair in `row`, with the id `label`. Raises a `DataError` that begins with `where` if there is none.
+
+    `prompt`, `chosen` and `rejected` are the names of these columns.
+    """
+    row = {name: value for name, value in row.items() if not is_missing(value)}
+    if "preferred_output" in row or "non_preferred_output" in row:
+        row = _from_openai(row, where)
+        prompt, chosen, rejected = "input.messages", "preferred_output", "non_preferred_output"
+    for name in (chosen, rejected):
+        if name not in row:
+            raise DataError(
+                f"{where}: there is no {name!r}; the columns are {sorted(row)}. Set environment.columns to the names "
+                f"of your columns, or use one of the layouts: {LAYOUTS}"
+            )
+    before = _prompt(row, prompt, where)
+    (first, better), (second, worse) = (
+        _answer(row[name], before, f"{where}, column {name!r}") for name in (chosen, rejected)
+    )
+    if first != second:
+        raise DataError(
+            f"{where}: {chosen!r} and {rejected!r} have different prompts; conversations must differ in their last "
+            "turn only"
+        )
+    tools = read_tools(row.get("tools"), f"{where}, column 'tools'")
+    return PreferenceRow(tuple(first), better, worse, label, _scores(row, where), tools)
+
+
+def _from_openai(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`row` with the parts of `input` as columns."""
+    given = row.get("input")
+    if not isinstance(given, Mapping) or is_missing(given.get("messages")):
+        raise DataError(f"{where}, column 'input': must be an object with 'messages'. The layouts are: {LAYOUTS}")
+    return {**row, "input.messages": given["messages"], "tools": given.get("tools")}
+
+
+def _prompt(row: Mapping[str, Any], prompt: str, where: str) -> list[Message]:
+    """The messages before the answers, as far as a column of their own has them."""
+    for name in (prompt, "conversations", "messages"):
+        if name in row:
+            return read_turns(row[name], "user", f"{where}, column {name!r}")
+    return []
+
+
+def _answer(value: Any, before: list[Message], where: str) -> tuple[list[Message], str]:
+    """The messages before an answer, and its text; `value` may have them all, or the answer alone."""
+    turns = read_turns([value] if isinstance(value, Mapping) else value, "assistant", where)
+    if turns[0]["role"] != "assistant" and len(turns) > 1:
+        if before and turns[-1 - len(before) : -1] != before:
+            raise DataError(f"{where}: the conversation does not have the prompt of the row before its last turn")
+        before, turns = turns[:-1], turns[-1:]
+    answer = turns[-1]
+    if len(turns) > 1 or answer["role"] != "assistant" or answer.keys() - {"role", "content"} or not text_of(answer):
+        raise DataError(
+            f"{where}: must end with one turn of the assistant, in plain text, after the prompt; it ends with the "
+            f"turns {[turn['role'] for turn in turns]}"
+        )
+    if not before:
+        raise DataError(f"{where}: the answer has no prompt before it. The layouts are: {LAYOUTS}")
+    return before, text_of(answer)
+
+
+def _scores(row: Mapping[str, Any], where: str) -> tuple[float, float] | None:
+    given = [row[name] for name in ("score_chosen", "score_rejected") if name in row]
+    if not given:
+        return None
+    if len(given) != 2 or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in given):
+        raise DataError(f"{where}: score_chosen and score_rejected must both be numbers, or both be absent")
+    return float(given[0]), float(given[1])

@@ -1,0 +1,54 @@
+"""Turn the results of a reward's calls into outcomes, and count the answers for which it failed.
+
+A failure of an answer gives it `failed_reward` and is counted; its text, such as a traceback, is logged once per cause.
+The run ends only if more than `max_reward_failures` of a step's answers fail.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from rlframework.config.environments import DatasetConfig
+from rlframework.environments.reward_calls import FAILURES, Failure, Report, RewardResult
+from rlframework.errors import UserError
+from rlframework.interfaces.environment import Sample, StepOutcome
+
+_LOG = logging.getLogger(__name__)
+
+ScoreCalls = Callable[[Sequence[Sample], Sequence[str], Report], None]
+"""Scores each completion of a sample, and reports the results as `RewardCalls.score` does."""
+
+
+class CountedFailures:
+    """Counts the failures of one reward, which messages call `name`, by the limits of `config`."""
+
+    def __init__(self, config: DatasetConfig, name: str) -> None:
+        self._config, self._name = config, name
+        self._logged: set[str] = set()
+
+    def outcomes(self, samples: Sequence[Sample], completions: Sequence[str], score: ScoreCalls) -> list[StepOutcome]:
+        """Return one outcome per answer. Raises a `UserError` with the first failure once too many have failed."""
+        failed = StepOutcome(self._config.failed_reward, metrics={"accuracy": 0.0, FAILURES: 1.0})
+        outcomes: dict[int, StepOutcome] = {}
+        failures: list[tuple[str, Failure]] = []
+
+        def report(numbers: list[int], results: list[RewardResult] | None) -> None:
+            for number, result in zip(numbers, results or (), strict=False):
+                outcomes[number] = failed if isinstance(result, Failure) else result
+                if isinstance(result, Failure):
+                    failures.append((samples[number].id, result))
+                    if result.cause not in self._logged:
+                        self._logged.add(result.cause)
+                        _LOG.warning("%s failed for sample %r:\n%s", self._name, samples[number].id, result.text)
+            allowed = self._config.max_reward_failures
+            if len(failures) > allowed * len(samples):
+                sample_id, first = failures[0]
+                raise UserError(
+                    f"{self._name} failed for {len(failures)} of the first {len(outcomes)} of {len(samples)} answers, "
+                    f"which is more than environment.max_reward_failures={allowed:g} allows. The first, for sample "
+                    f"{sample_id!r}:\n{first.text}"
+                )
+
+        score(samples, completions, report)
+        return [outcomes[number] for number in range(len(samples))]

@@ -1,0 +1,70 @@
+"""Runs of each policy-gradient algorithm, and the same loss of whole rows in every layout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+
+from rlframework import run
+from rlframework.config.algorithm_presets import AlgorithmName
+
+pytestmark = pytest.mark.slow
+
+NO_VALIDATION = "algorithm.validation={every: 0, at_start: false, at_end: false}"
+TWO_STEPS = ["algorithm.num_steps=2", NO_VALIDATION]
+LOSS = (
+    "{ratio_clip_min: 0.5, ratio_clip_max: 0.5, importance_correction: truncated, importance_level: sequence, "
+    "importance_mask: geometric, kl_coef: 0.1}"
+)
+SEQUENCES = [
+    "algorithm.name=gspo", "algorithm.num_steps=1", "algorithm.epochs_per_batch=2", NO_VALIDATION,
+    f"algorithm.loss={LOSS}", "policy.optimizer.lr=1e-2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in get_args(AlgorithmName) if name != "grpo"])
+def test_an_algorithm_trains(run_config: Any, name: str) -> None:
+    rows = run(run_config("grpo", f"algorithm.name={name}", *TWO_STEPS)).history
+    assert all(row["train/grad_norm"] > 0 and math.isfinite(row["train/loss"]) for row in rows)
+    assert ("train/sampling_rounds" in rows[-1]) == (name == "dapo")
+    assert ("train/reward_kl" in rows[-1]) == (name in ("rloo", "reinforce_plus_plus"))
+    if "train/reward_kl" in rows[-1]:
+        assert abs(rows[0]["train/reward_kl"]) < 1e-6  # of the reference with itself
+        assert abs(rows[1]["train/reward_kl"]) > 1e-6
+
+
+def test_one_sample_of_each_prompt(run_config: Any) -> None:
+    keys = ["algorithm.name=reinforce_plus_plus", "algorithm.prompts_per_step=32", "algorithm.samples_per_prompt=1"]
+    rows = run(run_config("grpo", *keys, *TWO_STEPS)).history
+    assert all(row["train/grad_norm"] > 0 and row["train/reward_std"] == 0 for row in rows)
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds(run_config: Any) -> None:
+    """All rewards are equal, so nothing is trained on; each round takes other prompts."""
+    keys = ["algorithm.dynamic_sampling=3", "environment.constant=true", *TWO_STEPS]
+    rows = run(run_config("grpo", *keys)).history
+    assert [row["train/sampling_rounds"] for row in rows] == [3.0, 3.0]
+    assert [row["train/sampled_groups_kept"] for row in rows] == [0.0, 0.0]
+    assert [row["train/grad_norm"] for row in rows] == [0.0, 0.0]
+
+
+LAYOUTS = {
+    "packed": ["policy.batching.mode=packed"],
+    "padded": ["policy.batching.mode=padded", "policy.train_micro_batch_size=4"],
+    "context": ["policy.batching.mode=packed", "policy.parallelism.context=2"],
+    "tensor": ["policy.batching.mode=dynamic", "policy.parallelism.tensor=2"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantities_of_sequences_are_those_of_one_worker(run_config: Any, layout: str) -> None:
+    """The second pass has ratios that are not 1, and the weights of sequences differ from 1 by rounding alone."""
+    alone = run(run_config("grpo", *SEQUENCES, "policy.batching.mode=padded")).history[-1]
+    split = "policy.parallelism" in "".join(LAYOUTS[layout])
+    workers = ["worker_group={name: processes, num_workers: 2}"] if split else []
+    found = run(run_config("grpo", *SEQUENCES, *LAYOUTS[layout], *workers)).history[-1]
+    assert abs(alone["train/ratio"] - 1.0) > 1e-4
+    for name in ("train/loss", "train/grad_norm", "train/ratio", "train/kl", "train/importance_weight"):
+        assert found[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
