@@ -17,6 +17,7 @@ from rlframework.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.runner.launch import dry_run
+from rlframework.runner.output_folder import read_contents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -90,10 +91,12 @@ def test_a_run_that_failed_after_the_first_replies_can_be_started_again(judged, 
             with pytest.raises(ZeroDivisionError):
                 run(judged(server.url))
         assert (tmp_path / "run" / "judge" / "quality.jsonl").exists()
+        found = read_contents(tmp_path / "run")
+        assert ("judge" in found.startup, found.results, found.foreign) == (True, (), ())
         run(judged(server.url))
-        with pytest.raises(ConfigError, match="judge"):
-            run(judged(server.url))
-        run(judged(server.url), overwrite=True)
+    found = read_contents(tmp_path / "run")
+    assert "judge" in found.results
+    assert "judge" in found.deletable
 
 
 def test_a_served_model_scores(judged, tmp_path):
