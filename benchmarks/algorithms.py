@@ -57,7 +57,7 @@ def main() -> None:
 def start(folder: Path, seed: int) -> Path:
     """Return the model after the quickstart's supervised phase with `seed`; run it if it is missing."""
     sys.path.insert(0, str(QUICKSTART))
-    from run import make_start, run_phase  # type: ignore[import-not-found]  # the quickstart's script
+    from run import make_start, run_phase  # the quickstart's script
 
     model = folder / "sft" / "model"
     if not model.exists():

@@ -85,7 +85,7 @@ def group_advantages(
     """
     kept = torch.ones(len(rewards), dtype=torch.bool) if left_out is None else ~left_out
     spread = rewards[kept].std() if normalize_std == "batch" and int(kept.sum()) > 1 else None
-    within = spread is None and normalize_std
+    within = normalize_std != "batch" and normalize_std
     options = (group_baseline, leave_one_out, within, eps)
     if bool(kept.all()):
         advantages, constant = _of_groups(rewards, samples_per_prompt, *options)
@@ -114,7 +114,7 @@ def _of_groups(
         advantages = groups - ((total - groups) / (count - 1) if leave_one_out else total / count)
     if normalize_std == "others":
         advantages = _divided_by_others(advantages, groups, eps)
-    elif normalize_std:
+    elif normalize_std and count > 1:
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     if group_baseline:
         advantages = torch.where(constant, torch.zeros_like(advantages), advantages)

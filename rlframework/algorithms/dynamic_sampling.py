@@ -29,7 +29,7 @@ def sample_groups(
         played.append(play(len(played)))
         found.append(differing_groups(played[-1], samples_per_prompt))
     differs = torch.cat(found)
-    chosen = torch.cat(((differs).nonzero()[:, 0], (~differs).nonzero()[:, 0]))[:groups]
+    chosen = torch.cat((differs.nonzero()[:, 0], (~differs).nonzero()[:, 0]))[:groups]
     result = join(played, pad_id)
     episodes = (chosen[:, None] * samples_per_prompt + torch.arange(samples_per_prompt)).flatten()
     result = result if len(played) == 1 and bool(differs.all()) else select(result, episodes)
@@ -54,10 +54,10 @@ def join(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
         [sample for part in rollouts for sample in part.samples],
         [text for part in rollouts for text in part.completions],
         BatchedDataDict.from_batches([part.data for part in rollouts], {"input_ids": pad_id}),
-        *(
-            torch.cat([getattr(part, name) for part in rollouts])
-            for name in ("rewards", "accuracies", "completion_lengths", "truncated")
-        ),
+        torch.cat([part.rewards for part in rollouts]),
+        torch.cat([part.accuracies for part in rollouts]),
+        torch.cat([part.completion_lengths for part in rollouts]),
+        torch.cat([part.truncated for part in rollouts]),
         average_metrics([part.metrics for part in rollouts]),
         torch.cat([part.episode_of + start for part, start in zip(rollouts, starts, strict=False)]),
         torch.cat([part.failed for part in rollouts]),

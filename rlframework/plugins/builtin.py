@@ -134,10 +134,12 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
 def rlframework_algorithms() -> list[AlgorithmRecord]:
     """The built-in training loops."""
     core, sft = partial(_core, AlgorithmRecord), "supervised fine-tuning on the environment's completions"
-    groups = partial(core, target="algorithms.grpo:GRPO", model=GRPOConfig, check=check_grpo)
     return [
         core("sft", "algorithms.sft:SFT", sft, SFTConfig, check=check_sft),
-        *(groups(name, summary=summary) for name, summary in POLICY_GRADIENT.items()),
+        *(
+            core(name, "algorithms.grpo:GRPO", summary, GRPOConfig, check=check_grpo)
+            for name, summary in POLICY_GRADIENT.items()
+        ),
         *_preference_algorithms(),
     ]
 

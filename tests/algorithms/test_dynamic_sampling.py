@@ -26,7 +26,7 @@ def rollout(number: int, rewards: list[float], rows: list[int] | None = None, wi
         }
     )
     names = [f"{number}.{n}" for n in range(len(rewards))]
-    values, none = torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.bool)
+    values, none = torch.tensor(rewards, dtype=torch.float32), torch.zeros(len(rewards), dtype=torch.bool)
     samples: list[Any] = [SimpleNamespace(id=name) for name in names]
     metrics = {"reward": float(values.mean())}
     return Rollout(samples, names, data, values, values, torch.tensor(rows), none, metrics, episode_of, none.clone())
@@ -53,7 +53,7 @@ def test_it_ends_when_there_are_enough_groups() -> None:
     result, played = sampled([1, 1, 0, 1], [0, 0, 1, 1], [0, 1, 1, 0], [9, 9, 9, 9], rounds=10)
     assert played == [0, 1, 2]
     assert result.completions == ["0.2", "0.3", "2.0", "2.1"]
-    assert [sample.id for sample in result.samples] == result.completions  # type: ignore[attr-defined]
+    assert [sample.id for sample in result.samples] == result.completions
     assert result.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert result.data["input_ids"][:, 0].tolist() == [20, 30, 200, 210]
     assert result.episode_of.tolist() == [0, 1, 2, 3]

@@ -82,6 +82,11 @@ class Numbers:
         )
 
 
+def configured(**keys: Any) -> Any:
+    """The section with `keys`, as from a file."""
+    return GRPOConfig(**keys)
+
+
 def ours(numbers: Numbers, config: GRPOConfig) -> tuple[float, Tensor]:
     """The loss of `config` and its gradient, from the rewards on."""
     result = numbers.rollout()
@@ -297,33 +302,33 @@ def test_every_preset_has_a_case() -> None:
 @pytest.mark.parametrize(("name", "preset"), CASES)
 def test_loss_and_gradient(name: Any, preset: Any) -> None:
     numbers = Numbers()
-    compare(ours(numbers, GRPOConfig(name=name, preset=preset, samples_per_prompt=GROUP)), CASES[name, preset](numbers))
+    compare(ours(numbers, configured(name=name, preset=preset, samples_per_prompt=GROUP)), CASES[name, preset](numbers))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_algorithm_without_a_preset_is_that_of_its_paper(name: Any) -> None:
-    config = GRPOConfig(name=name)
+    config = configured(name=name)
     if name == "grpo":
-        assert config == GRPOConfig()
+        assert config == configured()
         assert not config.loss.kl_coef
     else:
-        assert config.model_copy(update={"preset": "paper"}) == GRPOConfig(name=name, preset="paper")
+        assert config.model_copy(update={"preset": "paper"}) == configured(name=name, preset="paper")
 
 
 def test_keys_that_are_set_take_precedence() -> None:
-    config = GRPOConfig(name="dapo", dynamic_sampling=0, loss={"ratio_clip_max": 0.3, "kl_coef": 0.1})
+    config = configured(name="dapo", dynamic_sampling=0, loss={"ratio_clip_max": 0.3, "kl_coef": 0.1})
     assert (config.dynamic_sampling, config.loss.ratio_clip_max, config.loss.kl_coef) == (0, 0.3, 0.1)
-    config = GRPOConfig(name="gspo", loss={"kl_coef": 0.1})
+    config = configured(name="gspo", loss={"kl_coef": 0.1})
     assert (config.loss.ratio, config.loss.level, config.loss.ratio_clip_max) == ("sequence", "sequence", 4e-4)
-    config = GRPOConfig(name="rloo", reward_kl=None, loss={"level": "token"})
+    config = configured(name="rloo", reward_kl=None, loss={"level": "token"})
     assert (config.reward_kl, config.loss.level, config.loss.constant_length) == (None, "token", None)
-    assert GRPOConfig(name="dapo", loss="my_losses:MyLoss").loss.name == "my_losses:MyLoss"
-    assert GRPOConfig(**config.model_dump()) == config
+    assert configured(name="dapo", loss="my_losses:MyLoss").loss.name == "my_losses:MyLoss"
+    assert configured(**config.model_dump()) == config
 
 
 def test_a_system_without_the_algorithm_has_no_preset_of_it() -> None:
     with pytest.raises(ValueError, match="there is no preset 'trl' of reinforce_plus_plus; it has paper, verl, nemo_"):
-        GRPOConfig(name="reinforce_plus_plus", preset="trl")
+        configured(name="reinforce_plus_plus", preset="trl")
 
 
 # -- terms that no preset has ------------------------------------------------------------------------------------------
@@ -333,7 +338,7 @@ def test_a_ratio_with_the_value_of_the_sequence_and_the_gradient_of_the_token() 
     """GSPO-token (arXiv:2507.18071, eq. 14) with an advantage for each token: of one row, s is 2, without clips."""
     numbers = Numbers()
     result = numbers.rollout()
-    config = GRPOConfig(name="gspo", loss={"ratio": "sequence_token", "ratio_clip_min": 0.9, "ratio_clip_max": 9.0})
+    config = configured(name="gspo", loss={"ratio": "sequence_token", "ratio_clip_min": 0.9, "ratio_clip_max": 9.0})
     logprobs = torch.tensor(numbers.p, dtype=torch.float64, requires_grad=True)
     result.data["prev_logprobs"][:, 1:] = logprobs.detach()
     result.data["prev_logprobs"][2, 1:3] -= 2 * math.log(2)  # two of four tokens, so the mean is log 2
@@ -354,7 +359,7 @@ def test_the_ratio_of_an_on_policy_row_is_one(ratio: str, slope: float) -> None:
     result.data["advantages"] = torch.full((ROWS, WIDTH + 1), 3.0, dtype=torch.float64)
     result.data["sample_mask"] = torch.tensor([0.0, 0, 1, 0, 0, 0], dtype=torch.float64)
     logprobs = torch.tensor(Numbers().p, dtype=torch.float64, requires_grad=True)
-    loss_fn = policy_loss(GRPOConfig(name="gspo", loss={"ratio": ratio}), LIMIT)
+    loss_fn = policy_loss(configured(name="gspo", loss={"ratio": ratio}), LIMIT)
     loss, metrics = loss_fn(logprobs, result.data, torch.tensor(1.0), torch.tensor(4.0))
     assert loss.item() == pytest.approx(-3.0)
     assert metrics["ratio"].item() == pytest.approx(1.0)
@@ -381,7 +386,7 @@ def corrected(n: Numbers, weight: Callable[[int, int], float]) -> Result:
 def test_importance_weights_are_truncated_at_each_level(level: str) -> None:
     n = Numbers()
     keys = {"importance_correction": "truncated", "importance_level": level}
-    config = GRPOConfig(samples_per_prompt=GROUP, loss=keys | {"importance_cap": 1.1, "importance_floor": 0.9})
+    config = configured(samples_per_prompt=GROUP, loss=keys | {"importance_cap": 1.1, "importance_floor": 0.9})
     ratios = {of_level(n, level, i, t) for i in range(ROWS) for t in range(LENGTHS[i])}
     assert min(ratios) < 0.9
     assert max(ratios) > 1.1
@@ -400,8 +405,8 @@ def test_tokens_beyond_the_mask_have_no_loss(level: str) -> None:
         return float(low <= of_level(n, level, i, t) <= high)
 
     assert {keep(i, t) for i in range(ROWS) for t in range(LENGTHS[i])} == {0.0, 1.0}
-    compare(ours(n, GRPOConfig(samples_per_prompt=GROUP, loss=mask)), corrected(n, keep))
-    both = GRPOConfig(samples_per_prompt=GROUP, loss=mask | weights)
+    compare(ours(n, configured(samples_per_prompt=GROUP, loss=mask)), corrected(n, keep))
+    both = configured(samples_per_prompt=GROUP, loss=mask | weights)
     compare(ours(n, both), corrected(n, lambda i, t: keep(i, t) * of_level(n, "token", i, t)))
 
 
@@ -416,14 +421,14 @@ def test_the_sequence_mask_of_trl() -> None:
         return found if found <= 3.0 else 0.0
 
     assert {weight(i, 0) > 0 for i in range(ROWS)} == {True, False}
-    compare(ours(n, GRPOConfig(samples_per_prompt=GROUP, loss=keys)), corrected(n, weight))
+    compare(ours(n, configured(samples_per_prompt=GROUP, loss=keys)), corrected(n, weight))
 
 
 def test_a_row_whose_weight_overflows_is_truncated_and_leaves_the_metrics_finite() -> None:
     n = Numbers()
     n.gen[0] = [value - 50.0 for value in n.gen[0]]  # exp(350) is infinite in fp32
     result = n.rollout()
-    config = GRPOConfig(loss={"importance_correction": "truncated", "importance_level": "sequence"})
+    config = configured(loss={"importance_correction": "truncated", "importance_level": "sequence"})
     add_advantages(result, config.model_copy(update={"samples_per_prompt": GROUP}), LIMIT)
     data: BatchedDataDict[Any] = BatchedDataDict({name: value.float() for name, value in result.data.items()})
     loss, metrics = policy_loss(config, LIMIT)(torch.tensor(n.p), data, torch.tensor(6.0), torch.tensor(26.0))
@@ -437,7 +442,7 @@ def test_the_constant_of_a_mean_over_sequences() -> None:
     from rlframework.config.algorithms import ClippedPGLossConfig
 
     for keys, length in (({}, LIMIT), ({"constant_length": 5}, 5)):
-        loss_fn = policy_loss(GRPOConfig(name="dr_grpo", loss=keys), LIMIT)
+        loss_fn = policy_loss(configured(name="dr_grpo", loss=keys), LIMIT)
         assert isinstance(loss_fn, ClippedPGLoss)
         assert loss_fn.config.constant_length == length
     with pytest.raises(ValueError, match="level=constant divides by constant_length; set it"):
@@ -459,7 +464,7 @@ def test_the_constant_of_a_mean_over_sequences() -> None:
 )
 def test_settings_that_exclude_each_other(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GRPOConfig(**keys)
+        configured(**keys)
 
 
 # -- the pages ---------------------------------------------------------------------------------------------------------
@@ -478,8 +483,8 @@ def test_the_settings_on_the_pages_are_those_of_the_presets() -> None:
             name = heading[1] if heading else name
             for presets, text in BLOCK.findall(part):
                 for preset in presets.split(", "):
-                    shown = GRPOConfig(**yaml.safe_load(text)["algorithm"])
+                    shown = configured(**yaml.safe_load(text)["algorithm"])
                     renamed = shown.model_copy(update={"name": name, "preset": preset})
-                    assert renamed == GRPOConfig(name=name, preset=preset), (page.name, preset)
+                    assert renamed == configured(name=name, preset=preset), (page.name, preset)
                     found.add((name, preset))
     assert found == set(CASES)

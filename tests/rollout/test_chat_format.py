@@ -17,7 +17,7 @@ from rlframework.rollout.chat_format import ChatFormat
 
 ASK: Message = {"role": "user", "content": "1+2?"}
 CONTENT = "message['content']"
-"""What ChatML's template writes for a turn."""
+"""The part of ChatML's template that writes the content of a turn."""
 
 
 def with_template(template: str, name: str = "chatml") -> Any:
