@@ -109,7 +109,7 @@ def test_a_served_model_scores(judged, tmp_path):
             printed = dict(process.stdout.readline().strip().split("=", 1) for _ in range(2))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(VARIABLE, printed["api_key"])
-                keys = {"pattern": r"^\D*(\d)", "parameters": {"max_tokens": 24, "temperature": 0.0}}
+                keys = {"pattern": r"^\D*(\d)", "parameters": {"max_tokens": 24, "temperature": 1.0}}
                 run(judged(printed["base_url"], **keys))
         finally:
             process.terminate()
