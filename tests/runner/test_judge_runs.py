@@ -109,15 +109,16 @@ def test_a_served_model_scores(judged, tmp_path):
             printed = dict(process.stdout.readline().strip().split("=", 1) for _ in range(2))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(VARIABLE, printed["api_key"])
-                keys = {"pattern": r"^\D*(\d)", "parameters": {"max_tokens": 24, "temperature": 0.0}}
+                keys = {"pattern": r"^\D*(\d)", "parameters": {"max_tokens": 24, "temperature": 1.0}}
                 run(judged(printed["base_url"], **keys))
         finally:
             process.terminate()
     replies = [json.loads(line)["reply"] for line in _lines(tmp_path / "run" / "judge" / "quality.jsonl")]
     samples = [json.loads(line) for line in _lines(tmp_path / "run" / "samples.jsonl")]
-    found = {sample["reward"] for sample in samples}
-    digits = [next((int(each) for each in reply if each.isdigit()), 0) for reply in replies]
-    assert found <= {pytest.approx(digit / 9) for digit in digits} | {0.0}
+    digits = [
+        next((int(each) for each in reply if each.isdigit()), 0) for reply in replies
+    ]  # 0: no score, and no reward
+    assert {round(sample["reward"], 5) for sample in samples} <= {round(digit / 9, 5) for digit in digits}
     assert len(set(digits)) > 1, "the replies do not differ, so this test tells little"
 
 
