@@ -17,6 +17,7 @@ from pydantic import ConfigDict
 
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
+from rlframework.config.hints import peer_hint
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -240,6 +241,6 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
             for key in _section_model(other).model_fields:
                 hints[section, key] = (
                     f"It is a key of `{name}`, but {section}.name is `{selected[section].record.name}`. "
-                    f"The override `~{section}.{key}` removes it."
-                )
+                    f"The override `~{section}.{key}` removes it. {peer_hint((section, key))}"
+                ).rstrip()
     return hints
