@@ -17,6 +17,7 @@ from rlframework.algorithm import Parts
 from rlframework.algorithms.losses.preference import REFERENCE, KTOLoss, PairLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.preference_algorithms import KTOConfig, PairwiseConfig, PreferenceConfig
+from rlframework.config.sections import RunConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.preferences import PreferencePairs, PreferenceRow, mismatched_rows
 from rlframework.datasets.rendering import Rendered
@@ -38,6 +39,11 @@ class PreferenceTraining(StepLoop):
     def needs_reference_model(cls, config: PreferenceConfig) -> bool:
         """Whether the loss compares with the reference policy."""
         return config.uses_reference
+
+    @classmethod
+    def samples_per_step(cls, config: RunConfig) -> int:
+        """Return the pairs of a global batch, which has two rows each."""
+        return config.policy.train_global_batch_size // 2
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -146,4 +152,4 @@ def _pair(sample: Sample) -> PreferenceRow:
             f"sample {sample.id!r} is no preference pair: it needs a completion, and a rejected answer in "
             'metadata["rejected"], as the environment `preferences` has'
         )
-    return PreferenceRow(sample.messages, sample.completion, rejected, sample.id)
+    return PreferenceRow(sample.messages, sample.completion, rejected, sample.id, tools=sample.tools)

@@ -182,6 +182,11 @@ class RowsConfig(EnvironmentConfig):
         """The key that names the training data, or None."""
         return None if self.path is None else "path"
 
+    @property
+    def source(self) -> str:
+        """The training data, for messages."""
+        return self.path or "the rows from Python"
+
 
 class SourceConfig(Section):
     """One of several sources of training rows."""
@@ -242,10 +247,8 @@ class DatasetConfig(RowsConfig):
 
     @property
     def source(self) -> str:
-        """The training data, for messages."""
-        if self.path is not None:
-            return self.path
-        return "the rows from Python" if self.mixture is None else f"the mixture of {', '.join(self.mixture)}"
+        """See `RowsConfig.source`."""
+        return super().source if self.mixture is None else f"the mixture of {', '.join(self.mixture)}"
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlframework.config.base import Section
+from rlframework.config.environments import RowsConfig
 from rlframework.config.numbers import Steps
-from rlframework.config.sections import EnvironmentConfig
 
 
 class PreferenceColumnsConfig(Section):
@@ -17,21 +17,15 @@ class PreferenceColumnsConfig(Section):
     rejected: str = Field("rejected", description="column with the rejected answer: text, or a list of messages")
 
 
-class PreferencesConfig(EnvironmentConfig):
+class PreferencesConfig(RowsConfig):
     """Preference pairs from JSONL, Parquet, the output of `datasets.save_to_disk`, or the Hugging Face Hub.
 
     All rows are read into memory. No prompt of the validation data is trained on, ignoring case and spacing.
     """
 
     name: str = Field("preferences", description="chosen and rejected answers to prompts")
-    path: str = Field(
-        description="file, directory, glob pattern (data/*.parquet), or name of a dataset on the Hugging Face Hub"
-    )
     subset: str | None = Field(None, description="configuration name, if the dataset has several")
     split: str | None = Field(None, description="training split; null: `train`, or the only split")
-    validation_path: str | None = Field(
-        None, description="validation data, in any form of `path`; null: rows of `path` that are not trained on"
-    )
     validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="fraction of the prompts to hold out when no validation data is given"

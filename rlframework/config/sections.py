@@ -188,10 +188,10 @@ class EnvironmentConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Greedy completions of held-out prompts, scored during the run."""
+    """Evaluation during the run: greedy completions of held-out prompts, or losses on held-out rows or pairs."""
 
     every: StepsOrZero = Field(0, description="steps between validations; 0: only at the start and end of the run")
-    samples: Steps = Field(256, description="number of held-out prompts to use, from the first")
+    samples: Steps = Field(256, description="number of held-out prompts, rows or pairs to use, from the first")
     at_start: bool = Field(True, description="validate before the first step")
     at_end: bool = Field(True, description="validate after the last step")
 

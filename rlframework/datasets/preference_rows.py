@@ -61,7 +61,10 @@ def preference_of(
         prompt, chosen, rejected = "input.messages", "preferred_output", "non_preferred_output"
     for name in (chosen, rejected):
         if name not in row:
-            raise DataError(f"{where}: there is no {name!r}; the columns are {sorted(row)}. The layouts are: {LAYOUTS}")
+            raise DataError(
+                f"{where}: there is no {name!r}; the columns are {sorted(row)}. Set environment.columns to the names "
+                f"of your columns, or use one of the layouts: {LAYOUTS}"
+            )
     before = _prompt(row, prompt, where)
     (first, better), (second, worse) = (
         _answer(row[name], before, f"{where}, column {name!r}") for name in (chosen, rejected)

@@ -22,8 +22,9 @@ from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import conversation_of
 from rlframework.datasets.loader import Source, shuffled
 from rlframework.datasets.rendering import has_answer
-from rlframework.datasets.sources.opening import is_local, open_rows
+from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import JoinedRows, Rows
+from rlframework.datasets.sources.splits import open_splits
 from rlframework.environments.math_answers import is_comparable, same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
@@ -130,21 +131,13 @@ class DatasetEnvironment(VerifiableEnvironment):
 
     def _open(self) -> tuple[Rows, Rows | None]:
         """The rows to train on, and those given for validation, if any."""
-        config, given = self._config, self._config.given
-        if given is not None:
-            train: Rows = given.train
-        elif config.mixture is not None:
+        config, train = self._config, None
+        if config.mixture is not None:
             sources = sorted(config.mixture.items())  # the order of the section changes nothing
             train = JoinedRows({name: open_rows(at.path, subset=at.subset, split=at.split) for name, at in sources})
-        elif config.path is not None:
-            train = open_rows(config.path, subset=config.subset, split=config.split)
-        else:
-            raise DataError("environment.path is not set, and no rows were given; set it, or environment.mixture")
-        path = config.validation_path or config.path
-        if path is None or (config.validation_path is None and config.validation_split is None):
-            return train, None if given is None else given.validation
-        subset = config.subset if config.validation_path is None or not is_local(path) else None
-        return train, open_rows(path, subset=subset, split=config.validation_split)
+        return open_splits(
+            config, subset=config.subset, split=config.split, validation=config.validation_split, train=train
+        )
 
     def _limited(self, train: Rows, kept: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tuple[Source, ...]]:
         """The first `max_samples` of the rows `kept`, or of those of each source of a mixture; and its sources."""

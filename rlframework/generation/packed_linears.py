@@ -9,7 +9,9 @@ copies are in fp32, twice the memory of the weights, and products are rounded to
 bfloat16 is, up to the order of the sum, because both add up in fp32.
 
 oneDNN compiles a kernel for each number of rows and each shape of weights, and keeps the 1,024 used last. Each takes
-about 0.6 MiB, whatever its shape. So the rows of a product are padded to one of few numbers: see `computed_rows`.
+about 0.6 MiB, of which little is returned when it is dropped. So the rows of a product are padded to one of few
+numbers, see `computed_rows`: products of 1 to 600 rows with four shapes of weights, each twice, then take 139 MiB
+instead of 850 for the first time alone.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_files_and_rows_of_python(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"prompt": "8?", "chosen": "yes"}, r"line 2: there is no 'rejected'; the columns are \['chosen', 'prompt'\]"),
-        ({"prompt": "8?", "chosen": "a", "rejected": None}, "The layouts are: prompt .* ShareGPT.* OpenAI"),
+        ({"prompt": "8?", "chosen": "a", "rejected": None}, r"one of the layouts: prompt .*\(ShareGPT\).*\(OpenAI\)"),
         ({"chosen": "8? yes", "rejected": "8? no"}, "column 'chosen': the answer has no prompt before it. The layouts"),
         ({"chosen": [ASKED, YES], "rejected": [turn("user", "9?"), NO]}, "have different prompts"),
         ({"prompt": "9?", "chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "does not have the prompt of the row"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.datasets.sources.memory import given_rows
 from rlframework.environments.preferences import PreferencesEnvironment
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
@@ -98,7 +99,7 @@ def test_prompts_of_validation_are_never_trained_on(tmp_path: Path) -> None:
     ("given", "problem"),
     [
         ({"prompt": "1?", "chosen": "yes"}, "a.jsonl, line 2: there is no 'rejected'"),
-        ({"chosen": "yes", "rejected": "no"}, "a.jsonl, line 2, column 'chosen': must be a list of messages"),
+        ({"chosen": "yes", "rejected": "no"}, "a.jsonl, line 2, column 'chosen': the answer has no prompt before it"),
         (
             {
                 "chosen": [turn("user", "1?"), turn("assistant", "yes")],
@@ -108,7 +109,7 @@ def test_prompts_of_validation_are_never_trained_on(tmp_path: Path) -> None:
         ),
         (
             {"prompt": "1?", "chosen": [turn("user", "yes")], "rejected": "no"},
-            "a.jsonl, line 2: a pair needs a prompt, and two",
+            "a.jsonl, line 2, column 'chosen': must end with one turn of the assistant",
         ),
     ],
 )
@@ -125,3 +126,10 @@ def test_data_that_cannot_be_split(tmp_path: Path) -> None:
         opened(path)
     with pytest.raises(DataError, match="no training pair is left"):
         opened(path, validation_path=path)
+
+
+def test_pairs_from_python() -> None:
+    rows = given_rows({"train": [row(1)], "validation": [row(2)]})
+    environment = PreferencesEnvironment(PreferencesConfig().with_given(rows, "x"), seed=0)
+    assert parts(environment.samples("train")[0]) == (["1?"], "yes", "no")
+    assert parts(environment.samples("validation")[0]) == (["2?"], "yes", "no")

@@ -13,6 +13,8 @@ from rlframework.config.environments import ColumnsConfig
 from rlframework.datasets.conversations import conversation_of
 from rlframework.evaluation import best_of
 from rlframework.evaluation.best_of import BestOfResult, Candidate, best_row
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample, StepOutcome
 
 SAMPLE = Sample("7", ({"role": "user", "content": "3+4="},), "7")
@@ -125,13 +127,15 @@ def test_the_best_of_a_model(tiny_llama, folder, capsys):
 
 
 @pytest.mark.slow
-def test_a_prompt_is_left_out_where_no_completion_is_good_enough(tiny_llama, folder, capsys):
-    words = [tiny_llama, "--best-of", 8, *MODEL, "--min-reward", 1]
+def test_a_prompt_is_left_out_where_no_completion_is_good_enough(folder, capsys):
+    """Of a random model over 14 tokens, about one completion in 200 is a given digit and the end."""
+    model = make_llama(folder / "model", character_tokenizer("0123456789+="), hidden=16, layers=1, heads=2)
+    words = [model, "--best-of", 64, *MODEL, "--min-reward", 1]
     assert call("generate", *words, "--out", "best.jsonl") == 0
     rows = rows_of(folder / "best.jsonl")
     assert 0 < len(rows) < 90
     assert {row["reward"] for row in rows} == {1.0}
     assert {row["completion"].strip() == row["answer"] for row in rows} == {True}
-    assert call("generate", tiny_llama, "--best-of", 2, *MODEL, "--min-reward", 2, "--out", "none.jsonl") == 2
+    assert call("generate", model, "--best-of", 2, *MODEL, "--min-reward", 2, "--out", "none.jsonl") == 2
     assert "a reward of at least --min-reward 2" in capsys.readouterr().err
     assert [path.name for path in folder.glob("*.jsonl")] == ["best.jsonl"]
