@@ -48,9 +48,7 @@ class PreferenceTraining(StepLoop):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.inputs.rows("train", self.train_samples, self._longer)
-        self.loader = PromptLoader(
-            self.train_samples, parts.config.policy.train_global_batch_size // 2, parts.config.seed
-        )
+        self.loader = PromptLoader(self.train_samples, self.samples_per_step(parts.config), parts.config.seed)
         assert isinstance(self.config, KTOConfig | PairwiseConfig)
         config = self.config
         self.loss = KTOLoss(config) if isinstance(config, KTOConfig) else PairLoss(config.pair_loss())
@@ -92,16 +90,15 @@ class PreferenceTraining(StepLoop):
         return {f"validation/{name}": value for name, value in (found | {"samples": float(pairs)}).items()}, []
 
     def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
-        """Return the batch of `samples`: the rows of `PreferencePairs`, with `group_ids`, `chosen`, `chosen_tokens`."""
+        """Return the batch of `samples`: rows of `PreferencePairs`, and `chosen_tokens [B]`, the number in all of it."""
         pairs = PreferencePairs.from_rows([_pair(sample) for sample in samples], self.parts.tokenizer)
         fields = pairs.to_fields()
         width = self.config.max_tokens or fields["input_ids"].shape[1]
         data = {name: fields[name][:, :width] for name in ("input_ids", "token_mask")}
         data |= {name: fields[name].clamp(max=width) for name in ("input_lengths", "prompt_lengths")}
         counts = data["token_mask"][:, 1:].sum(1)
-        rows = torch.arange(len(counts))
-        data |= {"sample_mask": fields["sample_mask"], "group_ids": rows // 2, "chosen": (rows % 2 == 0).float()}
-        return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(rows)).clone()})
+        data |= {name: fields[name] for name in ("sample_mask", "group_ids", "chosen")}
+        return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(counts)).clone()})
 
     @cached_property
     def _held_out(self) -> BatchedDataDict[Any]:
@@ -131,7 +128,8 @@ class PreferenceTraining(StepLoop):
         rows, policy = mismatched_rows(batch, self.parts.tokenizer.pad_token_id), self.parts.policy
         ratios = policy.get_logprobs(rows, positions="loss")["logprobs"]
         ratios = ratios - policy.get_reference_policy_logprobs(rows, positions="loss")["reference_logprobs"]
-        return (ratios * rows["token_mask"]).sum(1).mean().clamp(min=0.0).expand(batch.size).clone()
+        mean: Tensor = (ratios * rows["token_mask"]).sum(1).mean().clamp(min=0.0)
+        return mean.expand(batch.size).clone()
 
     def _longer(self, samples: Sequence[Sample]) -> list[Rendered]:
         """The longer row of each pair, as ids and mask."""

@@ -1,9 +1,9 @@
 """`PreferencePairs`: a chosen and a rejected answer to each prompt, as tokens, for reward models and DPO.
 
 A batch has two rows per pair: row 2 i is the chosen answer of pair i, row 2 i + 1 the rejected one. So every method for
-sequences works unchanged, and a loss splits the rows with `[0::2]` and `[1::2]`. Code that splits or reorders a batch
-must keep pairs together: shards and microbatches of an even number of rows do; dynamic batching and packing reorder
-rows, so restore the order of results (`reorder_data`) before comparing pairs. Not supported: more than two answers to a
+sequences works unchanged. A loss with `needs_groups` gets whole pairs in every batching mode, as their rows have equal
+`group_ids`; it finds them by these ids and `chosen`, since microbatches have pairs in any order. Results of scoring are
+in the order of the batch, so that `[0::2]` and `[1::2]` are the two sides. Not supported: more than two answers to a
 prompt, and ties.
 """
 
@@ -126,16 +126,18 @@ class PreferencePairs(MemmapTensorClass):
         """Return alternating chosen and rejected rows, for `BatchedDataDict(pairs.to_fields())`.
 
         `input_ids [2 P, S]`, `attention_mask [2 P, S]`, `input_lengths [2 P]`, `prompt_lengths [2 P]`, `token_mask [2
-        P, S]` (fp32, 1 on the answer), `sample_mask [2 P]` (ones), and `rewards` and `end_scores` if both sides have
-        them. The narrower side is padded with 0.
+        P, S]` (fp32, 1 on the answer), `sample_mask [2 P]` (ones), `group_ids [2 P]` (int64, the number of the pair),
+        `chosen [2 P]` (fp32, 1 or 0), and `rewards` and `end_scores` if both sides have them. The narrower side is
+        padded with 0.
         """
         sides = [self.check().chosen.to_fields(), self.rejected.to_fields()]
         fields = {name: _interleave(name, sides[0][name], sides[1][name]) for name in sides[0] if name in sides[1]}
         prompts = self.prompt_lengths.to(torch.int64).repeat_interleave(2)
         before = right_padding_mask(prompts, fields["input_ids"].shape)
         answer = fields["attention_mask"].bool() & ~before
-        sample = torch.ones(len(prompts), device=prompts.device)
-        return {**fields, "prompt_lengths": prompts, "token_mask": answer.float(), "sample_mask": sample}
+        rows = torch.arange(len(prompts), device=prompts.device)
+        masks = {"token_mask": answer.float(), "sample_mask": torch.ones_like(rows, dtype=torch.float32)}
+        return {**fields, **masks, "prompt_lengths": prompts, "group_ids": rows // 2, "chosen": (1 - rows % 2).float()}
 
     def _check_prompts(self, first: int) -> None:
         """Check the prompts of these pairs; messages number them from `first`."""

@@ -100,6 +100,8 @@ def test_the_rows_of_a_batch() -> None:
     assert fields["token_mask"].dtype == torch.float32
     assert fields["sample_mask"].tolist() == [1, 1, 1, 1]
     assert fields["prompt_lengths"].tolist() == [2, 2, 1, 1]
+    assert fields["group_ids"].tolist() == [0, 0, 1, 1]
+    assert fields["chosen"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert fields["end_scores"].tolist() == [1.0, 0.25, 2.0, -1.0]
     assert "rewards" not in fields
 
@@ -111,9 +113,9 @@ def test_no_pairs_and_no_tokens() -> None:
 
 def test_shards_keep_pairs_together() -> None:
     batch: BatchedDataDict[Any] = BatchedDataDict(PreferencePairs.from_rows(ROWS * 2, tokenizer()).to_fields())
-    for shard in batch.shard_by_batch_size(2):
+    for number, shard in enumerate(batch.shard_by_batch_size(2)):
         for name, field in make().to_fields().items():
-            assert torch.equal(shard[name], field)
+            assert torch.equal(shard[name], field + 2 * number if name == "group_ids" else field)
 
 
 @given(st.data())

@@ -113,7 +113,8 @@ class PairLoss:
         mask = answer_mask(data, next_token_logprobs.dtype)
         total = -(next_token_logprobs * mask).sum(1)
         if self.config.sft_mean == "token":
-            return total / data["chosen_tokens"].clamp(min=1.0)
+            tokens: Tensor = data["chosen_tokens"]
+            return total / tokens.clamp(min=1.0)
         return (total if self.config.sft_mean == "sum" else total / mask.sum(1).clamp(min=1.0)) / pairs
 
 
@@ -171,7 +172,8 @@ class KTOLoss:
 
     def scores(self, next_token_logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:
         """Return the log-ratio of each answer to the reference, `[B]`."""
-        return ((next_token_logprobs - data[REFERENCE][:, 1:]) * answer_mask(data, next_token_logprobs.dtype)).sum(1)
+        reference: Tensor = data[REFERENCE][:, 1:]
+        return ((next_token_logprobs - reference) * answer_mask(data, next_token_logprobs.dtype)).sum(1)
 
 
 def answer_mask(data: BatchedDataDict[Any], dtype: torch.dtype) -> Tensor:
