@@ -386,11 +386,11 @@ def corrected(n: Numbers, weight: Callable[[int, int], float]) -> Result:
 def test_importance_weights_are_truncated_at_each_level(level: str) -> None:
     n = Numbers()
     keys = {"importance_correction": "truncated", "importance_level": level}
-    config = configured(samples_per_prompt=GROUP, loss=keys | {"importance_cap": 1.1, "importance_floor": 0.9})
+    config = configured(samples_per_prompt=GROUP, loss=keys | {"importance_cap": 1.2, "importance_floor": 0.9})
     ratios = {of_level(n, level, i, t) for i in range(ROWS) for t in range(LENGTHS[i])}
     assert min(ratios) < 0.9
-    assert max(ratios) > 1.1
-    compare(ours(n, config), corrected(n, lambda i, t: min(max(of_level(n, level, i, t), 0.9), 1.1)))
+    assert max(ratios) > 1.2
+    compare(ours(n, config), corrected(n, lambda i, t: min(max(of_level(n, level, i, t), 0.9), 1.2)))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

@@ -58,10 +58,16 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(make_config: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The metrics of one worker with padded rows."""
+    config = make_config(tmp_path_factory.mktemp("alone"), "grpo", *SEQUENCES, "policy.batching.mode=padded")
+    return run(config).history[-1]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_quantities_of_sequences_are_those_of_one_worker(run_config: Any, layout: str) -> None:
-    """The second pass has ratios that are not 1, and the weights of sequences differ from 1 by rounding alone."""
-    alone = run(run_config("grpo", *SEQUENCES, "policy.batching.mode=padded")).history[-1]
+def test_quantities_of_sequences_are_those_of_one_worker(run_config: Any, layout: str, alone: dict[str, float]) -> None:
+    """The second pass has ratios that are not 1; the weights of sequences differ from 1 by rounding alone."""
     split = "policy.parallelism" in "".join(LAYOUTS[layout])
     workers = ["worker_group={name: processes, num_workers: 2}"] if split else []
     found = run(run_config("grpo", *SEQUENCES, *LAYOUTS[layout], *workers)).history[-1]
