@@ -90,7 +90,7 @@ class PreferenceTraining(StepLoop):
         return {f"validation/{name}": value for name, value in (found | {"samples": float(pairs)}).items()}, []
 
     def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
-        """Return the batch of `samples`: rows of `PreferencePairs`, and `chosen_tokens [B]`, their total in each row."""
+        """Return the batch of `samples`: rows of `PreferencePairs`, and `chosen_tokens [B]`, their total."""
         pairs = PreferencePairs.from_rows([_pair(sample) for sample in samples], self.parts.tokenizer)
         fields = pairs.to_fields()
         width = self.config.max_tokens or fields["input_ids"].shape[1]
