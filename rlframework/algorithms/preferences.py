@@ -126,7 +126,7 @@ class PreferenceTraining(StepLoop):
         max(0, mean of log-ratios), as in arXiv:2402.01306, section 4.1.
         """
         rows, policy = mismatched_rows(batch, self.parts.tokenizer.pad_token_id), self.parts.policy
-        ratios = policy.get_logprobs(rows, positions="loss")["logprobs"]
+        ratios: Tensor = policy.get_logprobs(rows, positions="loss")["logprobs"]
         ratios = ratios - policy.get_reference_policy_logprobs(rows, positions="loss")["reference_logprobs"]
         return (ratios * rows["token_mask"]).sum(1).mean().clamp(min=0.0).expand(batch.size).clone()
 
