@@ -17,6 +17,7 @@ from pydantic import ConfigDict
 
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
+from rlframework.config.hints import peer_hint
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -238,8 +239,10 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
     for section, record_type in OPEN_SECTIONS.items():
         for name, other in manager.registered(record_type.kind).items() if section in selected else ():
             for key in _section_model(other).model_fields:
+                elsewhere = peer_hint((section, key))
                 hints[section, key] = (
                     f"It is a key of `{name}`, but {section}.name is `{selected[section].record.name}`. "
                     f"The override `~{section}.{key}` removes it."
+                    + (f" If you mean the key of another framework: {elsewhere}" if elsewhere else "")
                 )
     return hints

@@ -127,7 +127,8 @@ def policy_loss(config: GRPOConfig, max_new_tokens: int) -> LossFunction:
     """Return the loss of `config`; `max_new_tokens` is its constant length if it has none."""
     section = config.loss
     if not isinstance(section, ClippedPGLossConfig):
-        return load_loss(section.name, section.keys)
+        own: LossFunction = load_loss(section.name, section.keys)
+        return own
     if section.level == "constant" and section.constant_length is None:
         section = section.model_copy(update={"constant_length": max_new_tokens})
     return ClippedPGLoss(section)

@@ -128,7 +128,8 @@ class PreferenceTraining(StepLoop):
         rows, policy = mismatched_rows(batch, self.parts.tokenizer.pad_token_id), self.parts.policy
         ratios: Tensor = policy.get_logprobs(rows, positions="loss")["logprobs"]
         ratios = ratios - policy.get_reference_policy_logprobs(rows, positions="loss")["reference_logprobs"]
-        return (ratios * rows["token_mask"]).sum(1).mean().clamp(min=0.0).expand(batch.size).clone()
+        mean: Tensor = (ratios * rows["token_mask"]).sum(1).mean().clamp(min=0.0)
+        return mean.expand(batch.size).clone()
 
     def _longer(self, samples: Sequence[Sample]) -> list[Rendered]:
         """The longer row of each pair, as ids and mask."""

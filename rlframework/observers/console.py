@@ -19,12 +19,12 @@ from rlframework.logs import ProgressCallback, printable
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 DISPLAYED_METRICS = {
-    "train/epoch": "epoch {:.2f}",
     "train/reward": "reward {:.3f}",
     "train/accuracy": "accuracy {:.3f}",
     "validation/accuracy": "validation accuracy {:.3f}",
     "train/loss": "loss {:.4g}",
     "train/kl": "KL {:.3g}",
+    "train/epoch": "epoch {:.2f}",
     "throughput/tokens_per_second": "{:,.0f} tokens/s",
     "throughput/tokens_per_second_per_worker": "{:,.0f} per worker",  # if there are several
     "throughput/mfu": "MFU {:.1%}",

@@ -57,7 +57,11 @@ class ChatText:
         """
         parts = self._split.split(text) if _MARK in text else [text]
         first = [] if continued else encode_texts(self._tokenizer, [parts.pop(0)])[0]
-        rest = encode_texts(self._tokenizer, [self._start + part for part in parts])
+        try:
+            rest = encode_texts(self._tokenizer, [self._start + part for part in parts])
+        except DataError:
+            encode_texts(self._tokenizer, parts)  # whose error is about the text alone
+            raise
         return [*first, *(token for ids in rest for token in ids[bool(self._start) :])]
 
     def mark(self, text: str, role: str) -> str:

@@ -17,6 +17,7 @@ from rlframework.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.runner.launch import dry_run
+from rlframework.runner.output_folder import read_contents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -90,15 +91,17 @@ def test_a_run_that_failed_after_the_first_replies_can_be_started_again(judged, 
             with pytest.raises(ZeroDivisionError):
                 run(judged(server.url))
         assert (tmp_path / "run" / "judge" / "quality.jsonl").exists()
+        found = read_contents(tmp_path / "run")
+        assert ("judge" in found.startup, found.results, found.foreign) == (True, (), ())
         run(judged(server.url))
-        with pytest.raises(ConfigError, match="judge"):
-            run(judged(server.url))
-        run(judged(server.url), overwrite=True)
+    found = read_contents(tmp_path / "run")
+    assert "judge" in found.results
+    assert "judge" in found.deletable
 
 
 def test_a_served_model_scores(judged, tmp_path):
     """A model with random weights: its reply is some text, and its first digit, if there is any, the score."""
-    model = make_llama(tmp_path / "judge", character_tokenizer("0123456789+= :"), hidden=32, layers=1)
+    model = make_llama(tmp_path / "judge", character_tokenizer("".join(map(chr, range(32, 127)))), hidden=32, layers=1)
     command = [sys.executable, "-m", "rlframework.cli", "serve", str(model), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -106,7 +109,7 @@ def test_a_served_model_scores(judged, tmp_path):
             printed = dict(process.stdout.readline().strip().split("=", 1) for _ in range(2))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(VARIABLE, printed["api_key"])
-                keys = {"pattern": r"^\D*(\d)", "parameters": {"max_tokens": 8, "temperature": 0.0}}
+                keys = {"pattern": r"^\D*(\d)", "parameters": {"max_tokens": 24, "temperature": 0.0}}
                 run(judged(printed["base_url"], **keys))
         finally:
             process.terminate()

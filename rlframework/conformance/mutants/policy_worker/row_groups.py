@@ -70,7 +70,7 @@ def groups_divided_over_ranks(worker_class: Any) -> Any:
         def train(self, data: Any, *args: Any, **options: Any) -> Any:
             if "group_ids" in data:
                 group = self.engine.data_parallel_group()
-                whole = BatchedDataDict(dict(data)).all_gather(group)
+                whole: BatchedDataDict[Any] = BatchedDataDict(dict(data)).all_gather(group)
                 data = whole.select_indices(range(group.rank(), whole.size, group.size()))
             return super().train(data, *args, **options)
 
