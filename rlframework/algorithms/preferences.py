@@ -90,7 +90,7 @@ class PreferenceTraining(StepLoop):
         return {f"validation/{name}": value for name, value in (found | {"samples": float(pairs)}).items()}, []
 
     def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
-        """Return the batch of `samples`: rows of `PreferencePairs`, and `chosen_tokens [B]`, the number in all."""
+        """Return the batch of `samples`: rows of `PreferencePairs`, and `chosen_tokens [B]`, their total."""
         pairs = PreferencePairs.from_rows([_pair(sample) for sample in samples], self.parts.tokenizer)
         fields = pairs.to_fields()
         width = self.config.max_tokens or fields["input_ids"].shape[1]
@@ -126,7 +126,7 @@ class PreferenceTraining(StepLoop):
         max(0, mean of log-ratios), as in arXiv:2402.01306, section 4.1.
         """
         rows, policy = mismatched_rows(batch, self.parts.tokenizer.pad_token_id), self.parts.policy
-        ratios = policy.get_logprobs(rows, positions="loss")["logprobs"]
+        ratios: Tensor = policy.get_logprobs(rows, positions="loss")["logprobs"]
         ratios = ratios - policy.get_reference_policy_logprobs(rows, positions="loss")["reference_logprobs"]
         mean: Tensor = (ratios * rows["token_mask"]).sum(1).mean().clamp(min=0.0)
         return mean.expand(batch.size).clone()
@@ -135,12 +135,9 @@ class PreferenceTraining(StepLoop):
         """The longer row of each pair, as ids and mask."""
         batch = self.encode(samples)
         lengths = batch["input_lengths"].view(-1, 2)
-        chosen = (2 * torch.arange(len(samples)) + lengths.argmax(1)).tolist()
-        ends = lengths.amax(1).tolist()
-        ids, mask = (batch[name] for name in ("input_ids", "token_mask"))
-        return [
-            (ids[row, :end].tolist(), mask[row, :end].bool().tolist()) for row, end in zip(chosen, ends, strict=True)
-        ]
+        longer = (2 * torch.arange(len(samples)) + lengths.argmax(1)).tolist()
+        ids, mask = batch["input_ids"].tolist(), batch["token_mask"].bool().tolist()
+        return [(ids[row][:end], mask[row][:end]) for row, end in zip(longer, lengths.amax(1).tolist(), strict=True)]
 
 
 def _pair(sample: Sample) -> PreferenceRow:

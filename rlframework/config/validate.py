@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlframework.config.hints import key_paths, unknown_key_hint
+from rlframework.config.hints import key_paths, peer_hint, unknown_key_hint
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
 from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import Keys, Tree
@@ -64,7 +64,9 @@ def _problems(
         message = _message(kind, item["msg"], item.get("ctx", {}))
         problem = Problem(".".join(path), message, given=value, origin=tree.origin(keys))
         if kind == "extra_forbidden" and len(by_key) < MOST:
-            problem = replace(problem, hint=elsewhere.get(keys) or unknown_key_hint(path, value, model))
+            other = elsewhere.get(keys)  # a word of another framework may be a key of another plugin too
+            hint = " ".join(filter(None, (peer_hint(path, value), other))) if other else ""
+            problem = replace(problem, hint=hint or unknown_key_hint(path, value, model))
         elif kind == "missing":
             info = key_paths(model).get(path)
             described = f" ({info.description})" if info and info.description else ""
