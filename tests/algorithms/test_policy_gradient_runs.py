@@ -65,6 +65,7 @@ def alone(make_config: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return run(config).history[-1]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_quantities_of_sequences_are_those_of_one_worker(run_config: Any, layout: str, alone: dict[str, float]) -> None:
     """The second pass has ratios that are not 1; the weights of sequences differ from 1 by rounding alone."""
