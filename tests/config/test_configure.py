@@ -228,7 +228,9 @@ def test_another_process_restores_the_same_configuration(manager: Any, minimal: 
     assert type(restored.algorithm) is type(config.algorithm)
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20).filter(lambda text: text != "???")
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20).filter(
+    lambda text: text != "???"
+)
 positive = st.integers(1, 10**5)
 configurations = st.fixed_dictionaries(
     {
