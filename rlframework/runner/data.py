@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def with_data(config: RunConfig, data: Data) -> RunConfig:
-    """Return `config` with the training rows `data`, which then takes the place of `environment.path`.
+    """Return `config` with the training rows `data`; they replace those of `environment.path`.
 
     `data`: rows (a list of dictionaries, or a `datasets.Dataset`), or `{"train": rows, "validation": rows}`. Every row
     is read once, for a digest that the run's `config.yaml` keeps. Raises a `ConfigError` if `config` names other data,

@@ -99,7 +99,7 @@ def given_rows(data: Data) -> GivenRows:
 
 
 def _rows(rows: Any, split: str) -> Rows:
-    library = sys.modules.get("datasets")  # whoever has a Dataset has imported it
+    library = sys.modules.get("datasets")  # a caller with a Dataset has imported it
     if library is not None and isinstance(rows, library.Dataset):
         if rows.format["type"] == "custom":
             raise DataError(
