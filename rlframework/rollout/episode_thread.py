@@ -122,6 +122,7 @@ class _LoopThread:
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         self.result: Future[Any] = Future()
+        self.result.set_running_or_notify_cancel()  # so that cancelling it never races with its result
         self._beat = threading.Event()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=asyncio.run, args=(self._run(work),), name="episodes", daemon=True)
@@ -135,25 +136,31 @@ class _LoopThread:
         try:
             outcome = await self._task
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            if not self.result.cancelled():
-                self.result.set_exception(error)
+            self.result.set_exception(error)
         else:
-            if not self.result.cancelled():
-                self.result.set_result(outcome)
+            self.result.set_result(outcome)
 
     def has_run(self) -> bool:
         """Whether the loop has run since the last call, or its beginning."""
         ran = self._beat.is_set() or not self._asked
         self._beat.clear()
         self._asked = True
-        self._loop.call_soon_threadsafe(self._beat.set)
+        self._call(self._beat.set)
         return ran
 
     _asked = False
 
     def cancel(self) -> None:
         """Cancel the work."""
-        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._call(self._task.cancel)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call `function` in the loop, unless the work has ended and closed it."""
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
 
     def place(self) -> str:
         """Return the line that the thread is at."""

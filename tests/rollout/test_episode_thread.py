@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rlframework.rollout.episode_thread import run_beside
+from rlframework.rollout.episode_thread import _LoopThread, run_beside
 
 
 def test_work_is_cancelled_with_what_waits_for_it() -> None:
@@ -30,3 +30,14 @@ def test_work_is_cancelled_with_what_waits_for_it() -> None:
         assert ended.is_set()
 
     asyncio.run(main())
+
+
+def test_work_that_has_just_ended_can_be_cancelled() -> None:
+    async def work() -> str:
+        return "done"
+
+    thread = _LoopThread(work)
+    thread._thread.join(timeout=10)
+    thread.cancel()
+    assert thread.has_run()
+    assert thread.result.result(timeout=0) == "done"
