@@ -125,9 +125,8 @@ def _trained(config: RunConfig, model: Path | str, steps: int, vocabulary: int, 
     policy = OraclePolicy(config, partial(new_oracle, model, LR, 1.0, config.policy.max_grad_norm, {}))
     generation = StoredGeneration(policy, vocabulary, int(tokenizer.eos_token_id), int(tokenizer.pad_token_id))
     with open_environment(config, manager) as environment:
-        parts: Any = Parts(
-            config, tokenizer, cast("Any", policy), cast("Any", generation), environment, cast("Any", None)
-        )
+        handles: dict[str, Any] = {"policy": policy, "generation": generation, "observers": None}  # nothing is reported
+        parts = Parts(config=config, tokenizer=tokenizer, environment=environment, **handles)
         algorithm = kind(parts)
         for step in range(1, steps + 1):
             before = len(policy.batches)
