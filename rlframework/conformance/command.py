@@ -158,12 +158,27 @@ def _unknown(name: str, manager: PluginManager) -> str:
 def _layouts(request: Request, registered: Registered) -> list[Layout]:
     record = registered.record
     if request.workers is None:
-        return select_layouts(record, request.layouts or ["all"])
+        return _that_fit(request, select_layouts(record, request.layouts or ["all"]))
     found = [layout for layout in declared_layouts(record) if layout.workers == request.workers]
     if not found:
         known = ", ".join(f"'{layout}'" for layout in declared_layouts(record))
         raise ConfigError(f"{record.name!r} has no layout of {request.workers} workers; its layouts are {known}")
-    return found
+    return _that_fit(request, found)
+
+
+def _that_fit(request: Request, layouts: list[Layout]) -> list[Layout]:
+    """Return the layouts for which there is a GPU per worker, and print the others; an explicit choice must fit."""
+    if request.device != "cuda":
+        return layouts
+    gpus = import_module("torch").cuda.device_count()
+    missing = [str(layout) for layout in layouts if layout.workers > gpus]
+    if missing and (request.layouts or request.workers):
+        raise ConfigError(
+            f"{' and '.join(missing)} need more than the {gpus} GPU(s) here: leave out, or use --device cpu"
+        )
+    if missing:
+        print(f"not tested, because they need more than the {gpus} GPU(s) here: {'; '.join(missing)}", file=sys.stderr)
+    return [layout for layout in layouts if layout.workers <= gpus]
 
 
 def module_text(parts: Sequence[Part], section: Mapping[str, Any], *, mutants: bool = False) -> str:
