@@ -66,6 +66,22 @@ def on_shards(engine_class: Any) -> Any:
     return Broken
 
 
+@mutant(
+    "muon_average_not_loaded", "Muon's average of gradients starts from zero again.", "test_training_with_muon_goes_on"
+)
+@in_engine
+def average_not_loaded(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def load_moments(self, moments: Any) -> None:
+            super().load_moments(moments)
+            for _, matrix in _matrices(self):
+                optimizer_of(self).state[matrix]["exp_avg"].zero_()
+
+    return Broken
+
+
 def _matrices(engine: Any) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield the matrices that Muon updates, each with its parameter group."""
     for group in optimizer_of(engine).param_groups:
