@@ -156,6 +156,10 @@ def test_write_an_algorithm(tmp_path: Path) -> None:
     assert other[1]["train/loss"] == pytest.approx(rows[1]["train/loss"], rel=1e-5)
 
 
+def test_optimizers(tmp_path: Path) -> None:
+    execute(DOCS / "optimizers.md", tmp_path)
+
+
 def test_the_smallest_plugin(tmp_path: Path) -> None:
     execute(DOCS / "plugins.md", tmp_path)
 

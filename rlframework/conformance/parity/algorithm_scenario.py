@@ -121,6 +121,8 @@ def _trained(config: RunConfig, model: Path | str, steps: int, vocabulary: int, 
     kind = algorithm_class(config, manager)
     if not issubclass(kind, StepLoop):
         raise NotSupported("it is not derived from rlframework.training.loop.StepLoop, whose steps are compared")
+    if further := kind.further_policies(config):
+        raise NotSupported(f"it trains with further policies ({', '.join(further)}), which are not compared")
     tokenizer = load_tokenizer(str(model))
     policy = OraclePolicy(config, partial(new_oracle, model, LR, 1.0, config.policy.max_grad_norm, {}))
     generation = StoredGeneration(policy, vocabulary, int(tokenizer.eos_token_id), int(tokenizer.pad_token_id))
