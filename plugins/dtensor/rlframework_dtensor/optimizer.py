@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rlframework.config.policy import OptimizerConfig
 from rlframework.policy.optimization import layer_matrices, parameter_groups
-from rlframework_dtensor.shards import gather_full, local_slices, local_tensor
+from rlframework_dtensor.shards import gather_full, local_slices, local_tensor, with_local
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -57,8 +57,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         assert matrix.grad is not None
         state, gradient, shard = self.state[matrix], local_tensor(matrix.grad), local_tensor(matrix)
         average = local_tensor(state["exp_avg"]).lerp_(gradient, 1 - group["momentum"])
-        ahead = torch.zeros_like(matrix)  # Nesterov's average, in the shards of the matrix
-        local_tensor(ahead).copy_(gradient.lerp(average, group["momentum"]))
+        ahead = with_local(matrix, gradient.lerp(average, group["momentum"]))  # Nesterov's
         update = muon_update(gather_full(ahead), group["lr"])
         shard.mul_(1 - group["lr"] * group["weight_decay"])
         shard.add_(update[local_slices(matrix)].to(shard.device))
