@@ -40,3 +40,18 @@ def test_muon_takes_the_matrices_of_the_layers(tmp_path, kind):
     optimizer = MuonWithAdamW(model, OptimizerConfig(name="muon", weight_decay=0.3))
     decays = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
     assert decays == {id(one): 0.3 if one.ndim > 1 else 0.0 for one in model.parameters()}
+
+
+def test_both_take_the_learning_rate_of_the_step(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(cases.model("untied", tmp_path))
+    optimizer = MuonWithAdamW(model, OptimizerConfig(name="muon", lr=1.0))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for lr, moves in ((0.0, False), (0.1, True)):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert all(torch.equal(one, before[name]) != moves for name, one in model.named_parameters())
