@@ -44,8 +44,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self.state[matrix] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(matrix, requires_grad=False)}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update all parameters that have a gradient."""
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient. `closure` must be None."""
         assert closure is None
         group = self.param_groups[0]
         for matrix in group["params"]:

@@ -85,7 +85,7 @@ class OraclePolicy:
     def _step(self, batch: Batch, loss: LossFunction) -> tuple[float, float, float, dict[str, float]]:
         """Take one step; return its loss, gradient norm, number of tokens, and the loss's metrics before it."""
         mask = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:]
-        rows = BatchedDataDict({**batch, "entropy": self._oracle.entropy(batch)[:, 1:] * mask})
+        rows: Batch = BatchedDataDict({**batch, "entropy": self._oracle.entropy(batch)[:, 1:] * mask})
         values = _scored(self._oracle, batch, "loss")[:, 1:]
         _, metrics = loss(values, rows, batch["sample_mask"].sum(), mask.sum())
         total, norm = oracle_step_with(loss)(self._oracle, batch)

@@ -21,6 +21,8 @@ def ignored(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(engine_class):  # type: ignore[misc]
+        config: Any
+
         def build(self, *, init_optimizer: bool) -> None:
             optimizer = self.config.optimizer.model_copy(update={"name": "adamw"})
             self.config = self.config.model_copy(update={"optimizer": optimizer})
@@ -51,13 +53,13 @@ def on_shards(engine_class: Any) -> Any:
     class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
             super().build(init_optimizer=init_optimizer)
-            matrices = [(group, matrix, nn.Parameter(_local(matrix))) for group, matrix in _matrices(self)]
-            keys = ("lr", "weight_decay", "momentum")
-            settings = {key: matrices[0][0][key] for key in keys}
-            muon = torch.optim.Muon([shard for *_, shard in matrices], adjust_lr_fn="match_rms_adamw", **settings)
+            group = next(_matrices(self))[0]
+            matrices = [(matrix, nn.Parameter(_local(matrix))) for _, matrix in _matrices(self)]
+            settings = {key: group[key] for key in ("lr", "weight_decay", "momentum")}
+            muon = torch.optim.Muon([shard for _, shard in matrices], adjust_lr_fn="match_rms_adamw", **settings)
 
-            def on_shards(*_: Any) -> None:
-                for _, matrix, shard in matrices:
+            def on_shards(*arguments: Any) -> None:
+                for matrix, shard in matrices:
                     shard.grad, matrix.grad = _local(matrix.grad), None
                 muon.step()
 
