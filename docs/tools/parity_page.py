@@ -64,8 +64,8 @@ def _algorithms() -> list[str]:
     backends = list(dict.fromkeys(one["backend"] for one in outcomes))
     rows = []
     for algorithm, backend in itertools.product(report["settings"]["algorithms"], backends):
-        found = [one for one in outcomes if (one["loss"], one["backend"]) == (algorithm, backend)]
-        rows.append((f"`{algorithm}`", f"`{backend}`", *_worst(found)))
+        if found := [one for one in outcomes if (one["loss"], one["backend"]) == (algorithm, backend)]:
+            rows.append((f"`{algorithm}`", f"`{backend}`", *_worst(found)))
     layouts = {name: [one["layout"] for one in outcomes if one["backend"] == name] for name in backends}
     compared = "; ".join(f"`{name}` in {', '.join(dict.fromkeys(found))}" for name, found in layouts.items())
     return [
