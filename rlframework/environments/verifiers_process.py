@@ -44,16 +44,17 @@ class VerifiersProcess:
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self.lost = False
         self._link, other = socket.socketpair()
+        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - see `end`
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(other, started), name="verifiers", daemon=True)
         self._thread.start()
         try:
             started.result()
             opened = self._send(settings=config.settings, tasks=config.most_tasks).result(config.start_timeout)
-        except (OSError, TimeoutError, RLFrameworkError) as error:
-            seconds = config.start_timeout
-            late = f"it did not answer within {seconds:g} s (environment.start_timeout)"
-            reason = late if isinstance(error, TimeoutError) else f"{error}"
+        except (OSError, RLFrameworkError) as error:
+            reason = "it has ended" if isinstance(error, RLFrameworkError) else f"{error}"
+            if isinstance(error, TimeoutError):
+                reason = f"it did not answer within {config.start_timeout:g} s (environment.start_timeout)"
             written = self._log()
             self.end()
             raise ConfigError(f"{self._name} did not start: {reason}{written}") from error
@@ -83,6 +84,7 @@ class VerifiersProcess:
             self._link.shutdown(socket.SHUT_RDWR)
         self._thread.join(2 * _END_SECONDS)
         self._link.close()
+        self._stderr.close()
 
     def _send(self, number: int | None = None, **request: Any) -> Future[dict[str, Any]]:
         """Send a request, and return the future of its answer; a cancellation has none."""
@@ -98,21 +100,20 @@ class VerifiersProcess:
         return future
 
     def _run(self, other: socket.socket, started: Future[None]) -> None:
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._stderr:
-            try:
-                process = self._start(other)
-            except OSError as error:
-                started.set_exception(error)
-                return
-            finally:
-                other.close()
-            started.set_result(None)
-            self._read()
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        try:
+            process = self._start(other)
+        except OSError as error:
+            started.set_exception(error)
+            return
+        finally:
+            other.close()
+        started.set_result(None)
+        self._read()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def _start(self, other: socket.socket) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", process_ends.__file__, self._config.python, "-P", verifiers_server.__file__]

@@ -67,7 +67,7 @@ class Server:
         try:
             client = EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
             episode = await environment.run_episode(task, ModelContext(model=request["model"], client=client))
-            self._answer(request["id"], **_result(episode))
+            self._answer(request["id"], **_result(episode, request["base_url"]))
         except Exception as error:  # noqa: BLE001 - one attempt alone fails
             self._answer(request["id"], error=f"{type(error).__name__}: {error}")
         finally:
@@ -85,9 +85,16 @@ def _open(settings: Mapping[str, Any], most: int) -> tuple[Any, list[Any]]:
     return environment, list(islice(environment.taskset, most))
 
 
-def _result(episode: Any) -> dict[str, Any]:
-    """The reward and the metrics of an episode: means over its traces that train the model."""
+def _result(episode: Any, base_url: str) -> dict[str, Any]:
+    """The reward and the metrics of an episode: means over its traces that train the model.
+
+    An agent that does not train it may not have used the endpoint at `base_url`, all of whose turns are trained on.
+    """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
+    for agent in (trace.agent for trace in episode.traces if not trace.agent.trainable):
+        if agent.config.client.base_url == base_url:
+            text = f"the agent {agent.name!r} does not train the model, but uses it; set its client in settings"
+            return {"error": text}
     if not episode.ok or not traces:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         text = f"{errors[-1].type}: {errors[-1].message}" if errors else "no agent has run to its end"
