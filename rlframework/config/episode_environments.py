@@ -202,6 +202,14 @@ class VerifiersConfig(AttemptsConfig):
     validation_samples: Steps = Field(64, description="the first tasks of the taskset, held out for validation")
     start_timeout: Seconds = Field(120.0, description="seconds to load the environment and its tasks")
 
+    @field_validator("system_prompt")
+    @classmethod
+    def _own_system_prompt(cls, system_prompt: str | None) -> str | None:
+        """Reject a system prompt, which the environment's agents would not see."""
+        if system_prompt is not None:
+            raise ValueError("must be null: verifiers makes the conversations; give the taskset a system prompt")
+        return system_prompt
+
     @property
     def most_tasks(self) -> int:
         """The tasks of both splits."""

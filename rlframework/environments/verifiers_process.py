@@ -24,7 +24,7 @@ from rlframework.config.episode_environments import VerifiersConfig
 from rlframework.environments import process_ends, verifiers_server
 from rlframework.errors import ConfigError, RLFrameworkError
 
-_PASSED = ("HOME", "LANG", "LOGNAME", "SHELL", "TERM", "TMPDIR", "USER")
+_PASSED = ("HOME", "LANG", "LOGNAME", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TERM", "TMPDIR", "USER")
 """Environment variables that the process gets, besides PATH and those of `VerifiersConfig.variables`."""
 
 _END_SECONDS = 10.0

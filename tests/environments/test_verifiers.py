@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from rlframework import run
 from rlframework.config.episode_environments import VerifiersConfig
@@ -133,6 +134,11 @@ def test_a_start_that_takes_too_long(make, tmp_path):
         make("a", python=str(slow), start_timeout=0.5).samples("train")
 
 
+def test_a_system_prompt_is_the_tasksets():
+    with pytest.raises(ValidationError, match="give the taskset a system prompt"):
+        VerifiersConfig(python="python", settings={}, system_prompt="Think.")
+
+
 def test_only_named_variables_are_passed(make, monkeypatch):
     monkeypatch.setenv("SECRET", "kept")
     monkeypatch.setenv("GIVEN", "x")
@@ -178,10 +184,11 @@ def check(history, samples):
     """Each sample's reward is that of its turns, which are trained on as they were sampled."""
     assert all(row["train/failed_episodes"] == 0.0 for row in history)
     assert all(row["train/generation_logprob_difference_max"] < 1e-4 for row in history)
+    trained = {turn["role"] for sample in samples for turn in sample["turns"] if turn["trained"]}
+    assert trained == {"assistant"}
     for sample in samples:
         text = "".join(turn["content"] for turn in sample["turns"] if turn["role"] == "assistant")
         assert sample["reward"] == pytest.approx(sum(letter.isdigit() for letter in text) / max(len(text), 1))
-        assert {turn["role"] for turn in sample["turns"] if turn["trained"]} == {"assistant"}
 
 
 @pytest.mark.slow
