@@ -100,6 +100,13 @@ class Oracle:
         values, tokens = found.values[..., :k] * real, found.indices[..., :k] * real.long()
         return torch.nn.functional.pad(values, (0, 0, 1, 0)), torch.nn.functional.pad(tokens, (0, 0, 1, 0))
 
+    def set_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """Return log-probabilities of the tokens `token_sets [B, S, K]` at each position; 0 where `logprobs` is."""
+        with torch.no_grad():
+            logs = self._distributions(batch, self.temperature if temperature is None else temperature)
+        chosen = logs.gather(-1, batch["token_sets"][:, 1:].long())
+        return torch.nn.functional.pad(chosen, (0, 0, 1, 0)) * _real(batch)[..., None]
+
     def next_token_logprobs(self, batch: Batch) -> Tensor:
         """Return the log-probabilities `[B, V]` of the token after each row, at the oracle's temperature."""
         with torch.no_grad():
@@ -144,11 +151,16 @@ class Oracle:
         `nll`: mean over all valid tokens. `pg`, `sequence_pg`: clipped policy gradient (ratios in 0.8 to 1.2), averaged
         over tokens, or over sequences of each sequence's mean. Valid tokens are selected by `token_mask` and
         `sample_mask`, never position 0. `pairs`: minus the log-sigmoid of how much the mean log-probability of a row
-        exceeds that of the next row with the same `group_ids`, summed over these pairs, over the valid rows.
+        exceeds that of the next row with the same `group_ids`, summed over these pairs, over the valid rows. `sets`:
+        `nll`, plus that of the tokens `token_sets [B, S, K]` at each position, times their `set_weights [B, S, K]`.
         """
         mask: Tensor = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].float()
         if kind == "nll":
             return -(self._logprobs(batch, 1.0)[:, 1:] * mask).sum() / mask.sum()
+        if kind == "sets":
+            sets = batch["token_sets"][:, 1:].long()
+            others = self._distributions(batch, 1.0).gather(-1, sets) * batch["set_weights"][:, 1:]
+            return -((self._logprobs(batch, 1.0)[:, 1:] + others.sum(-1)) * mask).sum() / mask.sum()
         if kind == "pairs":
             means = (self._logprobs(batch, 1.0)[:, 1:] * mask).sum(1) / mask.sum(1).clamp(min=1.0)
             ids: list[int] = batch["group_ids"].tolist()
@@ -164,7 +176,7 @@ class Oracle:
         if kind == "sequence_pg":
             means = terms.sum(1) / mask.sum(1).clamp(min=1.0)
             return means.sum() / float(batch["sample_mask"].sum())
-        raise ValueError(f"unknown loss {kind!r}; it must be nll, pg, sequence_pg or pairs")
+        raise ValueError(f"unknown loss {kind!r}; it must be nll, pg, sequence_pg, pairs or sets")
 
     def router_loss(self, batch: Batch) -> Tensor:
         """Return the load-balancing loss over all blocks and all tokens of rows that the losses use.

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 GROUP_IDS = "group_ids"
 """The column `[B]` int64 of a batch that says which rows belong together: those with equal values."""
 
+TOKEN_SETS = "token_sets"
+"""The column `[B, S, K]` of a batch with K ids of tokens at each position, of the distribution of that position."""
+
 
 class LossType(StrEnum):
     """The average a loss takes: over all valid tokens of the global batch, or over its valid sequences."""
@@ -28,17 +31,20 @@ class LossInput(StrEnum):
 
     LOGPROBS = "logprobs"
     LOGITS = "logits"
+    TOKEN_SETS = "token_sets"
 
 
 @dataclass(frozen=True)
 class LossColumn:
     """A value of the batch that a loss reads: finite floating-point numbers, `[B, S]`, or `[B]` if not `per_token`.
 
-    `required`: the batch must have it; otherwise the loss also works without it.
+    `required`: the batch must have it; otherwise the loss also works without it. `per_set`: it is `[B, S, K]`, with a
+    number for each of the batch's `token_sets`.
     """
 
     per_token: bool = True
     required: bool = True
+    per_set: bool = False
 
 
 @runtime_checkable
@@ -50,7 +56,9 @@ class LossFunction(Protocol):
     - `next_token_logprobs` `[B, S-1]` fp32, with gradient: entry `i` is log p(token i+1 | tokens 0..i), at the sampling
       temperature if `at_sampling_temperature` is true and at temperature 1 otherwise. Only entries where
       `token_mask[:, 1:] * sample_mask` is nonzero are computed; all others are 0. With `input_type` LOGITS it is the
-      logits, `[B, S-1, V]`.
+      logits, `[B, S-1, V]`. With TOKEN_SETS it is `[B, S-1, 1 + K]`: the same, and then the log-probabilities, in the
+      same distribution, of the tokens `data["token_sets"] [B, S, K]` at the position of token i+1. The head computes
+      them in its chunks, so that `[B, S, V]` never exists, also where it is sharded over the vocabulary.
       Rows are whole in every layout, so a sum over dim 1 is that of the row: packed rows are taken apart before the
       call, every context-parallel rank has the values of all of them, tensor-parallel ranks combine theirs in the head,
       and the last pipeline stage calls the loss. Only rows of other microbatches and data-parallel ranks are absent.

@@ -119,6 +119,8 @@ def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_tok
         values = output.logits if output.logprobs is None else output.logprobs
         if values is None:
             raise RuntimeError("the HeadOutput has neither logprobs nor logits; compute what HeadRequest.wants names")
+        if output.set_logprobs is not None:
+            values = torch.cat((values[:, None], output.set_logprobs), 1)
         if microbatch.is_dummy:
             return StepResult(loss=values.sum() * 0.0)
         data = microbatch.data_dict

@@ -20,7 +20,7 @@ from rlframework.conformance.harness import Harness
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle, OracleStep
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, read_weights, run_config
-from rlframework.conformance.suites.policy_worker.losses import PairsLoss
+from rlframework.conformance.suites.policy_worker.losses import PairsLoss, SetsLoss
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.loss import LossFunction
@@ -43,6 +43,8 @@ def loss_function(kind: str) -> LossFunction:
         return NLLLoss()
     if kind == "pairs":
         return PairsLoss()
+    if kind == "sets":
+        return SetsLoss()
     config = ClippedPGLossConfig(
         ratio_clip_min=0.2, ratio_clip_max=0.2, kl_coef=0.0, level="sequence" if kind == "sequence_pg" else "token"
     )
