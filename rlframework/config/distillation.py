@@ -51,7 +51,7 @@ class DistillationLossConfig(Section):
     rest: Literal["outcome", "renormalize", "omit"] = Field(
         "outcome",
         description="what becomes of the probability outside the top_k tokens. outcome: it counts as one more outcome; "
-        "renormalize: both distributions are those among the top_k tokens; omit: its term is left out (forward_kl only)",
+        "renormalize: both distributions are those among the top_k tokens; omit: no term for it (forward_kl only)",
     )
     sft_weight: Coefficient = Field(
         0.0, description="weight of the SFT term, the mean over tokens of completions in the data; 0: off"
@@ -92,8 +92,8 @@ class DistillationConfig(AlgorithmConfig):
     )
     mixing: Literal["rows", "batches"] = Field(
         "rows",
-        description="rows: this fraction of each batch, rounded so that no row is lost over steps; batches: each batch "
-        "is the student's with this probability, or the data's (arXiv:2306.13649)",
+        description="rows: this fraction of each batch, rounded so that it is right over several steps; batches: each "
+        "batch is the student's with this probability, or the data's (arXiv:2306.13649)",
     )
     loss: DistillationLossConfig = DistillationLossConfig()
     estimator: Literal["k1", "k2", "k3"] = Field(
@@ -105,7 +105,9 @@ class DistillationConfig(AlgorithmConfig):
     policy_gradient: ClippedPGLossConfig = Field(
         ClippedPGLossConfig(), description="for sampled tokens: settings of the policy-gradient loss"
     )
-    train_on: TrainOn = Field("last", description="tokens of data to train on: the last or every assistant turn, or all")
+    train_on: TrainOn = Field(
+        "last", description="tokens of data to train on: the last or every assistant turn, or all"
+    )
     max_tokens: Tokens | None = Field(
         None, description="truncate longer rows of data at the end; null: a row longer than the limit is an error"
     )

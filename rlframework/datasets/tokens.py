@@ -230,4 +230,5 @@ def mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
 
 
 def damaged(path: Path, why: str) -> DataError:
+    """Return the error of a file that is not as it was written."""
     return DataError(f"{path}: is damaged: {why}; render it again")

@@ -267,9 +267,7 @@ class PolicyWorker(ABC):
         """Offload model and optimizer to CPU memory."""
         raise _undeclared(self, "offload its model", "cpu_offload")
 
-    def get_token_set_logprobs(
-        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
-    ) -> Rows:
+    def get_token_set_logprobs(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `set_logprobs [B, S, K]` fp32 of the tokens `data["token_sets"] [B, S, K]`.
 
         Entry i belongs to the distribution that token i was drawn from, as in `get_topk_logits`.

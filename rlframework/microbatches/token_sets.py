@@ -1,4 +1,4 @@
-"""Microbatches whose head computes log-probabilities of a set of tokens at each position, besides that of the target."""
+"""Microbatches whose head computes log-probabilities of a set of tokens at each position, besides the target."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ class Scoring:
         head = HeadRequest(frozenset({"topk"}), self.temperature, k)
         return self.score_rows(data, head, micro_batch_size, positions)
 
-    def get_token_set_logprobs(
-        self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
-    ) -> Rows:
+    def get_token_set_logprobs(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """See `PolicyWorker.get_token_set_logprobs`."""
         require_head(self.engine.config, "language", "get_token_set_logprobs")
         head = HeadRequest(temperature=self.temperature, token_sets=TOKEN_SETS)

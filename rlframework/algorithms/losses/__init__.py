@@ -1,8 +1,9 @@
 """Losses on log-probabilities: see `rlframework.interfaces.loss.LossFunction`."""
 
 from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
+from rlframework.algorithms.losses.distillation import DistillationLoss
 from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import NLLLoss
 from rlframework.algorithms.losses.preference import KTOLoss, PairLoss
 
-__all__ = ["ClippedPGLoss", "KTOLoss", "NLLLoss", "PairLoss", "mismatch_metrics"]
+__all__ = ["ClippedPGLoss", "DistillationLoss", "KTOLoss", "NLLLoss", "PairLoss", "mismatch_metrics"]

@@ -217,7 +217,10 @@ def chunked_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probabilities, in the shape of the targets, and entropies, `[N]`; with a shard, `hidden` gets this rank's term of the gradient."""
+    """Log-probabilities, in the shape of the targets, and entropies, `[N]`.
+
+    With a shard, `hidden` gets this rank's term of the gradient.
+    """
 
     @staticmethod
     def forward(
