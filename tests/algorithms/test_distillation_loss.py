@@ -124,11 +124,11 @@ def test_the_ends_of_beta_are_the_divergences(kind, rest):
     for beta, same in ((0.0, "forward_kl"), (1.0, "reverse_kl")):
         got, _ = run(student, data, divergence=kind, beta=beta, rest=rest)
         expected, _ = run(student, data, divergence=same, rest=rest)
-        assert float(got) == float(expected)
+        assert got.item() == expected.item()
     if kind == "jsd":
         near, _ = run(student, data, divergence="jsd", beta=1e-6, rest=rest)
         forward, _ = run(student, data, divergence="forward_kl", rest=rest)
-        assert float(near) / 1e-6 == pytest.approx(float(forward), rel=1e-4)
+        assert near.item() / 1e-6 == pytest.approx(forward.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "beta"), DIVERGENCES)
@@ -197,7 +197,7 @@ def test_microbatches_add_up_to_the_batch():
         for row in range(ROWS)
         for one in [data.slice(row, row + 1)]
     ]
-    assert float(sum(loss for loss, _ in parts)) == pytest.approx(float(whole), abs=1e-12)
+    assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), abs=1e-12)
     for name in metrics:
         assert float(sum(each[name] for _, each in parts)) == pytest.approx(float(metrics[name]), abs=1e-12)
 
@@ -212,7 +212,7 @@ def test_the_sft_term_is_the_mean_over_the_tokens_that_have_a_weight():
     ids = data["input_ids"]
     expected = -(logs[1, 1, ids[1, 1]] + logs[1, 2, ids[1, 2]]) / 2
     assert float(metrics["sft_loss"]) == pytest.approx(float(expected), abs=1e-12)
-    assert float(loss.detach()) == pytest.approx(float(plain) + 0.25 * float(expected), abs=1e-12)
+    assert float(loss.detach()) == pytest.approx(plain.item() + 0.25 * float(expected), abs=1e-12)
 
 
 def test_fp32_stays_finite_where_the_sets_have_all_probability():
