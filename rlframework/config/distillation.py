@@ -98,8 +98,8 @@ class DistillationConfig(AlgorithmConfig):
     loss: DistillationLossConfig = DistillationLossConfig()
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k1",
-        description="for sampled tokens: estimate of KL(student || teacher) whose negative is the reward of a token; "
-        "k1 is the log-ratio, with which the policy gradient is that of the divergence",
+        description="for sampled tokens: estimate of the KL divergence of the student from the teacher; its negative "
+        "is the reward of a token. k1 is the log-ratio, with which the policy gradient is that of the divergence",
     )
     reward_max: Limit | None = Field(None, description="for sampled tokens: bound on the absolute reward; null: none")
     policy_gradient: ClippedPGLossConfig = Field(
