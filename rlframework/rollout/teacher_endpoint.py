@@ -20,6 +20,7 @@ from torch import Tensor
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation import TeacherEndpointConfig
 from rlframework.errors import ConfigError, NotSupported, UserError
+from rlframework.generation.driver import run_in_loop
 from rlframework.secrets import hide_in_text
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class TeacherEndpoint:
 
     def _score(self, data: Rows, top: int) -> list[PromptLogprobs]:
         lengths, ids = data["input_lengths"].tolist(), data["input_ids"].tolist()
-        found = asyncio.run(self._score_all([row[:length] for row, length in zip(ids, lengths, strict=True)], top))
+        found = run_in_loop(self._score_all([row[:length] for row, length in zip(ids, lengths, strict=True)], top))
         if not self._checked:
             self._check_tokens(found)
             self._checked = True

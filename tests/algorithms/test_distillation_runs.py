@@ -97,7 +97,9 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_the_divergence_falls(distilled, mode):
     rows = run(distilled(*MODES[mode])).history
-    assert rows[-1]["validation/divergence"] < 0.7 * rows[0]["validation/divergence"]
+    trained = [row["train/divergence"] for row in rows[1:]]
+    assert sum(trained[-5:]) < 0.7 * sum(trained[:5])
+    assert rows[-1]["validation/divergence"] < rows[0]["validation/divergence"]
     assert all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows[1:])
 
 
