@@ -35,7 +35,7 @@ def problem(k=TOP, seed=0):
 
 
 def head(student, data):
-    """What the head gives the loss: log-probabilities of the target and of the sets, 0 where nothing is computed."""
+    """Return the input of the loss: log-probabilities of the target and of the sets, 0 where nothing is computed."""
     logs = student[:, 1:].log_softmax(-1)
     chosen = torch.cat((data["input_ids"][:, 1:, None], data["token_sets"][:, 1:]), -1)
     counted = data["token_mask"][:, 1:, None] * data["sample_mask"][:, None, None]

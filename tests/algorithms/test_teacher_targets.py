@@ -1,4 +1,4 @@
-"""What the losses read of a teacher, worked out by hand from its probabilities, and the mixture of rows."""
+"""The columns that losses read of a teacher, worked out by hand from its probabilities, and the mixture of rows."""
 
 from __future__ import annotations
 
