@@ -22,7 +22,7 @@ Rows = BatchedDataDict[Any]
 
 
 class Scorer(Protocol):
-    """What distillation calls of a policy, a `Policy` or a teacher behind an endpoint."""
+    """Methods that distillation calls of a `Policy`, or of a teacher behind an endpoint."""
 
     def get_logprobs(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `logprobs [B, S]`: see `PolicyWorker.get_logprobs`."""
