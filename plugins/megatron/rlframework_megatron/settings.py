@@ -181,11 +181,11 @@ def require_axes(model_config: Any, sizes: Sizes) -> None:
         )
 
 
-def as_reward_model(model_config: Any) -> None:
-    """Mark `model_config` as a reward model's; raise `DataError` unless it has exactly one label."""
+def as_reward_model(model_config: Any, head: str) -> None:
+    """Mark `model_config` as that of a model with the head `score` or `value`; raise `DataError` unless it has exactly one label."""
     if model_config.num_labels != 1:
         raise DataError(
-            f"policy.head=score requires a model whose head has one label, and this one has {model_config.num_labels}: "
+            f"policy.head={head} requires a model whose head has one label, and this one has {model_config.num_labels}: "
             "num_labels in its config.json must be 1"
         )
     setattr(model_config, GIVES_SCORES, True)

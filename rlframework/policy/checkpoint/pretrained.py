@@ -38,11 +38,14 @@ def write_from_rank_0(
 
 def write_config(folder: Path, engine: Engine) -> None:
     """Write the non-weight files of a Hugging Face directory for the engine's model, with fp32 as the dtype."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, GenerationConfig
 
     model_name = engine.config.model_name
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=engine.config.trust_remote_code)
     config.dtype = "float32"
+    if engine.config.head_init != "checkpoint":  # a language model's files, to which a head was added
+        config.num_labels = 1
+        config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
     config.save_pretrained(folder)
     with suppress(OSError):  # the model has none
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)
