@@ -197,7 +197,9 @@ class Oracle:
         if kind == "sequence_pg":
             means = terms.sum(1) / mask.sum(1).clamp(min=1.0)
             return means.sum() / float(batch["sample_mask"].sum())
-        raise ValueError(f"unknown loss {kind!r}; it must be nll, pg, sequence_pg, pairs, values, scores or score_pairs")
+        raise ValueError(
+            f"unknown loss {kind!r}; it must be nll, pg, sequence_pg, pairs, values, scores or score_pairs"
+        )
 
     def router_loss(self, batch: Batch) -> Tensor:
         """Return the load-balancing loss over all blocks and all tokens of rows that the losses use.

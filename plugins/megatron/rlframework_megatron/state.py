@@ -28,8 +28,8 @@ from rlframework_megatron.weights import LocalModel
 def load_from_folder(local_model: LocalModel, folder: str | Path, new: Collection[str] = ()) -> None:
     """Load the parameters, and the optimizer's fp32 copies of them, from the safetensors files in `folder`.
 
-    `new`: weights that begin at zeros. Call after creating the optimizer. Each rank reads only its own shards. Quantised files and other formats are
-    rejected, because reading them requires a whole model in each process.
+    `new`: weights that begin at zeros. Call after creating the optimizer. Each rank reads only its own shards.
+    Quantised files and other formats are rejected, because reading them requires a whole model in each process.
     """
     config = local_model.config
     if getattr(config, "quantization_config", None):

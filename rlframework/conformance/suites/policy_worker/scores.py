@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from rlframework.conformance.oracle import scores as oracle_scores
 from rlframework.conformance.contracts import FP32
+from rlframework.conformance.oracle import scores as oracle_scores
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
 from rlframework.plugins.types import Capability
@@ -65,7 +65,9 @@ class Scores(Suite):
     def test_values_are_those_before_each_token(self, harness: PolicyHarness) -> None:
         """Entry i must be the head's output at token i-1: the value of the state in which token i was drawn."""
         data = harness.batch()
-        right = torch.nn.functional.pad(harness.oracle("reward", head="checkpoint").values(data)[:, :-1].detach(), (1, 0))
+        right = torch.nn.functional.pad(
+            harness.oracle("reward", head="checkpoint").values(data)[:, :-1].detach(), (1, 0)
+        )
         right = right * (torch.arange(right.shape[1]) < data["input_lengths"][:, None])
         got = harness.policy("reward", head="value").get_values(data)["values"]
         harness.equal("shape and dtype of values", (tuple(got.shape), got.dtype), (tuple(right.shape), torch.float32))
