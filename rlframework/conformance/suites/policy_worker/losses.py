@@ -1,4 +1,4 @@
-"""Losses used only by the suite: of pairs, on scores and values, with known metrics, on logits, with a non-finite gradient, or raising."""
+"""Losses used only by the suite: of pairs, on scores, values or logits, with known metrics, not finite, or raising."""
 
 from __future__ import annotations
 
