@@ -174,7 +174,7 @@ class Oracle:
         if kind == "nll":
             return -(self._logprobs(batch, 1.0)[:, 1:] * mask).sum() / mask.sum()
         if kind == "values":
-            errors = (self.values(batch)[:, :-1] - batch["advantages"][:, 1:]).square()
+            errors: Tensor = (self.values(batch)[:, :-1] - batch["advantages"][:, 1:]).square()
             return (errors * mask).sum() / mask.sum()
         if kind == "scores":
             errors = (self.last_values(batch) - batch["advantages"][:, 0]).square()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlframework.files import replacing_directory
 from rlframework.policy.all_ranks import exhausting
@@ -45,7 +45,8 @@ def write_config(folder: Path, engine: Engine) -> None:
     config.dtype = "float32"
     if engine.config.head_init != "checkpoint":  # a language model's files, to which a head was added
         config.num_labels = 1
-        config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+        made: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        config.architectures = [made.__name__]
     config.save_pretrained(folder)
     with suppress(OSError):  # the model has none
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)
