@@ -4,5 +4,6 @@ from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
 from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import NLLLoss
 from rlframework.algorithms.losses.preference import KTOLoss, PairLoss
+from rlframework.algorithms.losses.value import ValueLoss
 
-__all__ = ["ClippedPGLoss", "KTOLoss", "NLLLoss", "PairLoss", "mismatch_metrics"]
+__all__ = ["ClippedPGLoss", "KTOLoss", "NLLLoss", "PairLoss", "ValueLoss", "mismatch_metrics"]
