@@ -55,23 +55,10 @@ class PPO(GRPO):
 
     def add_advantages(self, result: Rollout, timer: Timer) -> dict[str, float]:
         """See `GRPO.add_advantages`; also adds `values` and `returns`, `[R, T]` fp32."""
-        data, config = result.data, self.config
         with timer.phase("values"):
             self.critic.prepare_for_lp_inference()
-            data["values"] = self.critic.get_values(data, positions="loss")["values"]
-        rewards, penalty, metrics = shaped_rewards(result, config, self.parts.config.generation.max_new_tokens)
-        advantages, data["returns"] = token_advantages(
-            rewards,
-            data["values"],
-            data["token_mask"],
-            result.episode_of,
-            gamma=config.gamma,
-            lam=config.gae_lambda,
-            penalty=penalty,
-        )
-        data["advantages"] = batch_normalized(advantages, data, config.batch_normalization)
-        counted = data["token_mask"] * data["sample_mask"][:, None] != 0
-        return metrics | value_metrics(data["values"][counted], data["returns"][counted])
+            result.data["values"] = self.critic.get_values(result.data, positions="loss")["values"]
+        return add_advantages(result, self.config, self.parts.config.generation.max_new_tokens)
 
     def train_on(self, step: int, result: Rollout, timer: Timer) -> dict[str, float]:
         """Train the critic on `result`, and after `critic_warmup` steps the policy; return metrics."""
@@ -97,6 +84,27 @@ class PPO(GRPO):
         return metrics | {
             f"train/critic_{name}": found[f"train/{name}"] for name in ("grad_norm", "lr", "skipped_steps")
         }
+
+
+def add_advantages(result: Rollout, config: PPOConfig, max_new_tokens: int) -> dict[str, float]:
+    """Add `advantages` and `returns`, `[R, T]`, and the final `sample_mask` to the data of `result`; return metrics.
+
+    Needs `values` there, and `prev_logprobs` and `reference_policy_logprobs` for a KL penalty in the reward.
+    """
+    data = result.data
+    rewards, penalty, metrics = shaped_rewards(result, config, max_new_tokens)
+    advantages, data["returns"] = token_advantages(
+        rewards,
+        data["values"],
+        data["token_mask"],
+        result.episode_of,
+        gamma=config.gamma,
+        lam=config.gae_lambda,
+        penalty=penalty,
+    )
+    data["advantages"] = batch_normalized(advantages, data, config.batch_normalization)
+    counted = data["token_mask"] * data["sample_mask"][:, None] != 0
+    return metrics | value_metrics(data["values"][counted], data["returns"][counted])
 
 
 def value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:

@@ -44,7 +44,12 @@ def critic_weights(run_dir: Path) -> dict[str, torch.Tensor]:
 )
 def test_a_critic_that_begins_as_the_policy_is_trained_like_it(followed, tmp_path, backend, group):
     """Whatever its backend and its process: each model has its own optimizer, and neither disturbs the other."""
-    run(followed(f"critic={{head: language, backend: {backend}, worker_group: {{name: {group}}}}}", "policy.max_grad_norm=null"))
+    run(
+        followed(
+            f"critic={{head: language, backend: {backend}, worker_group: {{name: {group}}}}}",
+            "policy.max_grad_norm=null",
+        )
+    )
     for row in rows_of(tmp_path / "run")[1:]:
         assert row["train/critic_loss"] == pytest.approx(row["train/loss"], rel=1e-5)
     wanted, trained = load_file(tmp_path / "run" / "model" / "model.safetensors"), critic_weights(tmp_path / "run")
