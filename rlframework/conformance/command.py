@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.conformance import SUITES, suite_of
-from rlframework.conformance.layouts import Layout, declared_layouts, select_layouts
+from rlframework.conformance.layouts import Layout, declared_layouts, enough_gpus, select_layouts
 from rlframework.conformance.sections import parse_section, section_of
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import check_writable, write_atomically
@@ -168,17 +168,13 @@ def _layouts(request: Request, registered: Registered) -> list[Layout]:
 
 def _that_fit(request: Request, layouts: list[Layout]) -> list[Layout]:
     """Return the layouts for which there is a GPU per worker, and print the others; an explicit choice must fit."""
-    if request.device != "cuda":
-        return layouts
-    gpus = import_module("torch").cuda.device_count()
-    missing = [str(layout) for layout in layouts if layout.workers > gpus]
+    found = [layout for layout in layouts if enough_gpus(layout, request.device)]
+    missing = "; ".join(str(layout) for layout in layouts if layout not in found)
     if missing and (request.layouts or request.workers):
-        raise ConfigError(
-            f"{' and '.join(missing)} need more than the {gpus} GPU(s) here: leave out, or use --device cpu"
-        )
+        raise ConfigError(f"there are not enough GPUs for {missing}: leave it out, or use --device cpu")
     if missing:
-        print(f"not tested, because they need more than the {gpus} GPU(s) here: {'; '.join(missing)}", file=sys.stderr)
-    return [layout for layout in layouts if layout.workers <= gpus]
+        print(f"not tested, because there are not enough GPUs: {missing}", file=sys.stderr)
+    return found
 
 
 def module_text(parts: Sequence[Part], section: Mapping[str, Any], *, mutants: bool = False) -> str:

@@ -82,7 +82,7 @@ class Checkpoints:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._trained: dict[str, Policy] = {".": parts.policy, **parts.trained}
-        """What is saved, by its folder in a checkpoint."""
+        """The policies that are saved, by their folders in a checkpoint."""
         self._config = parts.config.checkpoints
         self._folder = parts.config.output_dir / FOLDER
         self._stop: signal.Signals | None = None

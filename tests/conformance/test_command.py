@@ -248,8 +248,8 @@ def test_layouts_with_more_workers_than_gpus_are_left_out_and_named(monkeypatch,
     manager = create_manager()
     (part,) = find_parts(Request("dtensor", device="cuda"), manager)
     assert [str(layout) for layout in part.layouts] == ["data=1"]
-    assert "need more than the 1 GPU(s) here: data=2; tensor=2; " in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="tensor=2 need more than the 1 GPU"):
+    assert "there are not enough GPUs: data=2; tensor=2; " in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="not enough GPUs for tensor=2: "):
         find_parts(Request("dtensor", layouts=["tensor=2"], device="cuda"), manager)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     (part,) = find_parts(Request("dtensor", device="cuda"), manager)
