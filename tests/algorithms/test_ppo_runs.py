@@ -63,6 +63,8 @@ def test_the_policy_waits_for_the_critic(run_config: Any, tmp_path: Any) -> None
     assert ["train/loss" in row for row in rows] == [False, False, True]
     assert all(row["train/critic_grad_norm"] > 0 for row in rows)
     assert rows[2]["train/lr"] == 1e-3
+    never = refused(run_config("grpo", *PPO, "algorithm.critic_warmup=3", f"output_dir={tmp_path}/never"), ConfigError)
+    assert "algorithm.critic_warmup is 3, but must be less than the number of steps, 3" in never
     keys = ["algorithm.critic_warmup=2", "recording.steps=[2]", f"output_dir={tmp_path}/recorded"]
     assert "recording selects step 2, in which only the critic is trained" in refused(
         run_config("grpo", *PPO, *keys), ConfigError

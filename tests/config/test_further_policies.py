@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,12 @@ def test_messages_are_about_the_section() -> None:
     assert in_section(text, "critic") == wanted
     with pytest.raises(DataError, match=r"^teacher: no file"), naming("teacher"):
         raise DataError("no file")
+
+
+def test_the_sections_on_the_page_are_valid(real: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "further_policies.md").read_text(encoding="utf-8")
+    blocks = [parse_yaml(text, "page").values for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    assert len(blocks) == 2
+    for block in blocks:
+        values = {"algorithm": {"name": "ppo", "prompts_per_step": 64}, "environment": {"name": "addition"}, **block}
+        load_config({"policy": {"model_name": "m"}, **values}, manager=real)
