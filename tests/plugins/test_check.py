@@ -34,6 +34,7 @@ CASES = [
     ({"offload": {"optimizer": True}}, 1, "policy.offload.optimizer", Capability.CPU_OFFLOAD),
     ({"lora": {"rank": 4}}, 1, "policy.lora", Capability.LORA),
     ({"head": "score"}, 1, "policy.head", Capability.SCORING),
+    ({"head": "value"}, 1, "policy.head", Capability.SCORING),
     ({"checkpoints": {"every": 5}}, 1, "checkpoints.every", Capability.PORTABLE_OPTIMIZER_STATE),
     ({"checkpoints": {"format": "sharded"}}, 1, "checkpoints.format", Capability.SHARDED_CHECKPOINTS),
     ({"checkpoints": {"format": "native"}}, 1, "checkpoints.format", Capability.NATIVE_CHECKPOINTS),
