@@ -5,5 +5,6 @@ from rlframework.algorithms.losses.distillation import DistillationLoss
 from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import NLLLoss
 from rlframework.algorithms.losses.preference import KTOLoss, PairLoss
+from rlframework.algorithms.losses.value import ValueLoss
 
-__all__ = ["ClippedPGLoss", "DistillationLoss", "KTOLoss", "NLLLoss", "PairLoss", "mismatch_metrics"]
+__all__ = ["ClippedPGLoss", "DistillationLoss", "KTOLoss", "NLLLoss", "PairLoss", "ValueLoss", "mismatch_metrics"]

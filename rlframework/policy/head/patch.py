@@ -14,14 +14,18 @@ from rlframework.errors import NotSupported
 from rlframework.policy.head.formula import LogitFormula, without_formula
 from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, scaled_logits, top_logits, whole_logits
 
+SCORE_WEIGHT = "score.weight"
+"""The name, in transformers, of the weight `[1, H]` of a head that gives one number."""
+
 
 @dataclass(frozen=True)
 class HeadRequest:
     """The values that the head computes in each forward.
 
-    `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (a reward model's
-    head). `top_k`: number of most likely tokens, for "topk". `token_sets`: the name of a value `[b, S', K]` int64 of
-    the microbatch's rows, ids of K tokens at each position, whose log-probabilities are computed in addition.
+    `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (the heads
+    `score` and `value`). `top_k`: number of most likely tokens, for "topk". `token_sets`: the name of a value
+    `[b, S', K]` int64 of the microbatch's rows, ids of K tokens at each position, whose log-probabilities are computed
+    in addition.
     """
 
     wants: frozenset[str] = frozenset({"logprobs"})
