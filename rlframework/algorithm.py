@@ -48,6 +48,11 @@ class Algorithm(ABC):
         return False
 
     @classmethod
+    def head(cls, config: Any) -> str:
+        """Return the `policy.head` that `config`, the algorithm's own section, trains."""
+        return "language"
+
+    @classmethod
     def training_calls(cls, config: Any) -> int:
         """Return the number of `policy.train` calls of a run, the default length of the learning-rate schedule."""
         return int(config.num_steps)
