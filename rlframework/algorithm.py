@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Parts:
-    """The components of a run that an algorithm uses. `checkpoint` is the one to resume from, or None for a new run."""
+    """The components of a run that an algorithm uses.
+
+    `checkpoint` is the one to resume from, or None for a new run. `models` has the further policies of the run by the
+    names of their sections: `critic`, `teacher`, `reward_model`.
+    """
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
@@ -29,6 +33,13 @@ class Parts:
     environment: Environment
     observers: Observers
     checkpoint: Path | None = None
+    models: Mapping[str, Policy] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> dict[str, Policy]:
+        """The further policies that are trained, and so saved, by name."""
+        sections = self.config.further_policies
+        return {name: model for name, model in self.models.items() if sections[name].trained}
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,14 @@ class Algorithm(ABC):
     def head(cls, config: Any) -> str:
         """Return the `policy.head` that `config`, the algorithm's own section, trains."""
         return "language"
+
+    @classmethod
+    def further_policies(cls, config: RunConfig) -> Mapping[str, int]:
+        """Return the further policies that the run uses, by the names of their sections.
+
+        Each with the number of its `train` calls, which its learning-rate schedule spans; 0 if it is not trained.
+        """
+        return {}
 
     @classmethod
     def training_calls(cls, config: Any) -> int:

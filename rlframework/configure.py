@@ -17,6 +17,7 @@ from pydantic import ConfigDict
 
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
+from rlframework.config.further_policies import FURTHER_POLICIES, in_section, with_shared_keys
 from rlframework.config.hints import peer_hint
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
@@ -24,7 +25,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.problems import NOT_GIVEN, Problem, raise_problems
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_trusted, require_trusted_imports
-from rlframework.config.validate import check_run, validate
+from rlframework.config.validate import check_further_policies, check_run, validate
 from rlframework.config.yaml_text import Keys, Tree, to_yaml
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
@@ -73,6 +74,7 @@ def load_with_defaults(
     if run is not None:
         require_trusted_imports(run, tree)
     manager = manager or _manager_of(tree)
+    tree = with_shared_keys(tree)
     config, selected = _typed(tree, manager)
     if run is not None:
         require_trusted(run, tree, config)
@@ -84,14 +86,33 @@ def load_with_defaults(
     ]
     if defaults:
         config, selected = _typed(tree.with_values({default.key: default.value for default in defaults}), manager)
-    problems = list(check_run(config))
-    for part in selected.values():
-        problems += check_config(config, part, device)
+    problems = [*check_run(config), *check_further_policies(config, device)]
+    for section, part in selected.items():
+        if (name := section.partition(".")[0]) in FURTHER_POLICIES:
+            problems += [_of_section(problem, name) for problem in check_config(config.of(name), part, device)]
+        else:
+            problems += check_config(config, part, device)
     raise_problems([replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems])
     return config, defaults
 
 
+def _of_section(problem: Problem, name: str) -> Problem:
+    """`problem` of `config.of(name)`, with the keys of the section `name`."""
+    key, message, hint = (in_section(text, name) for text in (problem.key, problem.message, problem.hint))
+    return replace(problem, key=key, message=message, hint=hint)
+
+
 def _device_defaults(config: RunConfig, device: str, selected: Mapping[str, Registered]) -> list[Default]:
+    """The defaults of the policy, and of each further policy under its own keys."""
+    parts = {section: part for section, part in selected.items() if section.partition(".")[0] not in FURTHER_POLICIES}
+    defaults = _defaults_of(config, device, parts)
+    for name in config.further_policies:
+        found = _defaults_of(config.of(name), device, {"policy": selected[name]})
+        defaults += [replace(each, key=in_section(each.key, name)) for each in found]
+    return defaults
+
+
+def _defaults_of(config: RunConfig, device: str, selected: Mapping[str, Registered]) -> list[Default]:
     records = [part.record for part in selected.values()]
     bfloat16 = any(Capability.BFLOAT16 in record.capabilities for record in records if record.kind == BACKEND)
     defaults = device_defaults(config, device, bfloat16=bfloat16)
@@ -117,8 +138,11 @@ def dump_config(config: RunConfig) -> dict[str, Any]:
 def dump_selected(config: RunConfig) -> dict[str, Any]:
     """Return plain JSON values like `dump_config`, without the sections of backends that are not selected."""
     values = dump_config(config)
-    others = set(type(config.policy).model_fields) - {*PolicyConfig.model_fields, config.policy.backend}
-    return values | {"policy": {key: value for key, value in values["policy"].items() if key not in others}}
+    for name, section in {"policy": config.policy, **config.further_policies}.items():
+        known = {*PolicyConfig.model_fields, *FURTHER_POLICIES.get(name, PolicyConfig).model_fields, section.backend}
+        others = set(type(section).model_fields) - known
+        values[name] = {key: value for key, value in values[name].items() if key not in others}
+    return values
 
 
 def config_yaml(config: RunConfig) -> str:
@@ -170,7 +194,16 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, dict[str, Reg
         if row.status != "active" and row.kind in (BACKEND, None) and row.name not in PolicyConfig.model_fields
     ]
     backend = selected["policy"].record.name if "policy" in selected else ""
-    model = run_model(tuple(sections.items()), _backend_models(manager), backend, tuple(unusable))
+    further = tuple(
+        (
+            name,
+            selected[name].record.name if name in selected else "",
+            _section_model(selected[group]) if (group := f"{name}.worker_group") in selected else _Anything,
+        )
+        for name in FURTHER_POLICIES
+        if tree.values.get(name) is not None
+    )
+    model = run_model(tuple(sections.items()), _backend_models(manager), backend, tuple(unusable), further)
     config, invalid = validate(tree, model, _keys_of_others(selected, manager))
     raise_problems(problems + invalid)
     assert config is not None
@@ -196,10 +229,13 @@ def _select(tree: Tree, manager: PluginManager) -> tuple[dict[str, Registered], 
     """The plugins that `tree` names, by section, and the problems of those that cannot be selected."""
     selected, problems = dict[str, Registered](), list[Problem]()
     types: tuple[type[Record], ...] = (*OPEN_SECTIONS.values(), PolicyWorkerRecord)
-    for record_type in types:
-        section, key = record_type.key.split(".")
-        model = PolicyConfig if section == "policy" else record_type.section
-        given, origin = tree.values.get(section), tree.origin((section, key))
+    places = [(record_type.key.partition(".")[0], record_type) for record_type in types]
+    for name in FURTHER_POLICIES:
+        places += [(name, PolicyWorkerRecord), (f"{name}.worker_group", OPEN_SECTIONS["worker_group"])]
+    for section, record_type in places:
+        keys, key = tuple(section.split(".")), record_type.key.partition(".")[2]
+        model = PolicyConfig if key == "backend" else record_type.section
+        given, origin = tree.get(keys), tree.origin((*keys, key))
         if not isinstance(given, Mapping):
             continue  # validation reports this
         name = given.get(key, model.model_fields[key].default)
@@ -207,7 +243,8 @@ def _select(tree: Tree, manager: PluginManager) -> tuple[dict[str, Registered], 
             try:
                 selected[section] = manager.select(record_type.kind, name)
             except PluginError as error:
-                problems.append(Problem("", str(error), origin=origin, cause=error))
+                message = in_section(str(error), keys[0]) if keys[0] in FURTHER_POLICIES else str(error)
+                problems.append(Problem("", message, origin=origin, cause=PluginError(message)))
         else:
             known = ", ".join(sorted(manager.registered(record_type.kind))) or "none is installed"
             message = "must be one of" if key in given else "required key is missing; must be one of"
@@ -230,11 +267,12 @@ def _section_model(part: Registered) -> type[Section]:
 def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) -> dict[Keys, str]:
     """Hints for keys that belong to plugins which are not selected or not installed."""
     hints: dict[Keys, str] = {
-        ("policy", name): (
+        (section, name): (
             f"This is the section of the backend `{name}`, which is not installed. Install it with "
             f"`pip install 'rlframework-core[{name}]'`, or remove the section."
         )
         for name in OWN_BACKENDS
+        for section in ("policy", *FURTHER_POLICIES)
     }
     for section, record_type in OPEN_SECTIONS.items():
         for name, other in manager.registered(record_type.kind).items() if section in selected else ():

@@ -10,6 +10,8 @@ from typing import Any
 from pieces import page as page_of
 from pieces import table
 
+from rlframework.config.further_policies import FURTHER_POLICIES
+from rlframework.config.policy import PolicyConfig
 from rlframework.configure import config_schema
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.plugins.types import RECORD_TYPES
@@ -59,7 +61,9 @@ class Part:
 def page() -> str:
     """Return the page."""
     schema = config_schema(_manager())
-    definitions: Schema = schema["$defs"]
+    definitions = {**schema["$defs"]}
+    for model in FURTHER_POLICIES.values():
+        definitions[model.__name__] = _own(definitions[model.__name__], definitions[PolicyConfig.__name__])
     properties: Schema = schema["properties"]
     first = Part("", schema)
     keys = {key: value for key, value in properties.items() if not _objects(value, definitions)}
@@ -79,6 +83,17 @@ def page() -> str:
         for section in (_sections(part, definitions, 2) if not _alike(part, shared) else [_as_shared(part, shared)])
     ]
     return page_of(*parts, *sections)
+
+
+def _own(section: Schema, policy: Schema) -> Schema:
+    """The schema of a further policy with only the keys that it does not share with `policy`."""
+    keys = {key: value for key, value in section["properties"].items() if policy["properties"].get(key) != value}
+    keys["worker_group"] = {"type": "object", "default": None, "description": keys["worker_group"]["description"]}
+    shared = (
+        "It also has the keys of [`policy`](#policy), whose values there are the defaults here "
+        "([Further policies](../further_policies.md))."
+    )
+    return {**section, "properties": keys, "description": f"{section['description']}\n\n{shared}"}
 
 
 def _alike(part: Part, other: Part) -> bool:

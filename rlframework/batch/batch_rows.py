@@ -273,7 +273,7 @@ def read_lengths(
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Return `tensor` on `device`, without waiting for a GPU: the copy is from pinned memory, which torch keeps."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
+        tensor = tensor.contiguous().pin_memory()  # an expanded tensor cannot be pinned
     return tensor.to(device, non_blocking=True)
 
 

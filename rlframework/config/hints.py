@@ -13,6 +13,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rlframework.config.further_policies import FURTHER_POLICIES, in_section
+
 Path = tuple[str, ...]
 
 CLOSE = 0.6
@@ -175,13 +177,14 @@ def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
     a sibling that differs by a letter or two; a key of the same name anywhere; other similar keys.
     """
     parent, name = path[:-1], path[-1]
+    known = [key for key in key_paths(model) if key[0] not in FURTHER_POLICIES or key[0] == path[0] or len(key) == 1]
 
     def rank(other: Path) -> tuple[float, float]:
         near, inside = _similarity(name, other[-1]), parent and other[: len(parent)] == parent
         bonus = 1.0 if inside and name == other[-1] else 0.3 if parent == other[:-1] else 0.0
         return near + bonus, _similarity(".".join(path), ".".join(other))
 
-    best = max(key_paths(model), key=rank, default=None)
+    best = max(known, key=rank, default=None)
     needed = CLOSE if best and best[:-1] == parent else VERY_CLOSE
     return best if best and _similarity(name, best[-1]) >= needed else None
 
@@ -197,15 +200,17 @@ def peer_hint(path: Path, value: Any = None) -> str:
 
     If the key is a section that rlframework does not have, the hint translates the known keys inside `value`.
     """
-    if found := _longest(path, _HINTS):
-        return found
-    inner = {
-        ".".join(inside[len(path) :]): key for inside in _leaves(path, value) if (key := _longest(inside, PEER_KEYS))
-    }
-    if not inner:
-        return ""
-    shown = ", ".join(f"`{written}` is `{key}`" for written, key in list(inner.items())[:_MOST])
-    return f"In rlframework {shown}{', ...' if len(inner) > _MOST else '.'}"
+    if not (found := _longest(path, _HINTS)):
+        inner = {
+            ".".join(inside[len(path) :]): key
+            for inside in _leaves(path, value)
+            if (key := _longest(inside, PEER_KEYS))
+        }
+        if not inner:
+            return ""
+        shown = ", ".join(f"`{written}` is `{key}`" for written, key in list(inner.items())[:_MOST])
+        found = f"In rlframework {shown}{', ...' if len(inner) > _MOST else '.'}"
+    return in_section(found, path[0]) if path[0] in FURTHER_POLICIES else found
 
 
 def _longest(path: Path, table: Mapping[str, str]) -> str:

@@ -10,8 +10,10 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from rlframework.config.base import Section
+from rlframework.config.further_policies import FURTHER_POLICIES, FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import EnvironmentConfig, RunConfig
+from rlframework.config.worker_groups import WorkerGroupConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -29,9 +31,15 @@ _DEFAULTS = {
 
 @lru_cache(maxsize=64)
 def run_model(
-    sections: Models, backends: Models, chosen: str = "", ignored: tuple[tuple[str, str], ...] = ()
+    sections: Models,
+    backends: Models,
+    chosen: str = "",
+    ignored: tuple[tuple[str, str], ...] = (),
+    further: tuple[tuple[str, str, type[Section]], ...] = (),
 ) -> type[RunConfig]:
     """Return `RunConfig` with the open sections replaced by `sections` and a section under `policy` for each backend.
+
+    `further` has the sections of further policies that are given: name, backend, and the model of the worker group.
 
     A backend's section is required only if it has keys without defaults and the backend is the `chosen` one. A
     backend in `ignored` (name and reason) may have a section, which is not validated. The same arguments return the
@@ -41,6 +49,9 @@ def run_model(
         name: (model, ... if RunConfig.model_fields[name].is_required() else Field(default_factory=model))
         for name, model in sections
     }
+    for name, backend, group in further:
+        model = _policy_model(backends, backend, ignored, FURTHER_POLICIES[name])
+        fields[name] = (_with_fields(model, {"worker_group": (group, Field(default_factory=group))}), ...)
     return _with_fields(RunConfig, fields | {"policy": (_policy_model(backends, chosen, ignored), ...)})
 
 
@@ -57,6 +68,12 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
             choices += [_OwnEnvironment] if section == "environment" else []
             described = RunConfig.model_fields[section].annotation.__doc__
             fields[section] = (Union[tuple(choices)], Field(None, description=described))  # noqa: UP007
+    groups = fields.get("worker_group", (WorkerGroupConfig,))[0]
+    for name, base in FURTHER_POLICIES.items():
+        described = FurtherPolicyConfig.model_fields["worker_group"].description
+        group = (groups | None, Field(None, description=described))
+        model = _with_fields(_policy_model(backends, base=base), {"worker_group": group})
+        fields[name] = (model | None, Field(None, description=base.__doc__))
     schema = _with_fields(RunConfig, fields).model_json_schema(schema_generator=_ForFiles)
     for part in (schema, *schema["$defs"].values()):
         if "properties" in part:
@@ -67,7 +84,12 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
     return {**schema, **head, "$defs": definitions}
 
 
-def _policy_model(backends: Models, chosen: str = "", ignored: tuple[tuple[str, str], ...] = ()) -> type[PolicyConfig]:
+def _policy_model(
+    backends: Models,
+    chosen: str = "",
+    ignored: tuple[tuple[str, str], ...] = (),
+    base: type[PolicyConfig] = PolicyConfig,
+) -> type[PolicyConfig]:
     fields: dict[str, Any] = {
         name: (dict[str, Any] | None, Field(None, description=f"ignored: {reason}", exclude=True))
         for name, reason in ignored
@@ -79,7 +101,7 @@ def _policy_model(backends: Models, chosen: str = "", ignored: tuple[tuple[str, 
         except ValidationError:
             required = (model, Field(description=description))
             fields[name] = required if name == chosen else (model | None, Field(None, description=description))
-    return _with_fields(PolicyConfig, fields)
+    return _with_fields(base, fields)
 
 
 def _with_fields(base: type[Model], fields: Mapping[str, Any], name: str = "") -> type[Model]:

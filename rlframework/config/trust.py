@@ -21,7 +21,7 @@ from rlframework.config.problems import NOT_GIVEN
 from rlframework.config.yaml_text import Keys, Tree
 from rlframework.errors import ConfigError
 
-_WRITTEN_BY_RUNS = ("model", "adapter", "checkpoints")
+_WRITTEN_BY_RUNS = ("model", "adapter", "critic", "checkpoints")
 
 
 def require_trusted_imports(run: Path, tree: Tree, others: Sequence[str] = ()) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from rlframework.config.further_policies import in_section
 from rlframework.config.hints import key_paths, peer_hint, unknown_key_hint
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
 from rlframework.config.sections import RunConfig
@@ -126,6 +127,36 @@ def check_run(config: RunConfig) -> Iterator[Problem]:
     """Yield the conflicts between keys that exist for every choice of plugins."""
     for problem in (*_conflicts(config), *_step_conflicts(config), *_generation_conflicts(config)):
         yield replace(problem, given=attrgetter(problem.key)(config))
+
+
+def check_further_policies(config: RunConfig, device: str) -> Iterator[Problem]:
+    """Yield the conflicts of further policies: between their own keys, and with other models of their process.
+
+    What is set for a whole process must be equal for all models with `worker_group.name=inline`.
+    """
+    inline = config.worker_group.name == "inline"
+    for name, section in config.further_policies.items():
+        view = config.of(name)
+        for problem in _conflicts(view):
+            if (
+                problem.key in ("policy.train_global_batch_size", "policy.scheduler.warmup_steps")
+                and not section.trained
+            ):
+                continue
+            if problem.key.startswith(("policy.", "worker_group.")):
+                given = attrgetter(problem.key)(view)
+                key, message, hint = (in_section(text, name) for text in (problem.key, problem.message, problem.hint))
+                yield replace(problem, key=key, message=message, hint=hint, given=given)
+        for key in _OF_A_PROCESS if inline and section.worker_group.name == "inline" and device == "cuda" else ():
+            given, wanted = getattr(section, key), getattr(config.policy, key)
+            if given != wanted:
+                message = f"must be {str(wanted).lower()} like policy.{key}, because both models are in one process"
+                hint = f"Or set {name}.worker_group.name to processes."
+                yield Problem(f"{name}.{key}", message, hint, given=given)
+
+
+_OF_A_PROCESS = ("tf32", "cudnn_attention", "expandable_segments")
+"""Keys of `policy` that set up torch for a process."""
 
 
 def _conflicts(config: RunConfig) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.conformance import SUITES, suite_of
-from rlframework.conformance.layouts import Layout, declared_layouts, select_layouts
+from rlframework.conformance.layouts import Layout, declared_layouts, enough_gpus, select_layouts
 from rlframework.conformance.sections import parse_section, section_of
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import check_writable, write_atomically
@@ -158,11 +158,22 @@ def _unknown(name: str, manager: PluginManager) -> str:
 def _layouts(request: Request, registered: Registered) -> list[Layout]:
     record = registered.record
     if request.workers is None:
-        return select_layouts(record, request.layouts or ["all"])
+        return _that_fit(request, select_layouts(record, request.layouts or ["all"]))
     found = [layout for layout in declared_layouts(record) if layout.workers == request.workers]
     if not found:
         known = ", ".join(f"'{layout}'" for layout in declared_layouts(record))
         raise ConfigError(f"{record.name!r} has no layout of {request.workers} workers; its layouts are {known}")
+    return _that_fit(request, found)
+
+
+def _that_fit(request: Request, layouts: list[Layout]) -> list[Layout]:
+    """Return the layouts for which there is a GPU per worker, and print the others; an explicit choice must fit."""
+    found = [layout for layout in layouts if enough_gpus(layout, request.device)]
+    missing = "; ".join(str(layout) for layout in layouts if layout not in found)
+    if missing and (request.layouts or request.workers):
+        raise ConfigError(f"there are not enough GPUs for {missing}: leave it out, or use --device cpu")
+    if missing:
+        print(f"not tested, because there are not enough GPUs: {missing}", file=sys.stderr)
     return found
 
 

@@ -67,6 +67,15 @@ class Layout:
         return ",".join(named) or "data=1"
 
 
+def enough_gpus(layout: Layout, device: str) -> bool:
+    """Return True if there is a GPU for each worker of `layout`, or `device` is a CPU."""
+    if device != "cuda":
+        return True
+    import torch
+
+    return layout.workers <= torch.cuda.device_count()
+
+
 _SPLITS = ("tensor", "context", "pipeline")
 
 

@@ -93,9 +93,15 @@ class Context:
         """The resolved `device` of the configuration, "cpu" or "cuda"; "cpu" without a configuration."""
         return resolve_device(self.config.device) if self.config is not None else "cpu"
 
+    @property
+    def policy_runs(self) -> list[RunConfig]:
+        """The configuration and, for each further policy, that of `RunConfig.of`; empty without a configuration."""
+        config = self.config
+        return [] if config is None else [config, *(config.of(name) for name in config.further_policies)]
+
     def uses_group(self, name: str) -> bool:
-        """Whether the configuration's worker group is `name`."""
-        return self.config is not None and self.config.worker_group.name == name
+        """Whether a worker group of the configuration is `name`."""
+        return any(policy_run.worker_group.name == name for policy_run in self.policy_runs)
 
     def problem(self, text: str, remedy: str, *, needed: bool) -> Finding:
         """Return a finding for a failure: broken if the run needs it or no run is given, else a warning."""

@@ -230,7 +230,7 @@ def torch(context: Context) -> Iterator[Finding]:
             if named
             else "Give this machine's hostname an address (/etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
         )
-        several = context.config is not None and context.config.worker_group.num_workers > 1
+        several = any(policy_run.worker_group.num_workers > 1 for policy_run in context.policy_runs)
         yield context.problem(f"gloo cannot form a process group: {found['gloo_error']}", remedy, needed=several)
 
 
@@ -244,13 +244,13 @@ def versions(context: Context) -> Iterator[Finding]:
 def requirements(context: Context) -> Iterator[Finding]:
     """Requirements of rlframework's distributions, and transitively of their dependencies."""
     own = [name for name in OWN if package_version(name) != _MISSING]
-    backend = "" if context.config is None else f"rlframework-{context.config.policy.backend}"
+    backends = [f"rlframework-{policy_run.policy.backend}" for policy_run in context.policy_runs]
     found = list(clashes(own))
     for distribution, needed, there in found:
         installed = "it is not installed" if there == _MISSING else f"{there} is installed"
         text = f"{distribution} requires {needed}, but {installed}"
         if distribution in OWN:
-            yield context.problem(text, f"pip install '{needed}'", needed=distribution in (CORE, backend))
+            yield context.problem(text, f"pip install '{needed}'", needed=distribution in (CORE, *backends))
         else:
             yield warning(text, f"Install a version that fits {needed}; `pip check` shows which packages require it")
     if not found:

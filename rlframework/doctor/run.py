@@ -149,17 +149,23 @@ def configuration(context: Context) -> Iterator[Finding]:
 
 
 def model(context: Context, config: RunConfig) -> Iterator[Finding]:
-    """The files of the model: local, in the Hub's cache, or on the Hub."""
+    """The files of each model: local, in the Hub's cache, or on the Hub."""
+    sections = {"policy": config.policy, **config.further_policies}
+    for name in dict.fromkeys(section.model_name for section in sections.values()):
+        yield from _model(next(each for each, section in sections.items() if section.model_name == name), name)
+
+
+def _model(section: str, name: str) -> Iterator[Finding]:
+    """The files of the model `name`, which is that of `section`."""
     from huggingface_hub import constants
 
-    name = config.policy.model_name
     folder = Path(name).expanduser() if is_path(name) else _cached(name)
     if folder is not None:
         if (folder / "config.json").is_file():  # otherwise reported by the check `estimate`
             yield _weights(folder)
     elif not constants.HF_HUB_OFFLINE and hub_problem() is None:  # otherwise reported by the check `estimate`
         endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
-        text = f"policy.model_name={name!r} will be downloaded from {endpoint}"
+        text = f"{section}.model_name={name!r} will be downloaded from {endpoint}"
         yield note(text, "Before a run on a cluster: hf download")
 
 
@@ -190,27 +196,31 @@ def workers(context: Context, config: RunConfig) -> Iterator[Finding]:
         each = getattr(config.worker_group, "workers_per_node", None) or 1
         have = sum(int(node["gpus" if cuda else "cpus"]) // each * each for node in nodes)
         where = f"in {len(nodes)} node(s) of the cluster"
-    count, unit = config.worker_group.num_workers, "GPU" if cuda else "core"
-    text = f"worker_group.num_workers={count}, with {have} {unit}(s) available {where}"
-    remedy, facts = f"Set it to at most {have}, or provide more {unit}s", {"workers": count, "there": have}
-    if count <= have:
-        yield ok(text, facts=facts)
-    elif cuda or context.uses_group("ray"):
-        yield broken(text, remedy, facts)
-    else:
-        yield warning(f"{text}: workers share cores", remedy, facts)
+    unit, groups = "GPU" if cuda else "core", {"": config.worker_group}
+    groups |= {f"{name}.": section.worker_group for name, section in config.further_policies.items()}
+    for section, group in groups.items():
+        count = group.num_workers
+        text = f"{section}worker_group.num_workers={count}, with {have} {unit}(s) available {where}"
+        remedy, facts = f"Set it to at most {have}, or provide more {unit}s", {"workers": count, "there": have}
+        if count <= have:
+            yield ok(text, facts=facts)
+        elif cuda or context.uses_group("ray"):
+            yield broken(text, remedy, facts)
+        else:
+            yield warning(f"{text}: workers share cores", remedy, facts)
     if not cuda and config.device == "auto" and any(node["gpus"] for node in nodes or ()):
         yield warning("device=auto resolves to cpu on this machine, but the cluster has GPUs", "Set device=cuda")
 
 
 def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
     """Whether a Python set for workers or engines has the same versions of Python and Ray, as Ray requires."""
-    backend = context.manager.select("policy_worker", config.policy.backend).record
-    engines = config.generation.workers.python if config.generation.workers is not None else None
-    for whose, named in (
-        ("workers", getattr(config.worker_group, "python", None) or backend.py_executable),
-        ("generation engines", engines),
-    ):
+    named_by = {"generation engines": config.generation.workers.python if config.generation.workers else None}
+    for name in ("", *config.further_policies):
+        view = config.of(name) if name else config
+        backend = context.manager.select("policy_worker", view.policy.backend).record
+        whose = f"workers of {name}" if name else "workers"
+        named_by[whose] = getattr(view.worker_group, "python", None) or backend.py_executable
+    for whose, named in named_by.items():
         if (python := python_path(named)) is not None:
             yield _same_versions(whose, python)
 

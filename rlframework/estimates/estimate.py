@@ -8,10 +8,11 @@ not counted. docs/memory.md says how the parts were checked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
+from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.sections import RunConfig
 from rlframework.configure import resolve_device
 from rlframework.errors import DataError
@@ -44,7 +45,7 @@ class Estimate:
     """The estimate of a run. Free memory and disk are in bytes, and None if unknown.
 
     `disk`: bytes by purpose; `gpus`: those of this machine, or of the `planned` ones; `notes`: assumptions;
-    `output_dir_problem`: why the run cannot start in its `output_dir`.
+    `output_dir_problem`: why the run cannot start in its `output_dir`; `further`: those of further policies.
     """
 
     config: RunConfig
@@ -59,11 +60,21 @@ class Estimate:
     planned: PlannedGpus | None = None
     notes: tuple[str, ...] = ()
     output_dir_problem: str | None = None
+    further: Mapping[str, Estimate] = field(default_factory=dict)
 
     @property
     def host_bytes(self) -> int:
-        """Peak memory in bytes of all workers on this machine."""
-        return self.config.worker_group.num_workers * peak(self.memory, "host")
+        """Peak memory in bytes of all workers on this machine, with those of further policies."""
+        own = self.config.worker_group.num_workers * peak(self.memory, "host")
+        return own + sum(each.host_bytes for each in self.further.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak memory in bytes of a GPU that has a worker of each policy; those that are offloaded take turns."""
+        sizes = {name: each.device_bytes for name, each in self.further.items()}
+        idle = {name for name, section in self.config.further_policies.items() if section.offload_when_idle}
+        resting = max((size for name, size in sizes.items() if name in idle), default=0)
+        return peak(self.memory, "device") + resting + sum(size for name, size in sizes.items() if name not in idle)
 
     @property
     def _place(self) -> Place:
@@ -82,12 +93,13 @@ class Estimate:
             f"estimate: {self.parameters:,} parameters; a worker{several} needs about {most} GiB at its peak: {parts}",
             f"estimate: disk in GiB: {disk}; a step {generated}trains on {about} {self.rows.trained:,}",
             *(f"estimate: {note}" for note in self.notes),
+            *(f"estimate: {name}: {each.lines()[0].partition(': ')[2]}" for name, each in self.further.items()),
         ]
 
     def verdict(self) -> str:
         """One line that says whether a worker fits its GPU; for GPUs that a run is planned for."""
         assert self.planned is not None
-        needed, have = peak(self.memory, "device"), self.planned.memory_bytes
+        needed, have = self.device_bytes, self.planned.memory_bytes
         fits = "fits" if MARGIN * needed <= have else "may not fit" if needed <= have else "does not fit"
         return (
             f"{fits} on {self.planned}: about {gib(needed)} of {gib(have)} GiB on each GPU, by counting; warnings "
@@ -102,10 +114,11 @@ class Estimate:
                 f"the run may need {gib(self.host_bytes)} GiB of memory, and {gib(self.free_memory)} GiB are free. "
                 f"{self._remedy('host')}"
             )
-        needed, free = peak(self.memory, "device"), min((gpu.free_bytes for gpu in self.gpus), default=None)
+        needed, free = self.device_bytes, min((gpu.free_bytes for gpu in self.gpus), default=None)
         if free is not None and MARGIN * needed > free:
             found.append(
-                f"a worker may need {gib(needed)} GiB of its GPU, and {gib(free)} GiB are free. "
+                f"{'the workers on a GPU' if self.further else 'a worker'} may need {gib(needed)} GiB of "
+                f"{'it' if self.further else 'its GPU'}, and {gib(free)} GiB are free. "
                 f"{self._remedy('device')}"
             )
         written = sum(self.disk.values())
@@ -149,7 +162,12 @@ class Estimate:
                     if part.place == place:
                         table.add_row(f"{where} of a worker: {part.name}", ", ".join(part.phases), gib(part.bytes))
                 table.add_row(f"{where} of a worker, at its peak", "", gib(most))
-        table.add_row(f"RAM of all {self.config.worker_group.num_workers} workers", "peak", gib(self.host_bytes))
+        for name, each in self.further.items():
+            for place, where in PLACES.items():
+                if most := peak(each.memory, place):
+                    table.add_row(f"{where} of a worker of {name}, at its peak", "", gib(most))
+        workers = sum(each.config.worker_group.num_workers for each in (self, *self.further.values()))
+        table.add_row(f"RAM of all {workers} workers", "peak", gib(self.host_bytes))
         if self.planned is None:
             table.add_row("RAM, free", "now", gib(self.free_memory))
         for number, gpu in enumerate(self.gpus):
@@ -168,7 +186,16 @@ def estimate(
     parts: Parts, record: PolicyWorkerRecord, *, reference: bool, planned: PlannedGpus | None = None
 ) -> Estimate:
     """Estimate the run of `parts`, which needs no workers; see `estimate_rows`."""
-    return estimate_rows(parts.config, record, rows_of(parts), reference=reference, planned=planned)
+    rows = rows_of(parts)
+    further = {
+        name: estimate_rows(
+            model.config, cast("PolicyWorkerRecord", model.record), rows, reference=False, planned=planned
+        )
+        for name, model in parts.models.items()
+    }
+    found = estimate_rows(parts.config, record, rows, reference=reference, planned=planned)
+    written = {f"{name}: {what}": size for name, each in further.items() for what, size in each.disk.items()}
+    return replace(found, further=further, disk=found.disk | written)
 
 
 def estimate_rows(
@@ -246,6 +273,9 @@ def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
     most = section.keep_last + section.keep_best + 1
     kept = min(most, steps // section.every if steps else most) if section.every else 0  # 0 steps: of epochs, not known
     recorded = len({*config.recording.steps, *(range(every, steps + 1, every) if every else ())})
+    recorded *= not isinstance(config.policy, FurtherPolicyConfig)
+    if not getattr(config.policy, "trained", True):
+        return {}
     found = {
         "trained model": 4 * parameters,
         f"{kept} checkpoints": kept * CHECKPOINT_BYTES * trained,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.sections import RunConfig
 from rlframework.estimates.model_size import ModelSize, Part
 from rlframework.estimates.rows import Rows, microbatch_tokens
@@ -87,8 +88,17 @@ class _StageMemory:
         experts = state.expert_shards or state.shards
         return round(state.width * share * (part.others / state.shards + part.experts / experts))
 
+    @property
+    def _trains(self) -> bool:
+        return getattr(self.config.policy, "trained", True)
+
+    @property
+    def _kept(self) -> Iterator[State]:
+        """The states that exist; a further policy that is not trained has no gradients and no moments."""
+        return (state for state in self.layout.states if self._trains or not state.trained)
+
     def _states(self, *, reference: bool) -> Iterator[MemoryUse]:
-        for state in self.layout.states:
+        for state in self._kept:
             yield MemoryUse(state.name, self._bytes_of(state), state.place, state.phases)
         if reference and self.config.policy.lora is None:
             weights = self._bytes_of(self.layout.states[0])
@@ -104,7 +114,7 @@ class _StageMemory:
         yield MemoryUse("buffers", layout.buffers, "device")
         yield MemoryUse("buffers of the backward", layout.training_buffers, "device", TRAINING)
         yield MemoryUse("activations", self._activations(width), "device", TRAINING)
-        if self.stage == self.config.policy.parallelism.pipeline - 1:
+        if self.stage == self.config.policy.parallelism.pipeline - 1 and self.config.policy.head == "language":
             yield MemoryUse("logits", self._logits(width), "device", TRAINING)
 
     def _activations(self, width: int) -> int:
@@ -118,6 +128,8 @@ class _StageMemory:
             kept = width * shape.hidden / (tensor if sequence else 1)
         elif checkpointing == "selective":
             kept = shape.saved_products(width, tensor=tensor, sequence=sequence)
+        if not self._trains:
+            return round(tokens * layer)
         layers = -(-len(self.model.blocks) // parallelism.pipeline)
         in_flight = parallelism.pipeline - self.stage  # microbatches whose backward is to come, in a 1F1B schedule
         recomputed = layer if checkpointing else 0.0
@@ -133,7 +145,8 @@ class _StageMemory:
 
     def _generation(self, taken: int) -> Iterator[MemoryUse]:
         """Memory of the embedded engine, which decodes as many rows at once as a GPU has memory for beside `taken`."""
-        if not self.rows.generated or self.config.generation.workers is not None:
+        further = isinstance(self.config.policy, FurtherPolicyConfig)
+        if further or not self.rows.generated or self.config.generation.workers is not None:
             return
         width, batch = compute_width(self.config), decoding_batch(self.config, self.rows)
         copy = 0 if self.layout.shares_model else width * self.model.parameters

@@ -161,6 +161,12 @@ class EngineModel(WeightSink):
         self._ready(module)
         return held
 
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights that were loaded last, under their names in files, tied ones once; shares memory."""
+        assert self._module is not None
+        held = self._views(self._module)
+        return {name: held[name] for name in FileLayout.of(self._module).weights}
+
     def _views(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights of `module` under their names in files, sharing memory."""
         held = module.state_dict()

@@ -40,6 +40,7 @@ class RowForward(ABC):
     def __init__(self, model: Any, pad_id: int, device: torch.device) -> None:
         self.model, self._pad_id, self._device = model, pad_id, device
         self._accepted = set(inspect.signature(model.forward).parameters)
+        self._cache_name = cache_argument(model)
 
     @abstractmethod
     def start(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
@@ -142,7 +143,7 @@ class PaddedRows(RowForward):
         mask = None
         if any(self._paddings):
             mask = (torch.arange(self._width, device=self._device) >= self._starts[:, None]).long()
-        return self._call(ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, **inputs)
+        return self._call(ids, attention_mask=mask, use_cache=True, **{self._cache_name: self._cache}, **inputs)
 
 
 class EqualRows(RowForward):
@@ -153,12 +154,11 @@ class EqualRows(RowForward):
         distinct, numbers = self._distinct(prompts)
         ids = torch.stack(distinct).to(self._device)
         self._cache = _cache(self.model, self._device, ids.shape[1] + longest)
-        self._name = next((name for name in _CACHES if name in self._accepted), _CACHES[0])
-        return self._expanded(self._call(ids, use_cache=True, **{self._name: self._cache}), numbers)
+        return self._expanded(self._call(ids, use_cache=True, **{self._cache_name: self._cache}), numbers)
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See `RowForward.advance`."""
-        return self._call(tokens[:, None], use_cache=True, **{self._name: self._cache})
+        return self._call(tokens[:, None], use_cache=True, **{self._cache_name: self._cache})
 
     def keep(self, rows: Tensor) -> None:
         """See `RowForward.keep`."""
@@ -186,8 +186,13 @@ class WholeRows(RowForward):
         self._ids = self._ids[rows.to(self._device)]
 
 
-_CACHES = "past_key_values", "cache_params"
-"""Names of the argument that takes a cache."""
+def cache_argument(model: Any) -> str:
+    """Return the name of the argument of `model`, and of the field of its output, that has the cache.
+
+    It is `cache` from transformers 5.24 on.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")
 
 
 def _cache(model: Any, device: torch.device, capacity: int) -> Any:

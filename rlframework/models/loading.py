@@ -62,7 +62,7 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
                 config.model_name,
                 config=model_config,
                 dtype=torch.float32,
-                attn_implementation=attention,
+                attn_implementation=attention or _needed_attention(model_config),
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=local_files_only(config.model_name),
                 output_loading_info=True,
@@ -103,11 +103,17 @@ def _start_new_head(config: PolicyConfig, model: Any, missing: Collection[str]) 
 
 def new_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
     """Build the model of `model_config` with random fp32 weights, in evaluation mode; see `load_model`."""
+    attention = attention or _needed_attention(model_config)
     keys = {} if attention is None else {"attn_implementation": attention}
     model = auto_class(model_config, config.head).from_config(
         model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **keys
     )
     return _prepared(model, config.head)
+
+
+def _needed_attention(model_config: Any) -> str | None:
+    """Return `eager` for a model with soft caps of scores, which older versions of transformers leave out of `sdpa`."""
+    return "eager" if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def empty_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:

@@ -13,6 +13,7 @@ import torch
 from rlframework.batch.batch_rows import read_count
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
+from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
@@ -79,7 +80,10 @@ def _moved(method: Callable[[Any], BytesMoved]) -> Callable[[Any], BytesMoved]:
 
 
 class Policy:
-    """The driver's handle of the model being trained, on the configured worker group and backend."""
+    """The driver's handle of a model, on the configured worker group and backend: of the policy that a run trains.
+
+    With `config.of(name)` it is the handle of a further policy.
+    """
 
     def __init__(
         self,
@@ -268,6 +272,11 @@ class Policy:
         """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""
         return all(self._calls.on_all(PolicyWorker.checkpoint_written))
 
+    def rest(self) -> None:
+        """Offload the model until the next call needs it, if its section has `offload_when_idle`."""
+        if getattr(self.config.policy, "offload_when_idle", False):
+            self.offload_after_refit()
+
     def stop_profiling(self, folder: str | None) -> list[str]:
         """Write the traces to `folder`, shared by workers and driver, and return their paths, by rank."""
         return [path for path in self._calls.on_all(PolicyWorker.stop_profiling, folder=folder) if path is not None]
@@ -294,11 +303,14 @@ def worker_spec(
 ) -> WorkerSpec:
     """The specification that each worker of the policy in `config` is started with; see `Policy` for the arguments."""
     record = manager.select("policy_worker", config.policy.backend).record
+    if getattr(config.policy, "offload_when_idle", False):
+        require(record, Capability.CPU_OFFLOAD, "policy.offload_when_idle=true moves the model to CPU memory")
     neutral = {name: getattr(config.policy, name) for name in PolicyConfig.model_fields}
     if calls := training_calls or config.algorithm.num_steps:  # 0: with `num_epochs`, where nothing is trained
         neutral["scheduler"] = resolve_total_steps(config.policy.scheduler, calls)
     section = getattr(config.policy, config.policy.backend, None)
-    generates = Capability.EMBEDDED_GENERATION in record.capabilities and config.generation.workers is None
+    embeds = Capability.EMBEDDED_GENERATION in record.capabilities and config.generation.workers is None
+    generates = embeds and not isinstance(config.policy, FurtherPolicyConfig)
     engine = manager.select("generation_engine", config.generation.name).record.target if generates else None
     return WorkerSpec(
         target=record.target,

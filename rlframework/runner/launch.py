@@ -151,6 +151,8 @@ def _train(
             parts.policy.save_pretrained(str(path))
             if config.policy.lora is not None:
                 parts.policy.save_adapter(str(folder / "adapter"))
+            for name, trained in parts.trained.items():
+                trained.save_pretrained(str(folder / name))
             parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
             parts.observers.run_finished(result.metrics)
     return result

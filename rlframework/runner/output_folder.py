@@ -42,7 +42,7 @@ _WRITTEN = re.compile(
     | report\.html
     | tensorboard/events\.out\.tfevents\.[^/]+
     | wandb/.+ | judge/\w+\.jsonl
-    | (model|adapter)/[^/]+\.(json|safetensors|jinja|model|txt|py|bin|distcp) | (model|adapter)/\.metadata
+    | (model|adapter|critic)/[^/]+\.(json|safetensors|jinja|model|txt|py|bin|distcp) | (model|adapter|critic)/\.metadata
     | checkpoints/step-\d+/.+ | recorded/step-\d+/.+ | traces/step-\d+/.+
     | evaluations/([^/]+/)+(completions(\.partial)?\.jsonl|summary\.json) | evaluations/[^/]+/comparison\.json
     | ([^/]+/)?{_TEMPORARY}(/.+)?
@@ -51,7 +51,18 @@ _WRITTEN = re.compile(
 )
 """Paths of the files that runs, and the commands that read them, write below `output_dir`."""
 
-_FOLDERS = ("adapter", "checkpoints", "evaluations", "judge", "model", "recorded", "tensorboard", "traces", "wandb")
+_FOLDERS = (
+    "adapter",
+    "checkpoints",
+    "critic",
+    "evaluations",
+    "judge",
+    "model",
+    "recorded",
+    "tensorboard",
+    "traces",
+    "wandb",
+)
 _WITH_METRICS = ("judge", "wandb")
 """Folders whose files do not say of which step they are, so that the metrics decide."""
 _ALWAYS_STARTUP = (LOCK_FILE, "config.yaml", ENVIRONMENT_FILE, "restarts.jsonl")

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Algorithm, Parts
 from rlframework.configure import resolve_device
-from rlframework.errors import ConfigError, NotSupported, PluginError
+from rlframework.errors import ConfigError, PluginError
 from rlframework.huggingface.hub import require_available
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework.runner.data import require_data, with_data, with_steps
+from rlframework.runner.further_policies import planned_models, started_models
+from rlframework.runner.placeholder import Placeholder as Placeholder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,18 +32,6 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 """Files of which a directory with a tokenizer has at least one."""
-
-
-class Placeholder:
-    """Has the attributes `known`. Every other raises `NotSupported`, as there are no workers yet."""
-
-    def __init__(self, **known: Any) -> None:
-        vars(self).update(known)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotSupported(f"no worker is started yet, and {name!r} needs one; call it in `Algorithm.run`")
 
 
 @contextmanager
@@ -65,9 +55,13 @@ def build_parts(
         if planning is not None:
             planning(parts)
         config = parts.config
-        reference = algorithm_class(config, manager).needs_reference_model(config.algorithm)
-        with _workers(config, manager, parts.tokenizer, init_reference_model=reference) as (policy, generation):
-            yield replace(parts, policy=policy, generation=generation, checkpoint=checkpoint)
+        algorithm, device = algorithm_class(config, manager), resolve_device(config.device)
+        reference = algorithm.needs_reference_model(config.algorithm)
+        with (
+            _workers(config, manager, parts.tokenizer, init_reference_model=reference) as (policy, generation),
+            started_models(config, manager, parts.tokenizer, algorithm, device) as models,
+        ):
+            yield replace(parts, policy=policy, generation=generation, checkpoint=checkpoint, models=models)
 
 
 @contextmanager
@@ -104,7 +98,8 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
         policy: Any = Placeholder(config=config, capabilities=record.capabilities, data_parallel_size=size)
         generation: Any = Placeholder()
         observers = Observers(config.observers, RunInfo(config, config.output_dir), manager.hook)
-        yield Parts(config, tokenizer, policy, generation, environment, observers)
+        models = planned_models(config, manager, tokenizer, algorithm)
+        yield Parts(config, tokenizer, policy, generation, environment, observers, models=models)
 
 
 def _require_head(config: RunConfig, head: str) -> None:
@@ -193,9 +188,10 @@ def algorithm_class(config: RunConfig, manager: PluginManager) -> type[Algorithm
 
 def require_models(config: RunConfig) -> None:
     """Raise a `DataError` within seconds, before torch is imported, if the model or tokenizer is not available."""
-    require_available(config.policy.model_name)
-    if config.policy.tokenizer_name is not None:
-        require_available(config.policy.tokenizer_name, "policy.tokenizer_name")
+    for name, section in {"policy": config.policy, **config.further_policies}.items():
+        require_available(section.model_name, f"{name}.model_name")
+        if section.tokenizer_name is not None:
+            require_available(section.tokenizer_name, f"{name}.tokenizer_name")
 
 
 @contextmanager

@@ -5,6 +5,7 @@
         checksums.json   of run.json; the two folders have their own
         model/           weights: a Hugging Face directory, or its configuration and tokenizer with sharded weights
         optimizer/       moments, schedule, random states of the workers
+        critic/          the same two folders of a further policy that is trained
 
 The modules `portable` and `sharded` of `rlframework.policy.checkpoint` describe the two formats of weights and moments
 (`checkpoints.format`); reading detects the format. A checkpoint is written under a temporary name and renamed when it
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ from rlframework.errors import DataError, DeadlineExceeded, RunInterrupted, RunT
 from rlframework.files import LOCK_FILE, Replacement, remove_directory, remove_temporary, writing
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
+
+if TYPE_CHECKING:
+    from rlframework.policy.client import Policy
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,6 +81,8 @@ class Checkpoints:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._trained: dict[str, Policy] = {".": parts.policy, **parts.trained}
+        """The policies that are saved, by their folders in a checkpoint."""
         self._config = parts.config.checkpoints
         self._folder = parts.config.output_dir / FOLDER
         self._stop: signal.Signals | None = None
@@ -93,7 +99,7 @@ class Checkpoints:
         `metrics` has the latest value of every metric; `measured` those of this step alone. An asynchronous save only
         begins here: a later step or `finishing` completes it.
         """
-        if self._pending is not None and self._parts.policy.checkpoint_written():
+        if self._pending is not None and all(policy.checkpoint_written() for policy in self._trained.values()):
             self._finish()
         due = self._config.every > 0 and step % self._config.every == 0
         if due or self._stop is not None:
@@ -126,12 +132,13 @@ class Checkpoints:
             with writing(path):
                 (folder / "run.json").write_text(json.dumps(facts.model_dump()) + "\n", encoding="utf-8")
                 write_manifest(folder)
-                self._parts.policy.save_checkpoint(
-                    str(folder / "model"),
-                    str(folder / "optimizer"),
-                    form=self._config.format,
-                    asynchronous=self._config.asynchronous and self._stop is None,
-                )
+                for place, policy in self._trained.items():
+                    policy.save_checkpoint(
+                        str(folder / place / "model"),
+                        str(folder / place / "optimizer"),
+                        form=self._config.format,
+                        asynchronous=self._config.asynchronous and self._stop is None,
+                    )
         except BaseException:
             replacement.abandon()
             raise
@@ -143,7 +150,8 @@ class Checkpoints:
         if pending is None:
             return
         try:
-            self._parts.policy.finish_checkpoint()
+            for policy in self._trained.values():
+                policy.finish_checkpoint()
             pending.commit()
         except BaseException:
             pending.abandon()
@@ -189,7 +197,8 @@ class Checkpoints:
             return None
         check_files(path)
         facts = _read(path)
-        self._parts.policy.load_checkpoint(str(path / "model"), str(path / "optimizer"))
+        for place, policy in self._trained.items():
+            policy.load_checkpoint(str(path / place / "model"), str(path / place / "optimizer"))
         self._parts.environment.load_state_dict(facts.environment)
         restore_random_states(facts.random)
         return facts
@@ -197,7 +206,7 @@ class Checkpoints:
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Handle Ctrl-C and SIGTERM: finish the step and save a checkpoint; a second signal stops immediately."""
-        supported = Capability.PORTABLE_OPTIMIZER_STATE in self._parts.policy.capabilities
+        supported = all(Capability.PORTABLE_OPTIMIZER_STATE in policy.capabilities for policy in self._trained.values())
         if not (supported and self._config.on_interrupt):
             yield
             return

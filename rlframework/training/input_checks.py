@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -42,11 +43,16 @@ class InputCheck:
     def __init__(self, parts: Parts) -> None:
         self._tokenizer, self._config = parts.tokenizer, parts.config
         self._episodes = has_episodes(parts.environment)
-        policy = parts.config.policy
-        self._positions = model_positions(policy.model_name, policy.trust_remote_code)
+        self._policies = {"policy": parts.config.policy, **parts.config.further_policies}
+        found = {
+            name: model_positions(policy.model_name, policy.trust_remote_code)
+            for name, policy in self._policies.items()
+        }
+        name = min(found, key=lambda each: found[each] or math.inf)
+        self._positions = found[name]
         self._positions_limit = (
-            f"the model (policy.model_name={policy.model_name}) takes {self._positions} tokens in total. Shorten or "
-            "remove such samples, or choose a model with more positions"
+            f"the model ({name}.model_name={self._policies[name].model_name}) takes {self._positions} tokens in total. "
+            "Shorten or remove such samples, or choose a model with more positions"
         )
 
     def prompts(self, split: Split, samples: Sequence[Sample]) -> None:
@@ -150,12 +156,14 @@ class InputCheck:
         self._fit_microbatches(what, length, scored=False)
 
     def _fit_microbatches(self, what: str, tokens: int, *, scored: bool) -> None:
-        batching = self._config.policy.batching
-        limits = {"policy.batching.tokens": batching.tokens}
-        if scored:
-            limits["policy.batching.logprob_tokens"] = batching.logprob_tokens
+        limits = dict[str, int | None]()
+        for name, policy in self._policies.items():
+            if policy.batching.mode != "padded":
+                limits[f"{name}.batching.tokens"] = policy.batching.tokens
+                if scored or name != "policy":
+                    limits[f"{name}.batching.logprob_tokens"] = policy.batching.logprob_tokens
         for key, limit in limits.items():
-            if batching.mode != "padded" and limit is not None and tokens > limit:
+            if limit is not None and tokens > limit:
                 otherwise = "lower that limit" if self._episodes else "remove such samples"
                 raise ConfigError(
                     f"{what}, but {key}={limit} is the most that a dynamic or packed microbatch may have: set it to at "

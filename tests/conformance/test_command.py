@@ -241,3 +241,16 @@ def test_help_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.endswith("[]\n")
+
+
+def test_layouts_with_more_workers_than_gpus_are_left_out_and_named(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    manager = create_manager()
+    (part,) = find_parts(Request("dtensor", device="cuda"), manager)
+    assert [str(layout) for layout in part.layouts] == ["data=1"]
+    assert "there are not enough GPUs: data=2; tensor=2; " in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="not enough GPUs for tensor=2: "):
+        find_parts(Request("dtensor", layouts=["tensor=2"], device="cuda"), manager)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    (part,) = find_parts(Request("dtensor", device="cuda"), manager)
+    assert [str(layout) for layout in part.layouts if layout.workers > 1][:2] == ["data=2", "tensor=2"]

@@ -12,6 +12,7 @@ from rlframework.generation import transformers_engine
 from rlframework.generation.batch_memory import free_bytes, row_bytes, rows_that_fit
 from rlframework.generation.cache import cache_bytes
 from rlframework.generation.decoding import RowBatch
+from rlframework.generation.row_forward import cache_argument
 
 _SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 _SMALL |= {"num_hidden_layers": 3, "vocab_size": 16}
@@ -42,7 +43,7 @@ def test_bytes_are_those_of_a_cache(config: Any) -> None:
     model, cache = AutoModelForCausalLM.from_config(config).eval(), DynamicCache(config=config)
     with torch.no_grad():
         for _ in range(9):
-            model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+            model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     window = getattr(config, "sliding_window", None)
     spare = held // (window - 1) if window else 0  # transformers keeps one position less than the window

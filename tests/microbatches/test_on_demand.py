@@ -10,6 +10,7 @@ import pytest
 import torch
 from probe_forked import run_forked
 
+from rlframework.batch.batch_rows import copy_to
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
 from rlframework.microbatches.data_processor import MicrobatchProcessor
@@ -85,3 +86,13 @@ def test_the_next_is_made_after_the_launch_of_the_one_before_and_nothing_waits()
     ]
     assert max(event for event in events if isinstance(event, int)) <= 2
     assert waits == []
+
+
+def test_an_expanded_tensor_is_pinned_as_a_copy(monkeypatch):
+    """Pinning a tensor whose elements share memory is an error of torch: position ids of padded rows are such."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+    copied = copy_to(torch.arange(3).expand(2, 3), torch.device("cuda"))
+    assert pinned[0].is_contiguous()
+    assert copied.tolist() == [[0, 1, 2], [0, 1, 2]]

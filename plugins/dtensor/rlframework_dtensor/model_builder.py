@@ -141,6 +141,11 @@ def compile_blocks(model: Any, compiler: str = "inductor") -> None:
         layer.compile(dynamic=True, backend=compiler)
 
 
+def _logits_alone(model: Any, args: Any, output: Any) -> Any:
+    """Return `output` without what nobody reads, such as the hidden states of an image encoder."""
+    return type(output)(logits=output.logits)
+
+
 def apply_fsdp(model: Any, mesh: Mesh, config: PolicyConfig, reshard_after_forward: bool) -> Any:
     """Apply `fully_shard` to each decoder block, to embedding and head unless tied, and to the root.
 
@@ -166,6 +171,7 @@ def apply_fsdp(model: Any, mesh: Mesh, config: PolicyConfig, reshard_after_forwa
         fully_shard(embedding, mesh=mesh.fsdp, **settings)
         # gathered while the last blocks compute; the backward needs its weight again at once
         fully_shard(head, mesh=mesh.fsdp, mp_policy=layer_policy, reshard_after_forward=False, **on_cpu)
+    model.register_forward_hook(_logits_alone)  # before the hook of FSDP, which casts and follows all that it is given
     root_policy = replace(layer_policy, output_dtype=torch.float32)
     # a tied head is part of the root, and its weight must stay unsharded until the backward
     fully_shard(model, mesh=mesh.fsdp, mp_policy=root_policy, reshard_after_forward=False, **on_cpu)

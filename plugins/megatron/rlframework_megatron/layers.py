@@ -152,7 +152,8 @@ def _local_layer_spec(model_config: Any, core_config: TransformerConfig, experts
     if experts is None and value_of(model_config, found.mlp_bias):
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = BiasedColumns, BiasedRows
     if experts is not None and found.mixture is not None and found.mixture.stacked:
-        activation = {"alpha": model_config.swiglu_alpha, "limit": model_config.swiglu_limit}
+        defaults = {"alpha": 1.702, "limit": 7.0}  # of transformers without these keys, until 5.22
+        activation = {key: getattr(model_config, f"swiglu_{key}", value) for key, value in defaults.items()}
         parts.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params=activation)
         parts.mlp.submodules.router = BiasedRouter
     return spec

@@ -23,7 +23,7 @@ _REASONS: Mapping[str, str] = {
     "requests are tokens, so the engine loads no tokenizer": "tokenizer skip_tokenizer_init",
     "each sampled token has the log-probability that the loss needs": "logprobs_mode max_logprobs logits_processors",
     "weights arrive by refits": "load_format",
-    "adapters arrive merged (policy.lora.refit=merged)": "enable_lora",
+    "adapters are merged into the weights": "enable_lora",
     "it follows from tensor_parallel_size": "distributed_executor_backend",
     "the engine works only inside `poll`": "async_scheduling",
     "on a CPU, vLLM cannot sample for prompts that it splits": "enable_chunked_prefill",

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import RequestError
+from rlframework.generation.adapted_weights import AdaptedWeights
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.serving import Collected, ServingEngine
 from rlframework.generation.weight_fit import require_fit
@@ -43,6 +44,7 @@ class VllmEngine(ServingEngine[Collected]):
     ) -> None:
         super().__init__(config, tokenizer, model_name=model_name, device=device, precision=precision)
         self._keys = config.vllm if isinstance(config, VllmGenerationConfig) else VllmKeys()
+        self._weights = AdaptedWeights(model_name, precision, self.refit_device, self._whole)
         self._sink: StagedWeights | None = None
         self._started: Runtime | None = None
         self._asleep: set[Tag] = set()
@@ -69,7 +71,7 @@ class VllmEngine(ServingEngine[Collected]):
         for name, served in list(self._waiting.items()):
             vocabulary = self.limits.vocabulary or 2**31 - 1
             top_k = min(served.request.sampling.top_k or 0, vocabulary)
-            self._vllm.add(served.request, self.limits.budget(served.request), top_k)
+            self._vllm.add(served.request, self.limits.budget(served.request), top_k, version)
             del self._waiting[name]
         advanced = False
         for name, tokens, logprobs, reason in self._vllm.step():
@@ -120,6 +122,10 @@ class VllmEngine(ServingEngine[Collected]):
     def refit_sink(self, info: WeightInfo) -> WeightSink:
         """See `ReceivesWeights.refit_sink`. The first time, vLLM starts."""
         self.restore(["weights"])
+        return self._weights.sink(info)
+
+    def _whole(self, info: WeightInfo) -> WeightSink:
+        """Return the destination of whole weights."""
         if self._sink is None or self._sink.info != info:
             require_fit(info, read_config(self._model_name), self._model_name)
             several = self._keys.tensor_parallel_size > 1
@@ -130,12 +136,9 @@ class VllmEngine(ServingEngine[Collected]):
         return sink
 
     def _load(self, source: Source) -> Held:
-        if self._keys.tensor_parallel_size > 1:
-            self._vllm.call(weights.load_shard, source)
-            return {}
-        (held,) = self._vllm.call(weights.load, source)
-        found: Held = held
-        return found
+        load = weights.load_shard if self._keys.tensor_parallel_size > 1 else weights.load
+        held: Held = self._vllm.call(load, source)[0] or {}
+        return held
 
     def drop_caches(self) -> int:
         """See `ReceivesWeights.drop_caches`."""

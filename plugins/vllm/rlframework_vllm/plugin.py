@@ -12,13 +12,14 @@ from rlframework_vllm.config import VllmGenerationConfig
 @hookimpl
 def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     """Return the record selected by `generation.name: vllm`."""
+    refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.LORA_REFIT})
     return [
         GenerationEngineRecord(
             name="vllm",
             target="rlframework_vllm.engine:VllmEngine",
             summary="vLLM in processes of its own, in the same Python environment or in another one",
             api_version=2,
-            capabilities=frozenset({Capability.IN_FLIGHT_UPDATE, Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}),
+            capabilities=refits | {Capability.IN_FLIGHT_UPDATE},
             config_model=VllmGenerationConfig,
             check=check,
             gpus_per_engine=_gpus,

@@ -57,8 +57,8 @@ class Runtime:
                 f"vLLM does not start with the settings of generation.vllm: {str(error).strip().splitlines()[0]}"
             ) from error
 
-    def add(self, request: GenerationRequest, max_tokens: int, top_k: int) -> None:
-        """Accept a request."""
+    def add(self, request: GenerationRequest, max_tokens: int, top_k: int, version: int) -> None:
+        """Accept a request. In the cache it finds only prefixes of requests with the same `version` of the weights."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -76,7 +76,8 @@ class Runtime:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._engine.add_request(request.request_id, {"prompt_token_ids": request.prompt_ids.tolist()}, parameters)
+        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(version)}
+        self._engine.add_request(request.request_id, prompt, parameters)
 
     def step(self) -> Iterator[Progress]:
         """Compute one forward, and yield what it added."""

@@ -19,6 +19,7 @@ from rlframework.weight_sync.receiver import WeightSink
 from rlframework.weight_sync.staged import Source
 from rlframework_vllm import plugin, weights
 from rlframework_vllm.engine import VllmEngine
+from rlframework_vllm.runtime import Runtime
 
 
 def _kept(worker: Any) -> None:
@@ -79,6 +80,21 @@ def head_left_behind(part: Any) -> type:
     return Broken
 
 
+def prefixes_kept(part: Any) -> type:
+    """Caches are neither dropped nor told apart by their version."""
+
+    class Broken(stale_cache(part)):  # type: ignore[misc]
+        def begin_weight_update(self, version: int, specs: WeightInfo) -> None:
+            super().begin_weight_update(version, specs)
+            runtime, first = self._vllm, self.first
+            runtime.add = lambda request, tokens, top_k, _: Runtime.add(runtime, request, tokens, top_k, first)
+
+        def repaired(self) -> None:
+            del self._vllm.add
+
+    return Broken
+
+
 def _buffers(worker: Any) -> Iterable[Tensor]:
     """The tables of the rotary embeddings, each once."""
     found = {id(one): one for name, one in worker.get_model().named_buffers() if name.endswith("cos_sin_cache")}
@@ -116,11 +132,11 @@ def buffer_lost(part: Any) -> type:
 OWN = {
     "tied tensor": head_left_behind,
     "tied tensor, after the checks": head_kept,
-    "stale prefix cache": stale_cache,
+    "stale prefix cache": prefixes_kept,
     "lost buffer": buffer_lost,
 }
 
-VLLM_FAULTS = {**{name: fault for name, fault in FAULTS.items() if name != "undelivered adapter"}, **OWN}
+VLLM_FAULTS = {**FAULTS, **OWN}
 FaultyVllm = injectable(VllmEngine, VLLM_FAULTS)
 
 

@@ -183,6 +183,33 @@ def test_an_update_equals_a_fresh_engine_to_the_bit(engine, one_engine, model):
     assert all(same(found[name], expected[name]) for name in expected)
 
 
+def test_cached_prefixes_of_an_earlier_version_are_not_hit_even_if_they_are_not_dropped(engine, model, monkeypatch):
+    serve(engine, requests(prompt=70))  # fills the cache
+    monkeypatch.setattr(engine, "drop_caches", lambda: 0)
+    update(engine, engine.weight_state.require() + 1, model.weights(6))
+    asked = requests(prompt=70)
+    for name, result in serve(engine, asked).items():
+        (request,) = (one for one in asked if one.request_id == name)
+        expected = model.logprobs(model.weights(6), result, request)
+        torch.testing.assert_close(result.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_adapters_alone_are_merged_into_the_model_of_the_directory_and_whole_weights_follow(engine, model):
+    layer, version = "model.layers.1.self_attn.q_proj", engine.weight_state.require()
+    draw = torch.Generator().manual_seed(0)
+    (request,) = requests(1, tokens=20)
+    for number in (1, 2):  # the second is not added to the first
+        a, b = torch.randn(2, 64, generator=draw), torch.randn(64, 2, generator=draw)
+        update(engine, version + number, {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b})
+        result = serve(engine, [request])[request.request_id]
+        merged = {**model.weights(0), f"{layer}.weight": model.weights(0)[f"{layer}.weight"] + b @ a}
+        torch.testing.assert_close(result.logprobs, model.logprobs(merged, result, request), atol=1e-4, rtol=0)
+        assert {span.version for span in result.spans} == {version + number}
+    update(engine, version + 3, model.weights(3))
+    result = serve(engine, [request])[request.request_id]
+    torch.testing.assert_close(result.logprobs, model.logprobs(model.weights(3), result, request), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_by_ipc_are_written_into_the_engine_s_memory_and_checked(engine, model, dtype):
     weights = model.weights(3, dtype)
@@ -204,7 +231,7 @@ def test_weights_by_ipc_are_written_into_the_engine_s_memory_and_checked(engine,
     torch.testing.assert_close(result.logprobs, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "adapter of no layer"])
 def test_weights_that_do_not_fit_are_rejected_by_name_and_the_next_update_is_right(engine, model, fault):
     weights, version = dict(model.weights(2)), engine.weight_state.require()
     name = "model.layers.1.mlp.up_proj.weight"
@@ -213,8 +240,11 @@ def test_weights_that_do_not_fit_are_rejected_by_name_and_the_next_update_is_rig
     elif fault == "unknown":
         name = "model.layers.2.mlp.up_proj.weight"
         weights[name] = torch.zeros(2, 2)
-    else:
+    elif fault == "shape":
         weights[name] = weights[name].T.contiguous()
+    else:
+        name = "model.layers.1.mlp.no_proj"
+        weights = {f"{name}.lora_{one}.weight": torch.zeros(2, 2) for one in "AB"}
     with pytest.raises(RefitError, match=name):
         update(engine, version + 1, weights)
     engine.submit(requests(1))

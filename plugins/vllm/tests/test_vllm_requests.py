@@ -21,15 +21,17 @@ class Failing:
 
     def __init__(self) -> None:
         self.added: list[str] = []
+        self.versions: dict[str, int] = {}
         self.broken: set[str] = set()
         self.calls: list[Any] = []
         self.reason: FinishReason | None = "length"
 
-    def add(self, request: GenerationRequest, *_: Any) -> None:
+    def add(self, request: GenerationRequest, tokens: int, top_k: int, version: int) -> None:
         if request.request_id in self.broken:
             raise RuntimeError("no room")
         assert request.request_id not in self.added, "added twice"
         self.added.append(request.request_id)
+        self.versions[request.request_id] = version
 
     def step(self) -> Any:
         return [(name, [3], [-1.0], self.reason) for name in self.added]
@@ -74,6 +76,15 @@ def test_requests_that_were_added_before_one_failed_are_not_added_again(engine):
         ("b", "aborted"),
         ("c", "length"),
     ]
+
+
+def test_cached_prefixes_belong_to_the_version_with_which_a_request_begins(engine):
+    engine._started.reason = None
+    engine.poll(0)
+    engine.weight_state.commit(2)
+    engine.submit([GenerationRequest("d", torch.tensor([1]), 0, 1)])
+    engine.poll(0)
+    assert engine._started.versions == {"a": 1, "b": 1, "c": 1, "d": 2}
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from rlframework.conformance.mutants.generation_engine.base import (
     saved_weights,
 )
 from rlframework.conformance.mutants.mutant import mutant
+from rlframework.generation.row_forward import cache_argument
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
 
@@ -218,10 +219,11 @@ def _stale_prefix_cache(part: Any) -> type:
 def _with_first_keys_and_values(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     """Complete the prompt greedily, with the keys and values of the first module."""
     prompt, module = request.prompt_ids[None], copy.deepcopy(engine.given_module).eval()
-    cache = engine.first_module(input_ids=prompt[:, :-1], use_cache=True).past_key_values
+    name = cache_argument(module)
+    cache = getattr(engine.first_module(input_ids=prompt[:, :-1], use_cache=True), name)
     tokens, logprobs, last = [], [], prompt[:, -1:]
     for _ in range(len(result.token_ids)):
-        logits = module(input_ids=last, past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = module(input_ids=last, use_cache=True, **{name: cache}).logits[0, -1]
         last = logits.argmax().view(1, 1)
         tokens.append(int(last))
         logprobs.append(float(torch.log_softmax(logits, -1)[tokens[-1]]))

@@ -17,7 +17,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness, loss_function
-from rlframework.errors import RLFrameworkError
+from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.plugins.types import Capability
 
 CALL = "rlframework.conformance.suites.policy_worker.inspection:call"
@@ -55,6 +55,8 @@ class Refit(Suite):
         }
         policy = harness.policy(generation={"workers": {}, "refit": refit}, optimizer={"lr": 3e-2})
         engines = harness.engines(policy)
+        if transport == "collective" and shares_a_gpu(harness, engines):
+            return
         for number in range(2):
             compare(harness, policy, engines, dtype, f"by {transport} after {number} steps")
             policy.train(harness.batch(seed=number), loss_function("nll"))
@@ -129,6 +131,8 @@ class Refit(Suite):
         refit = {"transport": "collective", "deadline": SOON}
         policy = harness.policy(generation={"workers": {}, "refit": refit})
         engines = harness.engines(policy)
+        if shares_a_gpu(harness, engines):
+            return
         compare(harness, policy, engines, torch.float32, "with all engines running")
         self._refit_without_receiver(harness, policy, "an engine that is late")
         compare(harness, policy, engines, torch.float32, "after an engine was late")
@@ -151,6 +155,23 @@ class Refit(Suite):
         harness.values(
             f"log-probabilities after {what}", policy.get_logprobs(data)["logprobs"], harness.oracle().logprobs(data)
         )
+
+
+def shares_a_gpu(harness: PolicyHarness, engines: InspectedEngines) -> bool:
+    """Return True, and note it, if a refit is rejected because trainer and engine share a GPU, where NCCL has no group.
+
+    On other devices this refits nothing.
+    """
+    if harness.device != "cuda":
+        return False
+    try:
+        engines.refit()
+    except ConfigError as error:
+        told = "NCCL two processes on the GPU" in str(error)
+        harness.require(told, "a process group on a shared GPU must be rejected by name", got=str(error)[:500])
+        harness.rejected.append("process groups on a shared GPU")
+        return True
+    return False
 
 
 def compare(harness: PolicyHarness, policy: InspectedPolicy, engines: InspectedEngines, dtype: Any, when: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframework.conformance.layouts import Layout, declared_layouts
+from rlframework.conformance.layouts import Layout, declared_layouts, enough_gpus
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.checkpoints import (
     SCHEDULE,
@@ -140,9 +140,10 @@ def loading(harness: PolicyHarness, paths: tuple[str, str]) -> Any:
 
 
 def other_layout(harness: PolicyHarness) -> Layout:
-    """Return the smallest other declared layout that the backend's section supports."""
-    others = (layout for layout in declared_layouts(harness.record) if layout != harness.layout)
-    return next(filter(harness.supports, sorted(others, key=lambda layout: layout.workers)), harness.layout)
+    """Return the smallest other declared layout that the backend's section and the machine support, or the same."""
+    others = [layout for layout in declared_layouts(harness.record) if layout != harness.layout]
+    there = (layout for layout in others if enough_gpus(layout, harness.device))
+    return next(filter(harness.supports, sorted(there, key=lambda layout: layout.workers)), harness.layout)
 
 
 def read(folder: str) -> dict[str, Tensor]:
