@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlframework.algorithms.losses import BradleyTerryLoss, StepLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.reward_model import RewardModelConfig
+from rlframework.config.reward_model_training import RewardModelTrainingConfig
 
 PAIRS = 5
 
@@ -29,7 +29,7 @@ def pairs_of(seed: int = 0) -> tuple[Tensor, BatchedDataDict[Any]]:
     return scores[order].requires_grad_(), BatchedDataDict({name: value[order] for name, value in data.items()})
 
 
-def expected(scores: Tensor, data: BatchedDataDict[Any], config: RewardModelConfig) -> Tensor:
+def expected(scores: Tensor, data: BatchedDataDict[Any], config: RewardModelTrainingConfig) -> Tensor:
     """The mean over pairs of minus the logarithm of a logistic function, term by term."""
     found: dict[int, dict[float, Tensor]] = {}
     margins = {}
@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_pairs_of_scores_follow_bradley_and_terry(case: str, seed: int) -> None:
-    config = RewardModelConfig(**CASES[case])
+    config = RewardModelTrainingConfig(**CASES[case])
     scores, data = pairs_of(seed)
     loss, metrics = BradleyTerryLoss(config)(scores, data, data["sample_mask"].sum(), torch.tensor(0.0))
     loss.backward()
@@ -76,7 +76,7 @@ def test_pairs_of_scores_follow_bradley_and_terry(case: str, seed: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_microbatches_of_pairs_add_up(case: str) -> None:
-    loss_fn = BradleyTerryLoss(RewardModelConfig(**CASES[case]))
+    loss_fn = BradleyTerryLoss(RewardModelTrainingConfig(**CASES[case]))
     scores, data = pairs_of(2)
     count = data["sample_mask"].sum()
     whole, metrics = loss_fn(scores, data, count, count)
@@ -106,7 +106,7 @@ def two_pairs(scores: list[float], margin: float) -> tuple[Tensor, BatchedDataDi
 )
 def test_values_worked_out_by_hand(keys: dict[str, float], loss: float) -> None:
     scores, data = two_pairs([2.0, 1.0, 0.0, -2.0], margin=1.0)
-    found, metrics = BradleyTerryLoss(RewardModelConfig(**keys))(scores, data, torch.tensor(4.0), torch.tensor(0.0))
+    found, metrics = BradleyTerryLoss(RewardModelTrainingConfig(**keys))(scores, data, torch.tensor(4.0), torch.tensor(0.0))
     assert found.item() == pytest.approx(loss, abs=1e-6)
     assert metrics["accuracy"] == 1
     assert metrics["margin"].item() == pytest.approx(1.5)
