@@ -171,7 +171,9 @@ def _reward_models() -> list[AlgorithmRecord]:
     pairs = "a reward model from preference pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155)"
     steps = "a reward model of the steps of an answer (Lightman et al. 2023, arXiv:2305.20050)"
     return [
-        core("reward_model", f"{module}:RewardModelTraining", pairs, RewardModelTrainingConfig, check=check_reward_model),
+        core(
+            "reward_model", f"{module}:RewardModelTraining", pairs, RewardModelTrainingConfig, check=check_reward_model
+        ),
         core("process_reward_model", f"{module}:ProcessRewardModelTraining", steps, ProcessRewardModelTrainingConfig),
     ]
 

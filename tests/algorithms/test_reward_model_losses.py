@@ -106,7 +106,9 @@ def two_pairs(scores: list[float], margin: float) -> tuple[Tensor, BatchedDataDi
 )
 def test_values_worked_out_by_hand(keys: dict[str, float], loss: float) -> None:
     scores, data = two_pairs([2.0, 1.0, 0.0, -2.0], margin=1.0)
-    found, metrics = BradleyTerryLoss(RewardModelTrainingConfig(**keys))(scores, data, torch.tensor(4.0), torch.tensor(0.0))
+    found, metrics = BradleyTerryLoss(RewardModelTrainingConfig(**keys))(
+        scores, data, torch.tensor(4.0), torch.tensor(0.0)
+    )
     assert found.item() == pytest.approx(loss, abs=1e-6)
     assert metrics["accuracy"] == 1
     assert metrics["margin"].item() == pytest.approx(1.5)
@@ -130,7 +132,9 @@ def test_steps_have_a_binary_cross_entropy(seed: int) -> None:
     terms, right = [], 0
     for row, step in steps:
         value, label = values[row, step - 1], float(labels[row, step])
-        terms.append(-label * torch.log(1 / (1 + torch.exp(-value))) - (1 - label) * torch.log(1 / (1 + torch.exp(value))))
+        terms.append(
+            -label * torch.log(1 / (1 + torch.exp(-value))) - (1 - label) * torch.log(1 / (1 + torch.exp(value)))
+        )
         right += (float(value) > 0) == (label > 0.5)
     total = torch.stack(terms).mean()
     total.backward()
