@@ -68,7 +68,7 @@ def test_a_reward_model_learns_held_out_pairs(run_config: Any, tmp_path: Path, b
     assert last["validation/accuracy_low"] < last["validation/accuracy"] <= last["validation/accuracy_high"]
     assert last["validation/margin"] > 0.5
     assert last["train/centering_loss"] >= 0
-    saved = AutoModelForSequenceClassification.from_pretrained(config.output_dir / "final")
+    saved = AutoModelForSequenceClassification.from_pretrained(config.output_dir / "model")
     assert saved.config.num_labels == 1
     assert saved.score.weight.abs().sum() > 0
 
