@@ -40,17 +40,23 @@ class PPO(GRPO):
     @classmethod
     def training_calls(cls, config: PPOConfig) -> int:
         """Return one call for each pass over each batch after those that train the critic alone."""
-        return (config.num_steps - config.critic_warmup) * config.epochs_per_batch
+        return max(0, config.num_steps - config.critic_warmup) * config.epochs_per_batch
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.critic, self.value_loss = parts.models["critic"], ValueLoss(self.config.value_loss)
         if (head := self.critic.config.policy.head) != "value":
             raise ConfigError(f"critic.head is {head}, but PPO needs a critic with critic.head=value")
-        if alone := [step for step in range(1, self.config.critic_warmup + 1) if self.recorder.wants(step)]:
+        warmup, steps = self.config.critic_warmup, self.config.num_steps
+        if warmup >= steps:
+            raise ConfigError(
+                f"algorithm.critic_warmup is {warmup}, but must be less than the number of steps, {steps}: the policy "
+                "would never be trained"
+            )
+        if alone := [step for step in range(1, warmup + 1) if self.recorder.wants(step)]:
             raise ConfigError(
                 f"recording selects step {alone[0]}, in which only the critic is trained; record steps after "
-                f"algorithm.critic_warmup={self.config.critic_warmup}"
+                f"algorithm.critic_warmup={warmup}"
             )
 
     def add_advantages(self, result: Rollout, timer: Timer) -> dict[str, float]:

@@ -81,13 +81,13 @@ FURTHER_POLICIES: Mapping[str, type[FurtherPolicyConfig]] = {
 }
 """The models of the sections, by name."""
 
-NEVER_SHARED = frozenset({"head", "head_init"})
+NEVER_SHARED = frozenset({"head", "head_init", "lora"})
 """Keys of `policy` that have their own defaults in each section."""
 
-OF_THE_MODEL = frozenset({"tokenizer_name", "chat_template", "trust_remote_code", "lora"})
+OF_THE_MODEL = frozenset({"tokenizer_name", "chat_template", "trust_remote_code"})
 """Keys of `policy` that have their own defaults in a section with its own `model_name`: they describe that model."""
 
-OF_TRAINING = frozenset({"lora", "optimizer", "scheduler"})
+OF_TRAINING = frozenset({"optimizer", "scheduler"})
 """Keys of `policy` that have their own defaults in sections of models that are not trained."""
 
 

@@ -1,8 +1,8 @@
 """The section of PPO: `algorithm: {name: ppo, ...}`."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlframework.config.algorithms import GRPOConfig, RewardKLConfig
 from rlframework.config.base import Section
@@ -50,12 +50,3 @@ class PPOConfig(GRPOConfig):
         "deviation: with n (variance at least 1e-8), or with n - 1 (plus 1e-8)",
     )
     reward_kl: TokenRewardKLConfig | None = Field(None, description="KL penalty in the reward; null: none")
-
-    @model_validator(mode="after")
-    def _trains_the_policy(self) -> Self:
-        if 0 < self.num_steps <= self.critic_warmup:
-            raise ValueError(
-                f"critic_warmup is {self.critic_warmup}, but must be less than num_steps={self.num_steps}: the policy "
-                "would never be trained"
-            )
-        return self

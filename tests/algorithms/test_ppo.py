@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,6 +22,8 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithm_presets import PRESETS
 from rlframework.config.ppo import PPOConfig, ValueLossConfig
 from rlframework.rollout.result import Rollout
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def recursion(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -229,7 +232,7 @@ def test_without_a_preset_it_is_the_paper() -> None:
 
 
 def test_the_settings_on_the_page_are_those_of_the_presets() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "algorithms" / "ppo.md").read_text(encoding="utf-8")
+    page = (DOCS / "algorithms" / "ppo.md").read_text(encoding="utf-8")
     blocks = dict(re.findall(r"```yaml\n# preset: (\w+)\n(.*?)```", page, re.DOTALL))
     assert set(blocks) == set(CASES)
     for preset, text in blocks.items():
@@ -244,10 +247,19 @@ def test_the_settings_on_the_page_are_those_of_the_presets() -> None:
         ({"normalize_std": "batch"}, "normalize_std"),
         ({"reward_kl": {"spread": "to_go"}}, "spread"),
         ({"gae_lambda": 1.1}, "gae_lambda"),
-        ({"num_steps": 3, "critic_warmup": 3}, "critic_warmup is 3, but must be less than num_steps=3"),
         ({"samples_per_prompt": 2, "leave_one_out": True}, "leave_one_out is a baseline"),
     ],
 )
 def test_settings_that_ppo_does_not_have(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**keys)
+
+
+def test_the_command_on_the_page_is_valid() -> None:
+    from rlframework import load_config
+
+    page = (DOCS / "algorithms" / "ppo.md").read_text(encoding="utf-8")
+    _, _, path, *overrides = shlex.split(re.findall(r"```shell\n(.*?)```", page, re.DOTALL)[0])
+    config = load_config(DOCS.parent / path, overrides)
+    assert (config.algorithm.name, config.critic.head, config.critic.head_init) == ("ppo", "value", "zeros")
+    assert config.critic.optimizer.lr != config.policy.optimizer.lr

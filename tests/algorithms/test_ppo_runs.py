@@ -49,7 +49,7 @@ def test_a_critic_with_another_backend_group_and_batch_size(run_config: Any, ref
 
 def test_a_critic_learns_the_returns(run_config: Any) -> None:
     """The policy stays as it is. A new head predicts 0, so its error is the mean square of the rewards."""
-    keys = ["algorithm.num_steps=8", "critic.optimizer.lr=3e-3", "policy.optimizer.lr=0.0", NO_VALIDATION]
+    keys = ["algorithm.num_steps=5", "critic.optimizer.lr=3e-3", "policy.optimizer.lr=0.0", NO_VALIDATION]
     passes = ["algorithm.value_loss.clip=null", "algorithm.epochs_per_batch=4"]
     rows = run(run_config("grpo", *PPO, *keys, *passes)).history
     assert rows[0]["train/explained_variance"] == pytest.approx(0.0, abs=1e-6)
@@ -63,6 +63,8 @@ def test_the_policy_waits_for_the_critic(run_config: Any, tmp_path: Any) -> None
     assert ["train/loss" in row for row in rows] == [False, False, True]
     assert all(row["train/critic_grad_norm"] > 0 for row in rows)
     assert rows[2]["train/lr"] == 1e-3
+    never = refused(run_config("grpo", *PPO, "algorithm.critic_warmup=3", f"output_dir={tmp_path}/never"), ConfigError)
+    assert "algorithm.critic_warmup is 3, but must be less than the number of steps, 3" in never
     keys = ["algorithm.critic_warmup=2", "recording.steps=[2]", f"output_dir={tmp_path}/recorded"]
     assert "recording selects step 2, in which only the critic is trained" in refused(
         run_config("grpo", *PPO, *keys), ConfigError

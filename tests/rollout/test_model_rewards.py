@@ -80,15 +80,14 @@ def reward_model(tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> A
 @pytest.mark.parametrize("backend", ["dtensor", "deepspeed", "megatron"])
 def test_rewards_of_a_run_are_scores_of_transformers(run_config: Any, reward_model: Any, backend: str) -> None:
     """Of whole rows, one by one, so without padding."""
+    from safetensors.torch import load_file
     from transformers import AutoModel
 
     from rlframework.runner.parts import build_parts
 
     section = f"reward_model={{model_name: {reward_model}, backend: {backend}, environment_weight: 0.0, weight: 2.0}}"
-    with build_parts(run_config("grpo", section)) as parts:
-        found = rollout(parts, parts.environment.samples("train")[:6], row_seeds(0, 1, 6))
-    from safetensors.torch import load_file
-
+    with build_parts(run_config("grpo", section, "generation.max_new_tokens=16")) as parts:
+        found = rollout(parts, parts.environment.samples("train")[:24], row_seeds(0, 1, 24))
     head = load_file(reward_model / "model.safetensors")["score.weight"][0]
     body = AutoModel.from_pretrained(reward_model)
     lengths = found.data["input_lengths"].tolist()
@@ -96,7 +95,7 @@ def test_rewards_of_a_run_are_scores_of_transformers(run_config: Any, reward_mod
     with torch.no_grad():
         wanted = [2.0 * float(body(row).last_hidden_state[0, -1] @ head) for row in rows]
     assert found.rewards.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-    assert found.metrics["reward"] == pytest.approx(sum(wanted) / 6, rel=1e-4, abs=1e-5)
+    assert found.metrics["reward"] == pytest.approx(sum(wanted) / 24, rel=1e-4, abs=1e-5)
     assert len(set(lengths)) > 1
 
 
