@@ -11,7 +11,7 @@ from torch import Tensor
 from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLoss
 from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.reward_model import ProcessRewardModelConfig, RewardModelConfig
+from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.rendering import Rendered, render_steps
 from rlframework.datasets.tokens import pad_rows
@@ -27,7 +27,7 @@ class RewardModelTraining(PreferenceTraining):
     The samples are those of `PreferenceTraining`; with `margin_coef` they have a number in `metadata["margin"]`.
     """
 
-    config: RewardModelConfig
+    config: RewardModelTrainingConfig
 
     @classmethod
     def head(cls, config: Any) -> str:
@@ -57,7 +57,7 @@ class ProcessRewardModelTraining(PreferenceTraining):
     The samples have the steps of an answer in `metadata["steps"]`, and their labels in `metadata["labels"]`.
     """
 
-    config: ProcessRewardModelConfig
+    config: ProcessRewardModelTrainingConfig
 
     @classmethod
     def head(cls, config: Any) -> str:

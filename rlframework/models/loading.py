@@ -243,7 +243,8 @@ def _prepared(model: Any, head: str) -> Any:
     if score.weight.shape[0] != 1:
         raise DataError(
             f"policy.head={head} needs a model whose head has one label, but the head of {type(model).__name__} has "
-            f"{score.weight.shape[0]}: num_labels in its config.json must be 1"
+            f"{score.weight.shape[0]}: num_labels in its config.json must be 1. For a new head on a language "
+            "model, set policy.head_init=zeros"
         )
 
     def forward(**inputs: Any) -> Any:

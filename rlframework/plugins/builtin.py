@@ -17,6 +17,7 @@ from rlframework.config.episode_environments import (
     ReasoningGymConfig,
     ToolsConfig,
 )
+from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import (
     DPOConfig,
     IPOConfig,
@@ -26,7 +27,7 @@ from rlframework.config.preference_algorithms import (
     SimPOConfig,
 )
 from rlframework.config.preference_environment import PreferencesConfig
-from rlframework.config.reward_model import ProcessRewardModelConfig, RewardModelConfig
+from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import (
     RayGroupConfig,
     RemoteGroupConfig,
@@ -135,12 +136,14 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
 def rlframework_algorithms() -> list[AlgorithmRecord]:
     """The built-in training loops."""
     core, sft = partial(_core, AlgorithmRecord), "supervised fine-tuning on the environment's completions"
+    ppo = "proximal policy optimization with a critic (Schulman et al. 2017, arXiv:1707.06347)"
     return [
         core("sft", "algorithms.sft:SFT", sft, SFTConfig, check=check_sft),
         *(
             core(name, "algorithms.grpo:GRPO", summary, GRPOConfig, check=check_grpo)
             for name, summary in POLICY_GRADIENT.items()
         ),
+        core("ppo", "algorithms.ppo:PPO", ppo, PPOConfig, check=check_grpo),
         *_preference_algorithms(),
     ]
 
@@ -168,8 +171,10 @@ def _reward_models() -> list[AlgorithmRecord]:
     pairs = "a reward model from preference pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155)"
     steps = "a reward model of the steps of an answer (Lightman et al. 2023, arXiv:2305.20050)"
     return [
-        core("reward_model", f"{module}:RewardModelTraining", pairs, RewardModelConfig, check=check_reward_model),
-        core("process_reward_model", f"{module}:ProcessRewardModelTraining", steps, ProcessRewardModelConfig),
+        core(
+            "reward_model", f"{module}:RewardModelTraining", pairs, RewardModelTrainingConfig, check=check_reward_model
+        ),
+        core("process_reward_model", f"{module}:ProcessRewardModelTraining", steps, ProcessRewardModelTrainingConfig),
     ]
 
 
@@ -274,18 +279,20 @@ def check_sft(config: RunConfig, device: str) -> list[Problem]:
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:
     """Check the loss as `check_sft` does, the divisions of a rollout, the sampling and the overlong buffer."""
-    algorithm, batch_size = config.algorithm, config.policy.train_global_batch_size
+    algorithm = config.algorithm
     if not isinstance(algorithm, GRPOConfig):
         return []
     problems = check_sft(config, device)
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    if rows % batch_size:
-        message = (
-            f"a step has {rows} rows (algorithm.prompts_per_step={algorithm.prompts_per_step} x "
-            f"samples_per_prompt={algorithm.samples_per_prompt}), not a multiple of the global batch size {batch_size}."
-        )
-        hint = f"Set it to {rows} for one optimizer step per rollout, or to a divisor of {rows} for several."
-        problems.append(Problem("policy.train_global_batch_size", message, hint))
+    trained = {"policy": config.policy} | ({} if config.critic is None else {"critic": config.critic})
+    for name, batch_size in ((name, section.train_global_batch_size) for name, section in trained.items()):
+        if rows % batch_size:
+            message = (
+                f"a step has {rows} rows (algorithm.prompts_per_step={algorithm.prompts_per_step} x samples_per_prompt="
+                f"{algorithm.samples_per_prompt}), not a multiple of the global batch size {batch_size}."
+            )
+            hint = f"Set it to {rows} for one optimizer step per rollout, or to a divisor of {rows} for several."
+            problems.append(Problem(f"{name}.train_global_batch_size", message, hint))
     buffer, limit = algorithm.overlong.buffer, config.generation.max_new_tokens
     if buffer > limit:
         message = f"{buffer} exceeds generation.max_new_tokens, which is {limit}."

@@ -68,7 +68,7 @@ def test_a_reward_model_learns_held_out_pairs(run_config: Any, tmp_path: Path, b
     assert last["validation/accuracy_low"] < last["validation/accuracy"] <= last["validation/accuracy_high"]
     assert last["validation/margin"] > 0.5
     assert last["train/centering_loss"] >= 0
-    saved = AutoModelForSequenceClassification.from_pretrained(config.output_dir / "final")
+    saved = AutoModelForSequenceClassification.from_pretrained(config.output_dir / "model")
     assert saved.config.num_labels == 1
     assert saved.score.weight.abs().sum() > 0
 
@@ -122,7 +122,9 @@ def test_steps_are_read_at_the_token_after_each(run_config: Any, tmp_path: Path,
     tokenizer = load_tokenizer(str(tiny_llama))
     training.parts = SimpleNamespace(tokenizer=tokenizer)  # type: ignore[assignment]
     training.config = SimpleNamespace(separator="+", max_tokens=None)  # type: ignore[assignment]
-    found = Sample("a", ({"role": "user", "content": "1?"},), "", "12", {"steps": ("12", "3", "456"), "labels": (1, 0, 0.5)})
+    found = Sample(
+        "a", ({"role": "user", "content": "1?"},), "", "12", {"steps": ("12", "3", "456"), "labels": (1, 0, 0.5)}
+    )
     prompt = len(tokenizer.encode("1?", add_special_tokens=False)) + (tokenizer("").input_ids != [])
     data = training.encode([found])
     marked = data["token_mask"][0].nonzero()[:, 0]

@@ -5,5 +5,15 @@ from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import NLLLoss
 from rlframework.algorithms.losses.preference import KTOLoss, PairLoss
 from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLoss
+from rlframework.algorithms.losses.value import ValueLoss
 
-__all__ = ["BradleyTerryLoss", "ClippedPGLoss", "KTOLoss", "NLLLoss", "PairLoss", "StepLoss", "mismatch_metrics"]
+__all__ = [
+    "BradleyTerryLoss",
+    "ClippedPGLoss",
+    "KTOLoss",
+    "NLLLoss",
+    "PairLoss",
+    "StepLoss",
+    "ValueLoss",
+    "mismatch_metrics",
+]

@@ -9,12 +9,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rlframework.algorithms.losses.preference import PairLoss, find_pairs
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.reward_model import RewardModelConfig
+from rlframework.config.reward_model_training import RewardModelTrainingConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
 
 
 class BradleyTerryLoss(PairLoss):
-    """The loss of `RewardModelConfig`, the mean over the pairs of the global batch.
+    """The loss of `RewardModelTrainingConfig`, the mean over the pairs of the global batch.
 
     With the scores s of the chosen (w) and the rejected (l) answer and the margin m of the pair, a pair costs
     -log sigmoid(s_w - s_l - margin_coef m) + centering_coef (s_w + s_l)^2, the first term with label smoothing as in
@@ -26,7 +26,7 @@ class BradleyTerryLoss(PairLoss):
     input_type = LossInput.SCORES
     at_sampling_temperature = False
 
-    def __init__(self, config: RewardModelConfig) -> None:
+    def __init__(self, config: RewardModelTrainingConfig) -> None:
         super().__init__(config.pair_loss())
         self._margin_coef, self._centering_coef = config.margin_coef, config.centering_coef
 

@@ -8,7 +8,7 @@ from rlframework.config.numbers import Coefficient
 from rlframework.config.preference_algorithms import PairLossConfig, PreferenceConfig, Smoothing
 
 
-class RewardModelConfig(PreferenceConfig):
+class RewardModelTrainingConfig(PreferenceConfig):
     """A reward model from preference pairs, by the model of Bradley and Terry (arXiv:2203.02155, eq. 1)."""
 
     uses_reference: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class RewardModelConfig(PreferenceConfig):
         return PairLossConfig(beta=1.0, label_smoothing=self.label_smoothing, smoothing=self.smoothing)
 
 
-class ProcessRewardModelConfig(PreferenceConfig):
+class ProcessRewardModelTrainingConfig(PreferenceConfig):
     """A reward model of the steps of an answer, each with its label (arXiv:2305.20050)."""
 
     uses_reference: ClassVar[bool] = False
