@@ -146,6 +146,7 @@ def test_keys_of_episodes_that_name_code_or_programs(folder, tmp_path):
             r"environment\.command=.*runs",
         ),
         ({"name": "openenv", "url": "ws://198.51.100.7/ws"}, r"environment\.url=.*sends"),
+        ({"name": "verifiers", "python": "/tmp/python", "settings": {}}, r"environment\.python=.*runs"),
     ):
         with pytest.raises(ConfigError, match=problem):
             load(folder, PLAIN | {"environment": environment})
