@@ -43,18 +43,28 @@ class ToolsConfig(ToolDataConfig):
         return import_path(tools) if callable(tools) else tools
 
 
-class AgentConfig(DatasetConfig):
-    """Rows of your data as tasks for an agent of yours, which talks to the run's OpenAI-compatible endpoint."""
+class AttemptsConfig(EnvironmentConfig):
+    """Attempts of agents with a loop of their own, which talk to the run's OpenAI-compatible endpoint."""
 
-    name: str = Field("agent", description="an agent of yours")
-    agent: Annotated[str, ImportsCode()] = Field(
-        description="import path of `async def solve(sample, session)`; the session has base_url, api_key and model"
-    )
     agent_timeout: Seconds = Field(300.0, description="seconds for each attempt; one that takes longer fails, alone")
     agent_sampling: Literal["reject", "override"] = Field(
         "reject",
         description="what becomes of an agent's temperature or top_p that is not the run's: reject with an error, or "
         "override with the run's",
+    )
+
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """See `EnvironmentConfig.unseen_by_training`: limits of attempts do not change the rows."""
+        return super().unseen_by_training | {"environment.agent_timeout", "environment.agent_sampling"}
+
+
+class AgentConfig(AttemptsConfig, DatasetConfig):
+    """Rows of your data as tasks for an agent of yours, which talks to the run's OpenAI-compatible endpoint."""
+
+    name: str = Field("agent", description="an agent of yours")
+    agent: Annotated[str, ImportsCode()] = Field(
+        description="import path of `async def solve(sample, session)`; the session has base_url, api_key and model"
     )
 
     @field_validator("agent", mode="before")
@@ -66,8 +76,7 @@ class AgentConfig(DatasetConfig):
     @property
     def unseen_by_training(self) -> frozenset[str]:
         """See `EnvironmentConfig.unseen_by_training`: agents do not change the rows."""
-        keys = ("agent", "agent_timeout", "agent_sampling")
-        return super().unseen_by_training | {f"environment.{key}" for key in keys}
+        return super().unseen_by_training | {"environment.agent"}
 
 
 class McpConfig(ToolDataConfig):
@@ -174,3 +183,34 @@ class OpenEnvConfig(EnvironmentConfig):
         if "{observation}" not in self.prompt:
             raise ValueError(f"prompt {self.prompt!r} must contain {{observation}}")
         return self
+
+
+class VerifiersConfig(AttemptsConfig):
+    """Tasks and agents of a verifiers environment, in a Python environment of its own. Requires the extra `serve`."""
+
+    name: str = Field("verifiers", description="a verifiers environment")
+    python: Annotated[str, NeedsTrust("runs this program")] = Field(
+        description="the Python of an environment in which verifiers and the taskset are installed"
+    )
+    settings: Annotated[Mapping[str, Any], NeedsTrust("imports and runs what this names")] = Field(
+        description="the `env` block of a verifiers configuration, such as {taskset: {id: my_tasks}}"
+    )
+    variables: Annotated[tuple[str, ...], NeedsTrust("gives these environment variables to the environment")] = Field(
+        (), description="names of environment variables that it gets, besides PATH, HOME and the like"
+    )
+    train_samples: Steps = Field(1024, description="most tasks to train on, which follow those of validation")
+    validation_samples: Steps = Field(64, description="the first tasks of the taskset, held out for validation")
+    start_timeout: Seconds = Field(120.0, description="seconds to load the environment and its tasks")
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _own_system_prompt(cls, system_prompt: str | None) -> str | None:
+        """Reject a system prompt, which the environment's agents would not see."""
+        if system_prompt is not None:
+            raise ValueError("must be null: verifiers makes the conversations; give the taskset a system prompt")
+        return system_prompt
+
+    @property
+    def most_tasks(self) -> int:
+        """The tasks of both splits."""
+        return self.train_samples + self.validation_samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rlframework.config.episode_environments import AgentConfig
 from rlframework.environments import threads
@@ -29,9 +29,22 @@ class AgentSession:
     id: str
 
 
+@runtime_checkable
+class RunsAgents(Protocol):
+    """An environment whose tasks are attempted by agents, with the run's endpoint."""
+
+    async def run_agent(self, sample: Sample, session: AgentSession) -> StepOutcome | None:
+        """Run the agent on `sample`, once; return the reward that it returned, if any."""
+        ...
+
+    async def score_answer(self, sample: Sample, answer: str) -> StepOutcome:
+        """Return the reward of the model's last message, for an agent that neither returned nor posted one."""
+        ...
+
+
 def runs_agents(environment: Environment) -> bool:
-    """Whether attempts at the samples of `environment` are made by agents: it has `run_agent` and `score_answer`."""
-    return hasattr(environment, "run_agent")
+    """Whether attempts at the samples of `environment` are made by agents."""
+    return isinstance(environment, RunsAgents)
 
 
 class AgentEnvironment(DatasetEnvironment):

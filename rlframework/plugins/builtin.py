@@ -16,6 +16,7 @@ from rlframework.config.episode_environments import (
     OpenEnvConfig,
     ReasoningGymConfig,
     ToolsConfig,
+    VerifiersConfig,
 )
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import (
@@ -115,6 +116,7 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
     gym, reasoning = "a Gymnasium environment with text or discrete actions", "procedural tasks of reasoning-gym"
     agents = "an agent of yours that talks to an OpenAI-compatible endpoint of the run"
     sockets = "an OpenEnv server, which runs elsewhere, over a WebSocket"
+    elsewhere = "a verifiers environment, in a Python environment of its own"
     return [
         core("agent", "environments.agent:AgentEnvironment", agents, AgentConfig, check=check_tools),
         core(
@@ -129,6 +131,7 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
         core("gymnasium", "environments.gymnasium:GymnasiumEnvironment", gym, GymnasiumConfig, capabilities=several),
         core("reasoning_gym", "environments.reasoning_gym:ReasoningGymEnvironment", reasoning, ReasoningGymConfig),
         core("openenv", "environments.openenv:OpenEnvEnvironment", sockets, OpenEnvConfig, capabilities=several),
+        core("verifiers", "environments.verifiers:VerifiersEnvironment", elsewhere, VerifiersConfig),
     ]
 
 

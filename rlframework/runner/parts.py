@@ -144,13 +144,15 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
 @contextmanager
 def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Environment]:
     """Build the environment of `config`, and shut it down on exit. `PluginError` if it cannot score as it declares."""
+    from rlframework.environments.agent import runs_agents
     from rlframework.interfaces.environment import has_episodes, scores_turns
 
     require_data(config)
     part = manager.load(manager.select("environment", config.environment.name).record)
     environment: Environment = part(config.environment, seed=config.seed)
     try:
-        if environment.scores and not has_episodes(environment) and not scores_turns(environment):
+        played = has_episodes(environment) or runs_agents(environment)
+        if environment.scores and not (played or scores_turns(environment)):
             raise PluginError(
                 f"environment.name: {config.environment.name!r} implements neither `step` nor `episode`; implement "
                 "one, or set `scores = False` where samples are only trained on"

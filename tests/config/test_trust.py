@@ -146,6 +146,7 @@ def test_keys_of_episodes_that_name_code_or_programs(folder, tmp_path):
             r"environment\.command=.*runs",
         ),
         ({"name": "openenv", "url": "ws://198.51.100.7/ws"}, r"environment\.url=.*sends"),
+        ({"name": "verifiers", "python": "/tmp/python", "settings": {}}, r"environment\.python=.*runs"),
     ):
         with pytest.raises(ConfigError, match=problem):
             load(folder, PLAIN | {"environment": environment})
@@ -206,4 +207,5 @@ def test_keys_that_name_code_are_marked():
         if info is not None and any(word in (info.description or "").lower() for word in words)
         if not any(isinstance(mark, (NeedsTrust, ImportsCode)) for mark in info.metadata)
     }
-    assert unmarked <= {"environment.name", "name", "loss", "algorithm.loss"}  # looked at before, or marked below
+    known = {"environment.name", "algorithm.name", "name", "loss", "algorithm.loss"}
+    assert unmarked <= known  # looked at before, or marked below

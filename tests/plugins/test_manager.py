@@ -44,7 +44,7 @@ def choose_error(manager, kind, name) -> str:
     return str(caught.value)
 
 
-EPISODES = ("agent", "gymnasium", "mcp", "openenv", "reasoning_gym", "tools")
+EPISODES = ("agent", "gymnasium", "mcp", "openenv", "reasoning_gym", "tools", "verifiers")
 
 
 def test_cores_own_parts_come_through_the_same_hooks():

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from rlframework.config.episode_environments import AgentConfig
-from rlframework.environments.agent import AgentEnvironment, AgentSession
+from rlframework.config.episode_environments import AttemptsConfig
+from rlframework.environments.agent import AgentSession, RunsAgents
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample, StepOutcome
@@ -41,7 +41,7 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
     Raises `UserError` if all agents have failed.
     """
     generation, config = parts.generation, parts.config.environment
-    assert isinstance(config, AgentConfig)
+    assert isinstance(config, AttemptsConfig)
     client = generation.client
     at_once = config.max_concurrent_episodes or client.limit * client.lanes
     tasks = list(zip(samples, seeds.tolist(), strict=True))
@@ -50,7 +50,7 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
         endpoint = Endpoint(Sampler(parts.tokenizer, bridge, rule, config.max_episode_tokens), "policy")
         room = asyncio.Semaphore(at_once)
         async with served(endpoint) as base_url:
-            runner = AgentRunner(cast("AgentEnvironment", parts.environment), config, endpoint, bridge, base_url)
+            runner = AgentRunner(cast("RunsAgents", parts.environment), config, endpoint, bridge, base_url)
 
             async def one(sample: Sample, seed: int) -> PlayedEpisode:
                 async with room:
@@ -83,7 +83,7 @@ class AgentRunner:
     """Runs the agent of `environment` against `endpoint`, which is served at `base_url`."""
 
     def __init__(
-        self, environment: AgentEnvironment, config: AgentConfig, endpoint: Endpoint, bridge: Bridge, base_url: str
+        self, environment: RunsAgents, config: AttemptsConfig, endpoint: Endpoint, bridge: Bridge, base_url: str
     ) -> None:
         self._environment, self._config, self._endpoint = environment, config, endpoint
         self._bridge, self._base_url = bridge, base_url

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+EVENTS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.mkdir",
+    "os.rename",
+    "os.symlink",
+    "subprocess.Popen",
+    "pickle.find_class",
+)
 HI = [{"role": "user", "content": "hi"}]
 BODY = {"model": "policy", "messages": HI}
 
@@ -221,3 +234,60 @@ def test_text_that_the_tokenizer_rejects_is_named(serving: Any, path: str, text:
             assert not served.completer.asked
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def effects() -> Iterator[list[str]]:
+    """The files written, programs started and classes unpickled by this process during a test."""
+    found: list[str] = []
+    watching = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and (
+            event in EVENTS
+            or (event == "open" and arguments[2] is not None and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        ):
+            found.append(f"{event} {arguments}")
+
+    sys.addaudithook(hook)  # which stays until the process ends
+    yield found
+    watching = False
+
+
+def test_what_a_client_sends_is_neither_executed_nor_written(serving: Any, effects: list[str], tmp_path: Any) -> None:
+    marker = tmp_path / "marker"
+    texts = [
+        f"{{{{ cycler.__init__.__globals__.os.system('touch {marker}') }}}}",
+        f"{{% set x = cycler.__init__.__globals__.os.mkdir('{marker}') %}}",
+        f"$(touch {marker})", f"__import__('os').mkdir('{marker}')", f"../../../../..{marker}", "cposix\nsystem\n.",
+    ]  # fmt: skip
+
+    async def run() -> None:
+        async with serving() as served:
+            await post(served, "/chat/completions", json.dumps(BODY))  # imports what a request needs
+            (tmp_path / "watched").touch()
+            assert effects
+            effects.clear()
+            for text in texts:
+                function = {"name": text, "description": text, "parameters": {"type": "object", "title": text}}
+                call = {"id": text, "type": "function", "function": {"name": text, "arguments": text}}
+                said = [
+                    {"role": "system", "content": text}, {"role": "user", "content": text, "name": text},
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": text, "content": text},
+                ]  # fmt: skip
+                chat = {"model": text, "messages": said, "user": text, "metadata": {text: text}}
+                asked = {"model": text, "input": text, "instructions": text, "previous_response_id": text}
+                for path, body in (
+                    ("/chat/completions", {**BODY, "messages": said[:2]}),
+                    ("/chat/completions", chat),
+                    ("/chat/completions", {**chat, "tools": [{"type": "function", "function": function}]}),
+                    ("/responses", asked),
+                    (f"/sessions/{served.session.id}/reward", {"reward": 1.0, text: text}),
+                ):
+                    assert (await post(served, path, json.dumps(body))).status_code in (200, 400, 404)
+                assert text in served.completer.tokenizer.decode(served.completer.asked[-1][0])
+
+    asyncio.run(run())
+    assert not effects
+    assert not marker.exists()
