@@ -186,7 +186,8 @@ class DataProcessor(ABC):
         - `"all"`: at every token of a row except the last, that is, for every target;
         - `"token_mask"`: only for targets with nonzero `token_mask [B, S]`; rows without any are left out;
         - `"loss"`: like `"token_mask"`, but rows whose `sample_mask [B]` is 0 are left out too;
-        - `"last"`: at the last token of each row, which is its own target; rows without tokens are left out.
+        - `"last"`: at the last token of each row, which is its own target; rows without tokens are left out;
+        - `"loss_last"`: like `"last"`, but rows whose `sample_mask [B]` is 0 are left out too.
 
         With `plan.groups`, rows of `data` with equal `group_ids [B]` are a group. A microbatch has all rows of its
         groups, next to each other and in the order of `data`. A group is left out only if all of its rows would be;

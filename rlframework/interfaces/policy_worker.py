@@ -270,9 +270,18 @@ class PolicyWorker(ABC):
         """Return `scores [B]` fp32: the output of a reward model's head (`policy.head=score`) at each row's last token.
 
         A row without tokens scores 0. Capability `scoring`. A model loaded with a score head cannot compute
-        log-probabilities or be trained, and other models cannot score: `NotSupported`.
+        log-probabilities, and other models cannot score: `NotSupported`.
         """
         raise _undeclared(self, "give scores", "scoring")
+
+    def get_values(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+        """Return `values [B, S]` fp32 of a value head (`policy.head=value`); 0 at position 0 and at padding.
+
+        Entry i is the head's output at token i-1: the value of the state, tokens before i, in which token i was drawn,
+        as `logprobs` is aligned. `positions`: see `get_logprobs`. Capability `scoring`; `NotSupported` for models with
+        another head.
+        """
+        raise _undeclared(self, "give values", "scoring")
 
     def save_checkpoint(
         self,

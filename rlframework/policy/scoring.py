@@ -79,6 +79,12 @@ class Scoring:
         scored = self.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, "last")
         return BatchedDataDict({"scores": scored["scores"].sum(1)})  # at most one per row
 
+    def get_values(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+        """See `PolicyWorker.get_values`."""
+        require_head(self.engine.config, "value", "get_values")
+        scored = self.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, positions)
+        return BatchedDataDict({"values": scored["scores"]})
+
     def use_reference_model(self) -> AbstractContextManager[None]:
         """See `PolicyWorker.use_reference_model`."""
         if self.reference is None:

@@ -160,6 +160,7 @@ class PolicyWorkerBase(PolicyWorker):
     get_next_token_logprobs = _answered_by("scoring", Scoring.get_next_token_logprobs, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
     score = _answered_by("scoring", Scoring.score, "scoring")
+    get_values = _answered_by("scoring", Scoring.get_values, "scoring")
     exchange = _answered_by("generation", EmbeddedGeneration.exchange, "generation")
     finish_generation = _answered_by("generation", EmbeddedGeneration.finish)
     prepare_for_lp_inference = _answered_by("residency", Residency.prepare_for_lp_inference)

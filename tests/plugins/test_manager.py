@@ -55,7 +55,7 @@ def test_cores_own_parts_come_through_the_same_hooks():
         "environment": {"addition", "dataset", "gsm8k", "preferences", *EPISODES},
     }
     preferences = {"dpo", "ipo", "simpo", "orpo", "kto"}
-    assert set(manager.registered("algorithm")) == {"sft", *get_args(AlgorithmName), *preferences}
+    assert set(manager.registered("algorithm")) == {"sft", "ppo", *get_args(AlgorithmName), *preferences}
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")
     assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")

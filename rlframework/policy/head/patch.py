@@ -14,13 +14,16 @@ from rlframework.errors import NotSupported
 from rlframework.policy.head.formula import LogitFormula, without_formula
 from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, scaled_logits, top_logits, whole_logits
 
+SCORE_WEIGHT = "score.weight"
+"""The name, in transformers, of the weight `[1, H]` of a head that gives one number."""
+
 
 @dataclass(frozen=True)
 class HeadRequest:
     """The values that the head computes in each forward.
 
-    `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (a reward model's
-    head). `top_k`: number of most likely tokens, for "topk".
+    `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (the heads
+    `score` and `value`). `top_k`: number of most likely tokens, for "topk".
     """
 
     wants: frozenset[str] = frozenset({"logprobs"})
