@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,10 @@ _COMMAND = """```shell
 rlframework parity dtensor dtensor:data=2 dtensor:tensor=2 dtensor:context=2 dtensor:data=2,tensor=2 \\
     --batching padded --batching dynamic --batching packed --checkpointing --json docs/results/parity.json
 ```"""
+_ALGORITHMS_COMMAND = """```shell
+rlframework parity BACKEND BACKEND:data=2 BACKEND:tensor=2 BACKEND:context=2 --algorithm sft --algorithm grpo ... \\
+    --precision float32 --steps 3 --json FILE.json
+```"""
 
 Outcome = Mapping[str, Any]
 
@@ -48,7 +53,28 @@ def page() -> str:
     ]
     for precision, backend, layout in groups:
         parts += [f"### {backend}, {layout}, {precision}", _all(_of(outcomes, (precision, backend, layout)))]
+    parts[4:4] = _algorithms()
     return page_of(*parts, "[The JSON](parity.json), and [the command's own table](parity.txt).", _COMMAND)
+
+
+def _algorithms() -> list[str]:
+    """The worst case of each algorithm on each backend, over its layouts, from `parity_algorithms.json`."""
+    report = json.loads((RESULTS / "parity_algorithms.json").read_text(encoding="utf-8"))
+    outcomes = report["outcomes"]
+    backends = list(dict.fromkeys(one["backend"] for one in outcomes))
+    rows = []
+    for algorithm, backend in itertools.product(report["settings"]["algorithms"], backends):
+        if found := [one for one in outcomes if (one["loss"], one["backend"]) == (algorithm, backend)]:
+            rows.append((f"`{algorithm}`", f"`{backend}`", *_worst(found)))
+    layouts = {name: [one["layout"] for one in outcomes if one["backend"] == name] for name in backends}
+    compared = "; ".join(f"`{name}` in {', '.join(dict.fromkeys(found))}" for name, found in layouts.items())
+    return [
+        "## Algorithms",
+        f"{_ran_on(report)} In float32, by `rlframework parity --algorithm`, the worst case over: {compared}.",
+        table(("algorithm", "backend", *QUANTITIES.values(), "verdict"), rows),
+        "[The JSON](parity_algorithms.json).",
+        _ALGORITHMS_COMMAND,
+    ]
 
 
 def _summary(outcomes: Sequence[Outcome], groups: Sequence[tuple[str, str, str]], precision: str) -> str:

@@ -61,6 +61,10 @@ def parity(
     precision: Annotated[list[str] | None, Option(help="float32 or bfloat16. Repeatable.")] = None,
     batching: Annotated[list[str] | None, Option(help="padded, dynamic or packed. Repeatable.")] = None,
     checkpointing: Annotated[bool, Option("--checkpointing", help="Also compare activation checkpointing.")] = False,
+    algorithm: Annotated[
+        list[str] | None,
+        Option(metavar="NAME[/KEY=VALUE]...", help="Compare steps of an algorithm, such as dpo/beta=0.2. Repeatable."),
+    ] = None,
     device: Annotated[str, Option(help="Device to compare on: cpu or cuda.")] = "cpu",
     run: Annotated[str | None, Option("--replay", metavar="RUN_DIR", help="Replay a recorded step of a run.")] = None,
     step: Annotated[int | None, Option(help="Step to replay.")] = None,
@@ -71,7 +75,7 @@ def parity(
     """Compare backends with a reference implementation: log-probabilities, loss, gradient norm and final weights."""
     if (run is None) != (step is None):
         raise UserError("--replay RUN_DIR and --step N must be given together: a run, and the recorded step to replay")
-    given = {"--model": model, "--steps": steps, "--rows": rows, "--batching": batching}
+    given = {"--model": model, "--steps": steps, "--rows": rows, "--batching": batching, "--algorithm": algorithm}
     given["--checkpointing"] = checkpointing or None
     if run is not None and (wrong := [name for name, value in given.items() if value is not None]):
         named = ", ".join(wrong)
@@ -82,7 +86,7 @@ def parity(
     if run is not None and step is not None:
         raise typer.Exit(command.replay(run, step, backends or (), trust_run=trust_run, **common))
     common |= {name: value for name, value in (("steps", steps), ("rows", rows)) if value is not None}
-    common |= {"modes": batching or (), "checkpointing": checkpointing}
+    common |= {"modes": batching or (), "checkpointing": checkpointing, "algorithms": algorithm or ()}
     raise typer.Exit(command.parity(backends or (), model=model, **common))
 
 

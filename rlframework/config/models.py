@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from rlframework.config.base import Section
 from rlframework.config.further_policies import FURTHER_POLICIES, FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.sections import EnvironmentConfig, RunConfig
+from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
 from rlframework.config.worker_groups import WorkerGroupConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -65,7 +65,7 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
     for section, models in sections.items():
         choices = [_named(name, model) for name, model in sorted(models)]
         if choices:
-            choices += [_OwnEnvironment] if section == "environment" else []
+            choices += [_OWN[section]] if section in _OWN else []
             described = RunConfig.model_fields[section].annotation.__doc__
             fields[section] = (Union[tuple(choices)], Field(None, description=described))  # noqa: UP007
     groups = fields.get("worker_group", (WorkerGroupConfig,))[0]
@@ -114,6 +114,19 @@ class _OwnEnvironment(EnvironmentConfig):
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(pattern=":", description="import path `module:Class`")
+
+
+class _OwnAlgorithm(AlgorithmConfig):
+    """Your own class, named by its import path. All other keys are those of its `config_model`."""
+
+    # without the name, a misspelled key of any algorithm in a file that inherits it would fit this one
+    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["name"]})
+
+    name: str = Field(pattern=":", description="import path `module:Class`")
+
+
+_OWN: Mapping[str, type[Section]] = {"environment": _OwnEnvironment, "algorithm": _OwnAlgorithm}
+"""The open sections that take an import path, with what the schema says of them."""
 
 
 def _named(name: str, model: type[Section]) -> type[Section]:

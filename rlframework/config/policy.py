@@ -63,15 +63,24 @@ class BatchingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), without weight decay on one-dimensional parameters."""
+    """The optimizer, without weight decay on one-dimensional parameters.
 
-    name: Literal["adamw"] = Field("adamw", description="AdamW, the only optimizer")
+    adamw: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). muon: Muon (Jordan et al. 2024; Liu et al. 2025,
+    arXiv:2502.16982) for the matrices of the layers, and AdamW for embedding, head and other parameters.
+    """
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="adamw; or muon for the matrices of the layers, with updates scaled to the size of AdamW's, so "
+        "that `lr` and `weight_decay` serve both",
+    )
     lr: LearningRate = Field(1e-6, description="peak learning rate, scaled by `scheduler`")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay rates of the first and second moments")
     eps: float = Field(
         1e-8, ge=1e-30, le=1e6, description="added to the root of the second moment, for numerical stability"
     )
     weight_decay: LearningRate = Field(0.01, description="decoupled weight decay, applied to matrices only")
+    momentum: Decay = Field(0.95, description="decay rate of muon's average of gradients (Nesterov momentum)")
 
 
 class SchedulerConfig(Section):

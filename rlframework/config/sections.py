@@ -157,7 +157,9 @@ class ValidationConfig(Section):
 class AlgorithmConfig(Section):
     """Settings that all algorithms share."""
 
-    name: str = Field(description="`grpo`, `sft`, or another: `rlframework plugins` lists them")
+    name: str = Field(
+        description="an algorithm (`rlframework plugins` lists them), or the import path `module:Class` of yours"
+    )
     num_steps: StepsOrZero = Field(100, description="number of training steps; 0: those of `num_epochs`")
     num_epochs: Steps | None = Field(
         None,

@@ -30,9 +30,11 @@ def require_trusted_imports(run: Path, tree: Tree, others: Sequence[str] = ()) -
     Looks at the keys that are imported before a configuration is validated, and at the import paths `others`, without
     importing anything.
     """
-    plugins, environment = tree.get(("plugins",)), tree.get(("environment", "name"))
+    plugins = tree.get(("plugins",))
     named = [("plugins", name) for name in plugins] if isinstance(plugins, list) else []
-    named += [("environment.name", environment)] if isinstance(environment, str) and ":" in environment else []
+    for section in ("environment", "algorithm"):
+        name = tree.get((section, "name"))
+        named += [(f"{section}.name", name)] if isinstance(name, str) and ":" in name else []
     named += [("its files", name) for name in others]
     problems = [f"{key} {problem}" for key, name in named if (problem := _import_problem(run, name))]
     here = Path.cwd().resolve()

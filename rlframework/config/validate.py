@@ -183,6 +183,9 @@ def _conflicts(config: RunConfig) -> Iterator[Problem]:
     if checkpoints.format != "portable" and policy.lora is not None:
         message = "must be portable with policy.lora: adapters are small, and are saved in no other format"
         yield Problem("checkpoints.format", message)
+    if policy.optimizer.name == "muon" and policy.lora is not None:
+        message = "must be adamw with policy.lora: muon needs matrices, of which an adapter is two factors"
+        yield Problem("policy.optimizer.name", message)
 
 
 def _step_conflicts(config: RunConfig) -> Iterator[Problem]:

@@ -133,7 +133,8 @@ class Estimate:
     def _remedy(self, place: Place) -> str:
         """Advice that reduces the largest uses at `place`, the largest first."""
         policy, sizes = self.config.policy, {use.name: use.bytes for use in self.memory if use.place == place}
-        state = sum(sizes.get(name, 0) for name in ("weights", "main weights", "gradients", "moments"))
+        moments = sizes.get("moments", 0) + sizes.get("second moments", 0)
+        state = sum(sizes.get(name, 0) for name in ("weights", "main weights", "gradients")) + moments
         advice = {
             "set policy.activation_checkpointing=full": (policy.activation_checkpointing != "full")
             * sizes.get("activations", 0),
@@ -141,8 +142,7 @@ class Estimate:
             "reduce generation.batch_size": sizes.get("keys and values", 0) + sizes.get("sampling", 0),
             "generate in workers of their own (generation.workers)": sizes.get("generation model", 0),
             "use more workers": state if place == "device" else 0,
-            "set policy.offload.optimizer=true": (not policy.offload.optimizer and place == "device")
-            * sizes.get("moments", 0),
+            "set policy.offload.optimizer=true": (not policy.offload.optimizer and place == "device") * moments,
             "train adapters (policy.lora)": (policy.lora is None) * state // 4,
             "reduce worker_group.num_workers": place == "host" and self.config.worker_group.num_workers > 1,
         }

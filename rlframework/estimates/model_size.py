@@ -91,10 +91,11 @@ class LayerShape:
 class Part:
     """Parameters of a worker's part of the model: experts, and everything else; `unit`: the largest unit computed.
 
-    `tied_end`: the embedding, if it is the head too.
+    `matrices`: those of `others` in matrices of blocks. `tied_end`: the embedding, if it is the head too.
     """
 
     others: int
+    matrices: int
     experts: int
     unit: int
     tied_end: int
@@ -129,10 +130,12 @@ class ModelSize:
         ends = [size for size, here in ((self.embedding, first), (head, last)) if here]
         ends = [-(-size // tensor) for size in ends] if splits_ends else ends
         experts = [block.experts // parallelism.expert // tensor for block in blocks]
-        others = [-(-block.matrices // tensor) + block.vectors for block in blocks]
+        matrices = [-(-block.matrices // tensor) for block in blocks]
+        others = [size + block.vectors for size, block in zip(matrices, blocks, strict=True)]
         units = [a + b for a, b in zip(experts, others, strict=True)]
         return Part(
             others=sum(others) + sum(ends) + (self.rest if last else 0),
+            matrices=sum(matrices),
             experts=sum(experts),
             unit=max([*units, *ends], default=0) if self.blocks else self.parameters,
             tied_end=0 if self.head or not first or not last else sum(ends),

@@ -86,7 +86,8 @@ class _StageMemory:
         part = self._part
         share = self.model.trained / self.model.parameters if state.trained else 1.0
         experts = state.expert_shards or state.shards
-        return round(state.width * share * (part.others / state.shards + part.experts / experts))
+        others = part.others if state.matrices else part.others - part.matrices
+        return round(state.width * share * (others / state.shards + part.experts / experts))
 
     @property
     def _trains(self) -> bool:

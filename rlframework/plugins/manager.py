@@ -27,8 +27,18 @@ from rlframework.plugins.loading import (
     new_pluggy,
     one_line,
 )
-from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, EnvironmentRecord, PolicyWorkerRecord, Record
-from rlframework.plugins.user_defined import environment_record
+from rlframework.plugins.types import (
+    OWN_BACKENDS,
+    RECORD_TYPES,
+    AlgorithmRecord,
+    EnvironmentRecord,
+    PolicyWorkerRecord,
+    Record,
+)
+from rlframework.plugins.user_defined import algorithm_record, environment_record
+
+_USER_DEFINED = {EnvironmentRecord.kind: environment_record, AlgorithmRecord.kind: algorithm_record}
+"""Kinds of records whose name may be the import path `module:Class` of a class that no plugin registers."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +110,15 @@ class PluginManager:
         return {name: found[0] for (of, name), found in self._found.items() if of == kind and len(found) == 1}
 
     def select(self, kind: str, name: str) -> Registered:
-        """Return the record of `kind` named `name`; for an environment, `name` may be an import path `module:Class`.
+        """Return the record of `kind` named `name`.
+
+        For an environment or an algorithm, `name` may be an import path `module:Class`.
 
         Raises `PluginError` if it is unknown, broken (from the original error), disabled or duplicated.
         """
-        if kind == EnvironmentRecord.kind and ":" in name:
+        if kind in _USER_DEFINED and ":" in name:
             module = f"module {name.partition(':')[0]}"
-            return Registered(environment_record(name), module, UNVERSIONED, module)
+            return Registered(_USER_DEFINED[kind](name), module, UNVERSIONED, module)
         found = self._found.get((kind, name), [])
         if len(found) > 1:
             raise PluginError(_duplicate(found))

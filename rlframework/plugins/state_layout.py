@@ -22,7 +22,8 @@ class State:
 
     The part is what tensor, pipeline and expert parallelism leave to the worker. `width`: bytes per parameter;
     `shards`: the number of workers with the same part over which the tensors are sharded, and `expert_shards` those of
-    experts (None: the same). `trained`: only for parameters that are trained.
+    experts (None: the same). `trained`: only for parameters that are trained. `matrices`: False if the matrices of
+    layers have none, see `rlframework.policy.optimization.layer_matrices`.
     """
 
     name: str
@@ -30,6 +31,7 @@ class State:
     shards: int = 1
     expert_shards: int | None = None
     trained: bool = False
+    matrices: bool = True
     place: Place = "device"
     phases: tuple[Phase, ...] = ("always",)
 

@@ -55,6 +55,8 @@ class Capability(StrEnum):
     """`policy.precision=float16`, with loss scaling."""
     CPU_OFFLOAD = "cpu_offload"
     """`policy.offload`, and moving model and optimizer state between the device and the CPU."""
+    MUON = "muon"
+    """Muon on whole matrices, in every layout: `policy.optimizer.name=muon`."""
     LORA = "lora"
     """Low-rank adapters and their files: `policy.lora`."""
     REFERENCE_MODEL = "reference_model"

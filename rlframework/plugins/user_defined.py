@@ -1,4 +1,4 @@
-"""Loads user-defined environments, losses and reward functions from import paths `module:name`, without a plugin.
+"""Loads user-defined environments, algorithms, losses and rewards from import paths `module:name`, without a plugin.
 
 The current directory is importable, as it is for `plugins:`. Any problem with a path is a `ConfigError` that says what
 to write. Nothing is called except the import of the module and the constructor of a loss.
@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.loading import check_model, make_current_directory_importable
-from rlframework.plugins.types import API_VERSION, Capability, EnvironmentRecord
+from rlframework.plugins.types import API_VERSION, AlgorithmRecord, Capability, EnvironmentRecord
 
 SINGULAR = ("sample", "prompt", "completion", "answer")
 PLURAL = tuple(f"{name}s" for name in SINGULAR)
@@ -75,21 +75,34 @@ def load_import_path(path: str) -> Any:
 
 def environment_record(path: str) -> EnvironmentRecord:
     """Return a record of the environment class at `path`. Its attribute `config_model`, if any, types its section."""
-    try:
-        target: Any = load_import_path(path)
-    except ConfigError as error:
-        raise PluginError(f"environment.name: {error}") from error
-    interface = "rlframework.interfaces.environment"
-    base: Any = getattr(sys.modules.get(interface), "Environment", ())  # a subclass has imported it
-    if not isinstance(target, type) or not issubclass(target, base):
-        raise PluginError(f"environment.name: {path!r} must be a class derived from {interface}.Environment")
-    if missing := sorted(getattr(target, "__abstractmethods__", ())):
-        raise PluginError(f"environment.name: {path!r} does not implement {', '.join(missing)}")
+    target, base = _load_class(EnvironmentRecord.key, path, "rlframework.interfaces.environment", "Environment")
     model = getattr(target, "config_model", None)
     declared = frozenset({Capability.EPISODES} if getattr(target, "episode", None) is not base.episode else ())
     record = EnvironmentRecord(path, path, API_VERSION, "your own", declared, model)
     check_model(record)
     return record
+
+
+def algorithm_record(path: str) -> AlgorithmRecord:
+    """Return a record of the algorithm class at `path`. Its attribute `config_model`, if any, types its section."""
+    target, _ = _load_class(AlgorithmRecord.key, path, "rlframework.algorithm", "Algorithm")
+    record = AlgorithmRecord(path, path, API_VERSION, "your own", config_model=getattr(target, "config_model", None))
+    check_model(record)
+    return record
+
+
+def _load_class(key: str, path: str, interface: str, name: str) -> tuple[Any, Any]:
+    """Return the class at `path` and the base class `interface.name`, from which it must be derived."""
+    try:
+        target: Any = load_import_path(path)
+    except ConfigError as error:
+        raise PluginError(f"{key}: {error}") from error
+    base: Any = getattr(sys.modules.get(interface), name, ())  # a subclass has imported it
+    if not isinstance(target, type) or not issubclass(target, base):
+        raise PluginError(f"{key}: {path!r} must be a class derived from {interface}.{name}")
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise PluginError(f"{key}: {path!r} does not implement {', '.join(missing)}")
+    return target, base
 
 
 def load_loss(path: str, keys: Mapping[str, Any]) -> Any:

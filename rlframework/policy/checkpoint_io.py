@@ -100,7 +100,8 @@ class CheckpointIO:
             for name, state in moments:
                 steps[name] = state.steps
                 yield FIRST + name, state.exp_avg
-                yield SECOND + name, state.exp_avg_sq
+                if state.exp_avg_sq.numel():
+                    yield SECOND + name, state.exp_avg_sq
 
         def write(folder: Path) -> None:
             write_tensors(folder, tensors())
@@ -124,7 +125,7 @@ class CheckpointIO:
         save_file(dict(states), folder / RANDOM)
         facts = {
             "format": FORMAT,
-            "optimizer": "adamw",
+            "optimizer": self.engine.config.optimizer.name,
             "steps": dict(steps),
             "train_calls": self.progress.train_calls,
             "skipped_in_a_row": self.progress.skipped_in_a_row,
@@ -163,7 +164,8 @@ class CheckpointIO:
         self.finish()
         engine, optimizer = self.engine, optimizer_path is not None
         # check everything before anything changes
-        training = None if optimizer_path is None else _read_training(optimizer_path)
+        optimizer_name = engine.config.optimizer.name
+        training = None if optimizer_path is None else _read_training(optimizer_path, optimizer_name)
         run_on_all_ranks(engine.context, partial(self.check, weights_path, optimizer_path))
         self.residency.onload(*_parts(optimizer_path))
         native = is_native(weights_path)
@@ -175,7 +177,7 @@ class CheckpointIO:
         if optimizer_path is not None and training is not None:
             saved, steps = training
             if not native:
-                engine.load_moments(SavedMoments(open_saved(optimizer_path), steps))
+                engine.load_moments(SavedMoments(open_saved(optimizer_path), steps, optimizer_name))
             self.progress.train_calls, self.progress.skipped_in_a_row = saved.train_calls, saved.skipped_in_a_row
             self._restore_random_states(Path(optimizer_path, RANDOM))
 
@@ -200,14 +202,19 @@ def _parts(optimizer_path: str | None) -> tuple[Part, ...]:
     return ("model",) if optimizer_path is None else ("model", "optimizer")
 
 
-def _read_training(folder: str) -> tuple[TrainingProgress, dict[str, int]]:
-    """Read `training.json`: the progress, and the optimizer steps by weight."""
+def _read_training(folder: str, optimizer: str) -> tuple[TrainingProgress, dict[str, int]]:
+    """Read `training.json`: the progress, and the steps by weight; a `DataError` if it is of another optimizer."""
     path = Path(folder, TRAINING)
     with reading(path):
         facts = json.loads(path.read_text(encoding="utf-8"))
-        version = facts["format"]
+        version, saved = facts["format"], facts["optimizer"]
         progress = TrainingProgress(int(facts["train_calls"]), int(facts["skipped_in_a_row"]))
         steps = {str(name): int(count) for name, count in facts["steps"].items()}
     if version != FORMAT:
         raise DataError(f"{path} has format {version!r}, but this version reads {FORMAT}")
+    if saved != optimizer:
+        raise DataError(
+            f"{path} has the state of the optimizer {saved!r}, but policy.optimizer.name is {optimizer}; set it "
+            f"to {saved}, or start a new run from the weights"
+        )
     return progress, steps

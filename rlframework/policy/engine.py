@@ -43,7 +43,10 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Moments:
-    """AdamW's state of one whole weight: its number of steps, and both moments in fp32."""
+    """The optimizer's state of one whole weight: its number of steps, and AdamW's moments in fp32.
+
+    Of a weight that Muon updates, `exp_avg` is the average of gradients and `exp_avg_sq` has no elements.
+    """
 
     steps: int
     exp_avg: Tensor

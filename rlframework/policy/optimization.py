@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
 from torch.nn import Parameter
 
 from rlframework.config.policy import OptimizerConfig, SchedulerConfig
@@ -20,6 +21,17 @@ def parameter_groups(
     matrices, others = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def layer_matrices(model: nn.Module) -> list[Parameter]:
+    """Return the trainable parameters of two dimensions in the layers of a transformers model.
+
+    Embeddings, the head and everything else outside the base model are left out. Muon is for these.
+    """
+    layers: nn.Module = getattr(model, "base_model", model)
+    modules = [module for module in layers.modules() if not isinstance(module, nn.Embedding)]
+    found = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    return [parameter for parameter in found if parameter.requires_grad and parameter.ndim == 2]
 
 
 def learning_rate(base: float, config: SchedulerConfig, step: int) -> float:

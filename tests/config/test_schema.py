@@ -108,6 +108,12 @@ def test_sections_of_one_class_name_do_not_mix(manager: Any) -> None:
     assert not accepts(schema, {"algorithm": {"name": "two", "loss": {"value": 1}}})
 
 
+def test_parts_of_yours_take_any_keys_with_their_import_path(schema: dict[str, Any]) -> None:
+    for section in ("algorithm", "environment"):
+        assert accepts(schema, {section: {"name": "my_parts:Mine", "decay": 0.9}})
+        assert not accepts(schema, {section: {"name": "mine", "decay": 0.9}})
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("**/*.yaml")), ids=lambda path: path.name)
 def test_the_examples_fit_the_schema_and_a_misspelt_key_does_not(path: Path) -> None:
     validator = jsonschema.Draft202012Validator(config_schema(create_manager()))

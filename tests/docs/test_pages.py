@@ -142,6 +142,24 @@ def test_best_of_n(tmp_path: Path) -> None:
     assert other["metrics"]["accuracy"]["low"] > 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_write_an_algorithm(tmp_path: Path) -> None:
+    page = DOCS / "write_an_algorithm.md"
+    execute(page, tmp_path)
+    (source,) = (block.text for block in blocks(page.read_text(encoding="utf-8")) if block.title == "my_reinforce.py")
+    assert 50 <= len([line for line in source.splitlines() if line]) <= 70  # the page says about 60
+    rows = [json.loads(line) for line in (tmp_path / "runs/reinforce/metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["train/reward"] < 0.1
+    assert rows[40]["train/reward"] > 0.4
+    other = [json.loads(line) for line in (tmp_path / "runs/deepspeed/metrics.jsonl").read_text().splitlines()]
+    assert other[1]["train/loss"] == pytest.approx(rows[1]["train/loss"], rel=1e-5)
+
+
+def test_optimizers(tmp_path: Path) -> None:
+    execute(DOCS / "optimizers.md", tmp_path)
+
+
 def test_the_smallest_plugin(tmp_path: Path) -> None:
     execute(DOCS / "plugins.md", tmp_path)
 

@@ -32,6 +32,7 @@ CASES = [
     ({"activation_checkpointing": True}, 1, "policy.activation_checkpointing", Capability.ACTIVATION_CHECKPOINTING),
     ({"offload": {"parameters": True}}, 1, "policy.offload.parameters", Capability.CPU_OFFLOAD),
     ({"offload": {"optimizer": True}}, 1, "policy.offload.optimizer", Capability.CPU_OFFLOAD),
+    ({"optimizer": {"name": "muon"}}, 1, "policy.optimizer.name", Capability.MUON),
     ({"lora": {"rank": 4}}, 1, "policy.lora", Capability.LORA),
     ({"head": "score"}, 1, "policy.head", Capability.SCORING),
     ({"head": "value"}, 1, "policy.head", Capability.SCORING),

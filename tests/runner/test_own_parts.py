@@ -196,6 +196,65 @@ def test_an_environment_that_cannot_score_is_told_before_anything_starts(run_con
         run(run_config("grpo", *with_environment("Unscored")))
 
 
+ALGORITHMS = """
+from pydantic import Field
+from rlframework.algorithm import Algorithm, RunResult
+from rlframework.config.sections import AlgorithmConfig
+
+
+class CountingConfig(AlgorithmConfig):
+    upto: int = Field(3, gt=0)
+
+
+class Counting(Algorithm):
+    config_model = CountingConfig
+
+    def __init__(self, parts):
+        self.upto = parts.config.algorithm.upto
+
+    def run(self):
+        return RunResult({"step": 0.0, "counted": float(self.upto)})
+
+
+class Half(Counting):
+    run = Algorithm.run
+
+
+not_a_class = Counting.__init__
+"""
+
+
+@pytest.fixture
+def algorithms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delitem(sys.modules, "algorithms_of_a_test", raising=False)
+    (folder / "algorithms_of_a_test.py").write_text(ALGORITHMS)
+    return "algorithms_of_a_test"
+
+
+def test_an_algorithm_by_its_import_path(run_config, folder: Path, algorithms: str) -> None:
+    config = run_config("grpo", "~algorithm", f"algorithm={{name: '{algorithms}:Counting', upto: 7}}")
+    (folder / "printed_algorithm.yaml").write_text(config_yaml(config))
+    assert load_config(folder / "printed_algorithm.yaml") == config
+    assert run(config).metrics["counted"] == 7.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Counting, upo: 3", "Did you mean `algorithm.upto`"),
+        ("Missing", r"algorithm\.name: .*\.py\) has no 'Missing'"),
+        ("not_a_class", r"algorithm\.name: .* must be a class derived from rlframework\.algorithm\.Algorithm"),
+        ("CountingConfig", "must be a class derived"),
+        ("Half", "does not implement run"),
+    ],
+)
+def test_algorithms_that_cannot_be_used_are_rejected(run_config, algorithms: str, name: str, message: str) -> None:
+    name, _, rest = name.partition(",")
+    section = f"{{name: '{algorithms}:{name}'{',' * bool(rest)}{rest}}}"
+    with pytest.raises((ConfigError, PluginError), match=message):
+        run_config("grpo", "~algorithm", f"algorithm={section}")
+
+
 LOSSES = '''
 import torch
 from rlframework.interfaces.loss import LossInput, LossType

@@ -118,6 +118,12 @@ def environment(folder: Path, marker: Path) -> None:
     configure(folder, {"environment": {"name": f"{NAME}.evil:Task"}})
 
 
+def algorithm(folder: Path, marker: Path) -> None:
+    """An algorithm in the run's folder."""
+    (folder / "evil.py").write_text(MODULE.format(marker=str(marker)))
+    configure(folder, {"algorithm": {"name": f"{NAME}.evil:Training"}})
+
+
 def reward(folder: Path, marker: Path) -> None:
     """A reward function in the run's folder."""
     (folder / "evil.py").write_text(MODULE.format(marker=str(marker)) + "def score(completion): return 1.0\n")
@@ -164,6 +170,7 @@ ARTEFACTS = (
     chat_template,
     plugin,
     environment,
+    algorithm,
     reward,
     loss,
     program,

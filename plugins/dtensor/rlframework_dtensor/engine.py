@@ -25,13 +25,13 @@ from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadOutput, HeadRequest, read_head_output
 from rlframework.policy.host_buffers import HostBuffers
-from rlframework.policy.optimization import parameter_groups
 from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework.workers import process_groups
 from rlframework_dtensor import gradients, media, offload
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.model_builder import build_model
+from rlframework_dtensor.optimizer import make_optimizer
 from rlframework_dtensor.reduction import GradientReduction
 from rlframework_dtensor.state import ModelState
 
@@ -54,16 +54,11 @@ class DTensorEngine(ModelState):
         self._context = ContextParallel(group) if group is not None else None
         balances = self.config.router_aux_loss_coef > 0
         self.router_loss = LoadBalancingLoss(self.model, self.data_parallel_group()) if balances else None
-        self._optimizer = self._make_optimizer() if init_optimizer else None
+        self._optimizer = make_optimizer(self.model, self.config.optimizer) if init_optimizer else None
         self._host_weights, self._host_moments = HostBuffers(), HostBuffers()
         self._reduction = self._mesh and GradientReduction(
             self.model, self.backend_config.reduce_gradients, self.device, self._sizes.tensor
         )
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        config = self.config.optimizer
-        groups = parameter_groups(self.model.named_parameters(), config)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
                     Capability.IPC_REFIT,
                     Capability.LEARNED_POSITIONS,
                     Capability.PORTABLE_OPTIMIZER_STATE,
+                    Capability.MUON,
                     Capability.LORA,
                     Capability.SHARDED_CHECKPOINTS,
                 }

@@ -8,7 +8,7 @@ files (`rlframework.models.file_weights`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,18 +125,19 @@ def tensor_shards(weight: FileWeight, tensor: Tensor, prefix: str = "") -> Itera
 
 
 @torch.no_grad()
-def fill_moments(weights: Iterable[FileWeight], moments: Mapping[str, Moments], first: Tensor, second: Tensor) -> int:
-    """Copy this rank's shards of the `moments` of `weights`, all of one source, into `first` and `second`.
+def fill_moments(weights: Iterable[FileWeight], moments: Mapping[str, Moments], targets: Sequence[Tensor]) -> int:
+    """Copy this rank's shards of the `moments` of `weights`, all of one source, into `targets`.
 
-    Returns the number of optimizer steps. No collective.
+    `targets`: the first moment and, if the weights have one, the second. Returns the number of optimizer steps. No
+    collective.
     """
     steps = 0
     for weight in weights:
-        targets = local_shard(weight, first), local_shard(weight, second)
-        slices = targets[0][1] if targets[0] is not None else (slice(0, 0),) * len(weight.shape)
+        shards = [local_shard(weight, target) for target in targets]
+        slices = shards[0][1] if shards[0] is not None else (slice(0, 0),) * len(weight.shape)
         saved = moments_slice(moments, weight.name, slices)
         steps = max(steps, saved.steps)
-        for target, value in zip(targets, (saved.exp_avg, saved.exp_avg_sq), strict=True):
-            if target is not None:
-                target[0].copy_(value)
+        for shard, value in zip(shards, (saved.exp_avg, saved.exp_avg_sq), strict=False):
+            if shard is not None:
+                shard[0].copy_(value)
     return steps

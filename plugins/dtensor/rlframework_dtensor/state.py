@@ -103,6 +103,12 @@ class ModelState(adapters.ModelAdapters, ABC):
         named = self.model.named_parameters()
         return {external_name(name): parameter for name, parameter in named if parameter.requires_grad}
 
+    def _moment_kinds(self, parameter: Tensor) -> dict[str, str]:
+        """The moments of `parameter` as the optimizer names them, by their prefix in files: Muon's has one."""
+        assert self._optimizer is not None
+        only_first = "exp_avg_sq" not in self._optimizer.state.get(parameter, {"exp_avg_sq": None})
+        return {FIRST: "exp_avg"} if only_first else {FIRST: "exp_avg", SECOND: "exp_avg_sq"}
+
     def gather_moments(self) -> Iterator[tuple[str, Moments]]:
         """See `Engine.gather_moments`."""
         assert self._optimizer is not None
@@ -112,13 +118,10 @@ class ModelState(adapters.ModelAdapters, ABC):
             state = self._optimizer.state.get(parameter)
             steps, first, second = 0, torch.zeros(parameter.shape), torch.zeros(parameter.shape)
             if state:
-                steps, first, second = (
-                    int(state["step"]),
-                    gather_full(state["exp_avg"]),
-                    gather_full(state["exp_avg_sq"]),
-                )
+                steps, first = int(state["step"]), gather_full(state["exp_avg"])
+                second = gather_full(state["exp_avg_sq"]) if "exp_avg_sq" in state else torch.empty(0)
             for part in parts[name]:
-                yield part.name, Moments(steps, part.of(first), part.of(second))
+                yield part.name, Moments(steps, part.of(first), part.of(second) if second.numel() else second)
 
     def load_moments(self, moments: Mapping[str, Moments]) -> None:
         """See `Engine.load_moments`."""
@@ -126,13 +129,10 @@ class ModelState(adapters.ModelAdapters, ABC):
         trained = self._trained()
         parts = self._layout.by_source
         for name, parameter in trained.items():
-            first, second = torch.empty_like(parameter), torch.empty_like(parameter)
-            steps = fill_moments(parts[name], moments, first, second)
-            self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(steps), device=local_tensor(parameter).device),
-                "exp_avg": first,
-                "exp_avg_sq": second,
-            }
+            filled = {kind: torch.empty_like(parameter) for kind in self._moment_kinds(parameter).values()}
+            steps = fill_moments(parts[name], moments, list(filled.values()))
+            step = torch.tensor(float(steps), device=local_tensor(parameter).device)
+            self._optimizer.state[parameter] = {"step": step, **filled}
 
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
@@ -150,7 +150,7 @@ class ModelState(adapters.ModelAdapters, ABC):
             state = self._optimizer.state.get(parameter) if self._optimizer is not None else None
             state = state or {}
             steps |= {part.name: int(state.get("step", 0)) for part in parts[name]}
-            for start, kind in ((FIRST, "exp_avg"), (SECOND, "exp_avg_sq")):
+            for start, kind in self._moment_kinds(parameter).items():
                 value = state[kind] if state else torch.zeros_like(parameter)
                 moments += [shard for part in parts[name] for shard in tensor_shards(part, value, start)]
         return ShardedState(weights, moments, steps)

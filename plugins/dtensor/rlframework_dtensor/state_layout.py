@@ -27,17 +27,22 @@ def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:
     width = compute_width(config)
     if workers == 1 and width == 4 and not policy.offload.parameters:
         # the products of the head and of the embedding's backward, before they are added to the gradients
-        return StateLayout(_states(1, 1, "device", "device"), transient=0 if policy.lora else 8, shares_model=True)
+        states = _states(policy.optimizer.name, 1, 1, "device", "device")
+        return StateLayout(states, transient=0 if policy.lora else 8, shares_model=True)
     data_shard = workers // parallelism.model_size // section.replicate
     shards = data_shard * parallelism.context
     states = _states(
+        policy.optimizer.name,
         shards,
         data_shard // parallelism.expert,
         "host" if policy.offload.parameters else "device",
         "host" if policy.offload.parameters or policy.offload.optimizer else "device",
     )
     if policy.offload.optimizer and not policy.offload.parameters:
-        states = (*states, replace(states[2], name="moments, on the GPU", place="device", phases=("updating",)))
+        on_gpu = [
+            replace(one, name=f"{one.name}, on the GPU", place="device", phases=("updating",)) for one in states[2:]
+        ]
+        states = (*states, *on_gpu)
     if not section.reshard_after_forward:
         states = (*states, State("gathered weights", width, phases=("training",)))
     if _reduces_once(section, worker, parallelism.tensor) and shards > 1:
@@ -46,13 +51,16 @@ def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:
     return StateLayout(states, transient=transient, gathers=True)
 
 
-def _states(shards: int, expert_shards: int, weights: Place, moments: Place) -> tuple[State, ...]:
+def _states(optimizer: str, shards: int, expert_shards: int, weights: Place, moments: Place) -> tuple[State, ...]:
     over = shards, expert_shards
-    return (
+    states = (
         State("weights", 4, *over, place=weights),
         State("gradients", 4, *over, trained=True, place=weights, phases=FORWARD_BACKWARD_STEP),
-        State("moments", 8, *over, trained=True, place=moments),
     )
+    if optimizer == "muon":  # one moment of the matrices, two of everything else
+        first = State("moments", 4, *over, trained=True, place=moments)
+        return (*states, first, replace(first, name="second moments", matrices=False))
+    return (*states, State("moments", 8, *over, trained=True, place=moments))
 
 
 def _reduces_once(section: DTensorConfig, worker: PlannedWorker, tensor: int) -> bool:

@@ -31,6 +31,8 @@ def model(tmp_path_factory):
         Case("dtensor", policy={**HALF, "parallelism": {"context": 2}}),
         Case("dtensor", policy={**HALF, "activation_checkpointing": "full"}),
         Case("dtensor", policy={**HALF, "lora": {"rank": 4}}),
+        Case("dtensor", policy={"optimizer": {"name": "muon"}}, workers=1),
+        Case("dtensor", policy={**HALF, "optimizer": {"name": "muon"}}),
     ],
     ids=str,
 )

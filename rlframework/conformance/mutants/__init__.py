@@ -31,6 +31,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "policy_worker.saving",
         "policy_worker.refit",
         "policy_worker.checkpoints",
+        "policy_worker.muon",
         "policy_worker.adapters",
         "policy_worker.sharded",
         "policy_worker.native",

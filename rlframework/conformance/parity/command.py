@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout, quick_layouts
+from rlframework.conformance.layouts import Layout, declared_layouts, quick_layouts
 from rlframework.conformance.parity import report
+from rlframework.conformance.parity.algorithm_scenario import algorithm_scenario
 from rlframework.conformance.parity.compare import compare_with_oracle
 from rlframework.conformance.parity.outcome import Candidate, Outcome
 from rlframework.conformance.parity.recorded_step import (
@@ -36,6 +37,7 @@ from rlframework.plugins.manager import create_manager
 
 if TYPE_CHECKING:
     from rlframework.plugins.manager import PluginManager
+    from rlframework.plugins.types import Record
 
 KIND = "policy_worker"
 MODES = ("padded", "dynamic", "packed")
@@ -53,6 +55,7 @@ def parity(
     precisions: Sequence[str] = (),
     modes: Sequence[str] = (),
     checkpointing: bool = False,
+    algorithms: Sequence[str] = (),
     device: str = "cpu",
     json_file: str | None = None,
     manager: PluginManager | None = None,
@@ -62,6 +65,7 @@ def parity(
     Without words, all installed policy workers are compared. A backend that cannot be built is reported and the others
     continue; the command fails if it was named. `model`: a directory; by default a tiny model is created. `modes`:
     values of `policy.batching`, padded by default. `checkpointing`: repeat each with activation checkpointing.
+    `algorithms`: compare the steps of these, `NAME[/KEY=VALUE]...`, in place of the losses in `LOSSES`.
     """
     _check(device, json_file, steps=steps, rows=rows)
     variants = list(_variants(modes, checkpointing))
@@ -70,12 +74,19 @@ def parity(
     with _folder() as folder:
         path: Path | str = cases.model("untied", folder) if model is None else model
         vocabulary = None if model is None else _vocabulary(path)
-        scenarios = [random_scenario(kind, path, steps=steps, rows=rows, vocabulary=vocabulary) for kind in LOSSES]
+        sizes: dict[str, Any] = {"steps": steps, "rows": rows}
+        if algorithms:
+            sizes |= {"vocabulary": vocabulary or _vocabulary(path), "backend": candidates[0][0].backend}
+            named = [KEYS.split(word) for word in dict.fromkeys(algorithms)]
+            scenarios = [algorithm_scenario(name, keys, path, manager=manager, **sizes) for name, *keys in named]
+        else:
+            scenarios = [random_scenario(kind, path, vocabulary=vocabulary, **sizes) for kind in LOSSES]
         scenarios = [scenario.with_settings(variant, keys) for variant, keys in variants for scenario in scenarios]
         outcomes = list(_compare_all(scenarios, candidates, manager, folder))
         size = f"{_count(steps, 'step')} of {_count(rows, 'row')}"
         title = f"compared with the oracle: {model or 'a tiny model'}, {size}, {device}"
-        settings = {"model": model, "steps": steps, "rows": rows, "lr": scenarios[0].lr}
+        settings: dict[str, Any] = {"model": model, "steps": steps, "rows": rows, "lr": scenarios[0].lr}
+        settings |= {"algorithms": list(algorithms)} if algorithms else {}
         return _end(outcomes, title, json_file, settings, scenarios[0].slack)
 
 
@@ -184,13 +195,18 @@ def _candidates(
             raise ConfigError(f"{word!r} has no layout after the colon: write dtensor or dtensor:data=2")
         if keys:
             section_of(record, parse_section(keys))
-        layouts = [Layout.parse(text)] if colon else (quick_layouts(record) if quick else [Layout()])
+        layouts = _layouts(record, text) if colon else (quick_layouts(record) if quick else [Layout()])
         found += [(name, layout, tuple(keys), bool(words)) for layout in layouts]
     return [
         (Candidate(name, layout, precision, device, keys=keys), named)
         for name, layout, keys, named in dict.fromkeys(found)
         for precision in precisions
     ]
+
+
+def _layouts(record: Record, text: str) -> list[Layout]:
+    """Return the layout `text`; for `all`, those that `record` declares."""
+    return declared_layouts(record) if text == "all" else [Layout.parse(text)]
 
 
 def _variants(modes: Sequence[str], checkpointing: bool) -> Iterator[tuple[str, dict[str, Any]]]:

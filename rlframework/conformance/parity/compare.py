@@ -172,7 +172,7 @@ def open_policy(scenario: Scenario, candidate: Candidate, manager: PluginManager
         manager=manager,
         device=candidate.device,
         generation={"temperature": scenario.temperature},
-        deadlines={**DEADLINES, "call": 1800.0},
+        deadlines={**DEADLINES, "start": 600.0, "call": 1800.0},
         **settings,
     )
     tokenizer = load_tokenizer(str(scenario.model), config.policy.trust_remote_code)

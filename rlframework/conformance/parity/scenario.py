@@ -17,6 +17,7 @@ from rlframework.conformance import cases
 from rlframework.conformance.oracle import Oracle
 from rlframework.conformance.parity.update import Start
 from rlframework.errors import DataError
+from rlframework.interfaces.loss import needs_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,8 +164,8 @@ def scores(oracle: Oracle, batch: BatchedDataDict[Any]) -> Tensor:
 def oracle_step_with(loss: LossFunction) -> OracleStepFunction:
     """Return a step function that applies `loss` to the oracle's log-probabilities, so only engines are compared.
 
-    By the contract of losses, the sum over shards of a batch equals the loss of the batch. A batch without valid tokens
-    and a non-finite gradient take no step.
+    By the contract of losses, the sum over shards of a batch equals the loss of the batch, if groups stay whole. A
+    batch without valid tokens and a non-finite gradient take no step.
     """
 
     def oracle_step(oracle: Oracle, batch: BatchedDataDict[Any]) -> tuple[float, float]:
@@ -173,7 +174,8 @@ def oracle_step_with(loss: LossFunction) -> OracleStepFunction:
         if not tokens:
             return 0.0, 0.0
         oracle.model.zero_grad()
-        total = sum(_backward(oracle, rows, loss, sequences, tokens) for rows in _row_slices(oracle, batch))
+        slices = [batch] if needs_groups(loss) else _row_slices(oracle, batch)
+        total = sum(_backward(oracle, rows, loss, sequences, tokens) for rows in slices)
         gradients = [parameter.grad for parameter in oracle.model.parameters() if parameter.grad is not None]
         norm = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
         if torch.tensor(norm).isfinite():

@@ -92,21 +92,28 @@ class SavedTensors(Saved):
 
 
 class SavedMoments(Mapping[str, Moments]):
-    """The moments in an optimizer's directory, by weight; each is read on access. `steps`: of `training.json`."""
+    """The moments in an optimizer's directory, by weight; each is read on access.
 
-    def __init__(self, tensors: Saved, steps: Mapping[str, int]) -> None:
+    `steps`: of `training.json`. `optimizer`: with Muon some weights have no second moment.
+    """
+
+    def __init__(self, tensors: Saved, steps: Mapping[str, int], optimizer: str = "adamw") -> None:
         self._tensors, self._steps = tensors, steps
-        if {start + name for name in steps for start in (FIRST, SECOND)} != set(tensors):
+        first, second = ({start + name for name in steps} for start in (FIRST, SECOND))
+        required = first if optimizer == "muon" else first | second
+        if not required <= set(tensors) <= first | second:
             raise DataError(
                 f"{tensors.folder} is damaged: training.json and the moments next to it name different weights"
             )
 
     def __getitem__(self, name: str) -> Moments:
-        return Moments(self._steps[name], self._tensors[FIRST + name], self._tensors[SECOND + name])
+        return self.read_slice(name, tuple(slice(0, size) for size in self._tensors.shape(FIRST + name)))
 
     def read_slice(self, name: str, where: tuple[slice, ...]) -> Moments:
         """Read only `where` of the moments of the weight `name`."""
-        first, second = (self._tensors.read_slice(start + name, where) for start in (FIRST, SECOND))
+        first = self._tensors.read_slice(FIRST + name, where)
+        has_second = SECOND + name in self._tensors
+        second = self._tensors.read_slice(SECOND + name, where) if has_second else first.new_empty(0)
         return Moments(self._steps[name], first, second)
 
     def __iter__(self) -> Iterator[str]:

@@ -10,6 +10,7 @@ from rlframework.conformance.suites.policy_worker.failures import Failures
 from rlframework.conformance.suites.policy_worker.grouping import Grouping
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness
 from rlframework.conformance.suites.policy_worker.kinds import Kinds
+from rlframework.conformance.suites.policy_worker.muon import MuonOptimizer
 from rlframework.conformance.suites.policy_worker.native import Native
 from rlframework.conformance.suites.policy_worker.refit import Refit
 from rlframework.conformance.suites.policy_worker.row_groups import GroupedRows
@@ -26,6 +27,7 @@ class PolicyWorkerSuite(
     GroupedRows,
     Kinds,
     Training,
+    MuonOptimizer,
     Experts,
     Scores,
     State,

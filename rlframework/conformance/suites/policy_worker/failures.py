@@ -33,6 +33,7 @@ REJECTED_BY_CONFIGURATION: Mapping[Capability, Mapping[str, Any]] = {
     Capability.FLOAT16: {"precision": "float16"},
     Capability.CPU_OFFLOAD: {"offload": {"optimizer": True}},
     Capability.SCORING: {"head": "score"},
+    Capability.MUON: {"optimizer": {"name": "muon"}},
     Capability.LORA: {"lora": {"rank": 4}},
 }
 """Keys of `policy` that require a capability; without it the configuration is rejected before a process starts."""
