@@ -53,7 +53,6 @@ def test_a_critic_learns_the_returns(run_config: Any) -> None:
     passes = ["algorithm.value_loss.clip=null", "algorithm.epochs_per_batch=4"]
     rows = run(run_config("grpo", *PPO, *keys, *passes)).history
     assert rows[0]["train/explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert rows[-1]["train/explained_variance"] > 0.0
     assert rows[-1]["train/value_loss"] < 0.75 * rows[0]["train/value_loss"]
     assert rows[-1]["train/value"] == pytest.approx(rows[-1]["train/return"], abs=0.1)
 
