@@ -81,14 +81,15 @@ class ProcessRewardModelTraining(PreferenceTraining):
     def validate(self, step: int) -> StepResult:
         """Return the loss on held-out answers, and the shares of steps and of answers that are judged right.
 
-        An answer is if all of its steps are. `accuracy_low`, `accuracy_high`: Wilson's 95 % interval for answers.
+        An answer is if all of its steps are; one whose steps are all truncated does not count. `accuracy_low`,
+        `accuracy_high`: Wilson's 95 % interval for answers.
         """
         batch, policy = self.held_out, self.parts.policy
         policy.prepare_for_lp_inference()
         values, steps = self.outputs(batch), batch["token_mask"][:, 1:]
         loss, metrics = self.loss(values, batch, batch["sample_mask"].sum(), steps.sum())
-        wrong = (~self.loss.is_right(values, batch) & (steps > 0)).any(1)
-        right, answers = int((~wrong).sum()), len(wrong)
+        judged, wrong = (steps > 0).any(1), (~self.loss.is_right(values, batch) & (steps > 0)).any(1)
+        right, answers = int((judged & ~wrong).sum()), int(judged.sum())
         low, high = wilson(right, answers)
         found = {"loss": float(loss), "accuracy": right / answers, "accuracy_low": low, "accuracy_high": high}
         found |= {"step_accuracy": float(metrics["accuracy"]), "samples": float(answers)}

@@ -54,7 +54,7 @@ def test_cores_own_parts_come_through_the_same_hooks():
         "generation_engine": {"transformers"},
         "environment": {"addition", "dataset", "gsm8k", "preferences", *EPISODES},
     }
-    preferences = {"dpo", "ipo", "simpo", "orpo", "kto"}
+    preferences = {"dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "process_reward_model"}
     assert set(manager.registered("algorithm")) == {"sft", "ppo", *get_args(AlgorithmName), *preferences}
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from rlframework import resume, run
 from rlframework.algorithms.reward_model import ProcessRewardModelTraining
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.tokenizer import load_tokenizer
 
@@ -114,8 +116,6 @@ def test_mistakes_are_found_before_the_start(run_config: Any, tmp_path: Path) ->
 
 def test_steps_are_read_at_the_token_after_each(run_config: Any, tmp_path: Path, tiny_llama: Any) -> None:
     """Steps of 2, 1 and 3 characters, a separator each, and an end: labels at tokens 3, 5 and 9 after the prompt."""
-    from types import SimpleNamespace
-
     from rlframework.interfaces.environment import Sample
 
     training = object.__new__(ProcessRewardModelTraining)
@@ -135,3 +135,21 @@ def test_steps_are_read_at_the_token_after_each(run_config: Any, tmp_path: Path,
     training.config.max_tokens = prompt + 6
     assert (training.encode([found])["token_mask"][0].nonzero()[:, 0] - prompt).tolist() == [3, 5]
     assert torch.equal(training.encode([found, found])["sample_mask"], torch.ones(2))
+
+
+def test_answers_without_a_step_left_do_not_count() -> None:
+    """Of three answers one has a wrong step, and one lost its steps to `max_tokens`: 1 of 2 answers, 3 of 4 steps."""
+    mask = torch.tensor([[0.0, 1, 1], [0, 1, 1], [0, 0, 0]])
+    labels = torch.tensor([[0.0, 1, 0], [0, 1, 1], [0, 0, 0]])
+    rows = {"token_mask": mask, "sample_mask": torch.ones(3), "step_labels": labels}
+    values = torch.tensor([[9.0, 1, -1], [9, 1, -1], [9, 9, 9]])
+    policy = SimpleNamespace(prepare_for_lp_inference=lambda: None, get_values=lambda *_, **__: {"values": values})
+    training = object.__new__(ProcessRewardModelTraining)
+    training.parts, training.loss = SimpleNamespace(policy=policy), training.make_loss()  # type: ignore[assignment]
+    training.held_out = BatchedDataDict(rows)
+    found, _ = training.validate(1)
+    assert found["validation/accuracy"] == 0.5
+    assert found["validation/samples"] == 2
+    assert found["validation/step_accuracy"] == 0.75
+    # three steps cost log(1 + e^-1) = 0.3132617, the wrong one log(1 + e) = 1.3132617
+    assert found["validation/loss"] == pytest.approx((3 * 0.3132617 + 1.3132617) / 4, abs=1e-6)
