@@ -190,7 +190,8 @@ class Oracle:
             return (errors * mask).sum() / mask.sum()
         if kind == "scores":
             errors = (self.last_values(batch) - batch["advantages"][:, 0]).square()
-            return (errors * batch["sample_mask"]).sum() / float(batch["sample_mask"].sum())
+            scored: Tensor = (errors * batch["sample_mask"]).sum() / float(batch["sample_mask"].sum())
+            return scored
         if kind in ("pairs", "score_pairs"):
             if kind == "pairs":
                 means = (self._logprobs(batch, 1.0)[:, 1:] * mask).sum(1) / mask.sum(1).clamp(min=1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from rlframework.config.preference_algorithms import (
     SimPOConfig,
 )
 from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import (
     RayGroupConfig,
     RemoteGroupConfig,
@@ -173,6 +174,19 @@ def _preference_algorithms() -> list[AlgorithmRecord]:
         core("simpo", summary=simpo, model=SimPOConfig),
         core("orpo", summary=orpo, model=ORPOConfig),
         core("kto", summary=kto, model=KTOConfig),
+        *_reward_models(),
+    ]
+
+
+def _reward_models() -> list[AlgorithmRecord]:
+    core, module = partial(_core, AlgorithmRecord), "algorithms.reward_model"
+    pairs = "a reward model from preference pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155)"
+    steps = "a reward model of the steps of an answer (Lightman et al. 2023, arXiv:2305.20050)"
+    return [
+        core(
+            "reward_model", f"{module}:RewardModelTraining", pairs, RewardModelTrainingConfig, check=check_reward_model
+        ),
+        core("process_reward_model", f"{module}:ProcessRewardModelTraining", steps, ProcessRewardModelTrainingConfig),
     ]
 
 
@@ -236,25 +250,31 @@ def check_pairs(config: RunConfig, device: str) -> list[Problem]:
 
 def check_preferences(config: RunConfig, device: str) -> list[Problem]:
     """Check that batches have whole pairs, global ones of KTO at least two, and that scoring is at temperature 1."""
-    policy = config.policy
-    rows, problems = policy.train_global_batch_size, []
     if not isinstance(config.algorithm, PreferenceConfig):
         return []
-    least = 4 if isinstance(config.algorithm, KTOConfig) else 2
-    if rows % 2 or rows < least:
-        message = f"{rows} rows are not whole pairs of two rows, at least {least // 2}."
-        problems.append(
-            Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
-        )
-    pairwise = not isinstance(config.algorithm, KTOConfig)
-    if pairwise and policy.batching.mode == "padded" and policy.train_micro_batch_size < 2:
-        message = f"a padded microbatch of {policy.train_micro_batch_size} row has no room for a pair."
-        problems.append(Problem("policy.train_micro_batch_size", message, "Set it to at least 2."))
+    is_kto = isinstance(config.algorithm, KTOConfig)
+    problems = list(_pair_problems(config, least=4 if is_kto else 2, pairwise=not is_kto))
     temperature = config.generation.temperature
     if temperature not in (0.0, 1.0):
         message = f"log-probabilities would be those at temperature {temperature}; preferences are trained at 1."
         problems.append(Problem("generation.temperature", message, "Set it to 1.0; nothing is sampled."))
     return problems
+
+
+def check_reward_model(config: RunConfig, device: str) -> list[Problem]:
+    """Check that batches have whole pairs."""
+    return list(_pair_problems(config, least=2, pairwise=True))
+
+
+def _pair_problems(config: RunConfig, *, least: int, pairwise: bool) -> Iterator[Problem]:
+    """Yield conflicts of batch sizes: `least` rows in a global batch; `pairwise`: microbatches have whole pairs."""
+    policy, rows = config.policy, config.policy.train_global_batch_size
+    if rows % 2 or rows < least:
+        message = f"{rows} rows are not whole pairs of two rows, at least {least // 2}."
+        yield Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
+    if pairwise and policy.batching.mode == "padded" and policy.train_micro_batch_size < 2:
+        message = f"a padded microbatch of {policy.train_micro_batch_size} row has no room for a pair."
+        yield Problem("policy.train_micro_batch_size", message, "Set it to at least 2.")
 
 
 def check_tools(config: RunConfig, device: str) -> list[Problem]:

@@ -24,6 +24,7 @@ from rlframework.config.ppo import PPOConfig, ValueLossConfig
 from rlframework.rollout.result import Rollout
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "algorithms" / "ppo.md"
 
 
 def recursion(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -232,7 +233,7 @@ def test_without_a_preset_it_is_the_paper() -> None:
 
 
 def test_the_settings_on_the_page_are_those_of_the_presets() -> None:
-    page = (DOCS / "algorithms" / "ppo.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     blocks = dict(re.findall(r"```yaml\n# preset: (\w+)\n(.*?)```", page, re.DOTALL))
     assert set(blocks) == set(CASES)
     for preset, text in blocks.items():
@@ -255,11 +256,13 @@ def test_settings_that_ppo_does_not_have(keys: dict[str, Any], message: str) -> 
         PPOConfig(**keys)
 
 
-def test_the_command_on_the_page_is_valid() -> None:
+def test_the_commands_on_the_page_are_valid() -> None:
     from rlframework import load_config
 
-    page = (DOCS / "algorithms" / "ppo.md").read_text(encoding="utf-8")
-    _, _, path, *overrides = shlex.split(re.findall(r"```shell\n(.*?)```", page, re.DOTALL)[0])
-    config = load_config(DOCS.parent / path, overrides)
-    assert (config.algorithm.name, config.critic.head, config.critic.head_init) == ("ppo", "value", "zeros")
-    assert config.critic.optimizer.lr != config.policy.optimizer.lr
+    commands = re.findall(r"```shell\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(commands) == 2
+    for command in commands:
+        _, _, path, *overrides = shlex.split(command)
+        config = load_config(DOCS.parent / path, overrides)
+        assert (config.algorithm.name, config.critic.head, config.critic.head_init) == ("ppo", "value", "zeros")
+        assert config.critic.optimizer.lr != config.policy.optimizer.lr

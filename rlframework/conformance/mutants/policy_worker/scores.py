@@ -185,10 +185,9 @@ def head_not_trained(engine_class: Any) -> Any:
     class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, *how: Any) -> Any:
             specs = self.weight_specs()
-            head = next((weight for name, weight in self.gather_weights(specs) if name == SCORE_WEIGHT), None)
+            head = {name: weight.clone() for name, weight in self.gather_weights(specs) if name == SCORE_WEIGHT}
             done = super().clip_and_step(*how)
-            if head is not None:
-                self.load_weights({**dict(self.gather_weights(specs)), SCORE_WEIGHT: head.clone()})
+            self.load_weights({name: weight.clone() for name, weight in self.gather_weights(specs)} | head)
             return done
 
     return Broken
