@@ -107,6 +107,13 @@ class Oracle:
         values, tokens = found.values[..., :k] * real, found.indices[..., :k] * real.long()
         return torch.nn.functional.pad(values, (0, 0, 1, 0)), torch.nn.functional.pad(tokens, (0, 0, 1, 0))
 
+    def set_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """Return log-probabilities of the tokens `token_sets [B, S, K]` at each position; 0 where `logprobs` is."""
+        with torch.no_grad():
+            logs = self._distributions(batch, self.temperature if temperature is None else temperature)
+        chosen = logs.gather(-1, batch["token_sets"][:, 1:].long())
+        return torch.nn.functional.pad(chosen, (0, 0, 1, 0)) * _real(batch)[..., None]
+
     def next_token_logprobs(self, batch: Batch) -> Tensor:
         """Return the log-probabilities `[B, V]` of the token after each row, at the oracle's temperature."""
         with torch.no_grad():
@@ -165,7 +172,8 @@ class Oracle:
         `nll`: mean over all valid tokens. `pg`, `sequence_pg`: clipped policy gradient (ratios in 0.8 to 1.2), averaged
         over tokens, or over sequences of each sequence's mean. Valid tokens are selected by `token_mask` and
         `sample_mask`, never position 0. `pairs`: minus the log-sigmoid of how much the mean log-probability of a row
-        exceeds that of the next row with the same `group_ids`, summed over these pairs, over the valid rows.
+        exceeds that of the next row with the same `group_ids`, summed over these pairs, over the valid rows. `sets`:
+        `nll`, plus that of the tokens `token_sets [B, S, K]` at each position, times their `set_weights [B, S, K]`.
         With a `head`: `values`, the squared difference of the value before each valid token and the token's advantage,
         mean over tokens; `scores`, that of the value at a row's last token and its first advantage, mean over rows;
         `score_pairs`, like `pairs`, of values at last tokens, which are 0 for rows that are not valid.
@@ -173,6 +181,10 @@ class Oracle:
         mask: Tensor = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].float()
         if kind == "nll":
             return -(self._logprobs(batch, 1.0)[:, 1:] * mask).sum() / mask.sum()
+        if kind == "sets":
+            sets = batch["token_sets"][:, 1:].long()
+            others = self._distributions(batch, 1.0).gather(-1, sets) * batch["set_weights"][:, 1:]
+            return -((self._logprobs(batch, 1.0)[:, 1:] + others.sum(-1)) * mask).sum() / mask.sum()
         if kind == "values":
             errors: Tensor = (self.values(batch)[:, :-1] - batch["advantages"][:, 1:]).square()
             return (errors * mask).sum() / mask.sum()
@@ -199,7 +211,7 @@ class Oracle:
             means = terms.sum(1) / mask.sum(1).clamp(min=1.0)
             return means.sum() / float(batch["sample_mask"].sum())
         raise ValueError(
-            f"unknown loss {kind!r}; it must be nll, pg, sequence_pg, pairs, values, scores or score_pairs"
+            f"unknown loss {kind!r}; it must be nll, pg, sequence_pg, pairs, sets, values, scores or score_pairs"
         )
 
     def router_loss(self, batch: Batch) -> Tensor:

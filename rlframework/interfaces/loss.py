@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 GROUP_IDS = "group_ids"
 """The column `[B]` int64 of a batch that says which rows belong together: those with equal values."""
 
+TOKEN_SETS = "token_sets"
+"""The column `[B, S, K]` of a batch with K ids of tokens at each position, of the distribution of that position."""
+
 
 class LossType(StrEnum):
     """The average a loss takes: over all valid tokens of the global batch, or over its valid sequences."""
@@ -31,6 +34,7 @@ class LossInput(StrEnum):
 
     LOGPROBS = "logprobs"
     LOGITS = "logits"
+    TOKEN_SETS = "token_sets"
     SCORES = "scores"
     VALUES = "values"
 
@@ -39,11 +43,13 @@ class LossInput(StrEnum):
 class LossColumn:
     """A value of the batch that a loss reads: finite floating-point numbers, `[B, S]`, or `[B]` if not `per_token`.
 
-    `required`: the batch must have it; otherwise the loss also works without it.
+    `required`: the batch must have it; otherwise the loss also works without it. `per_set`: it is `[B, S, K]`, with a
+    number for each of the batch's `token_sets`.
     """
 
     per_token: bool = True
     required: bool = True
+    per_set: bool = False
 
 
 @runtime_checkable
@@ -56,6 +62,9 @@ class LossFunction(Protocol):
       temperature if `at_sampling_temperature` is true and at temperature 1 otherwise. Only entries where
       `token_mask[:, 1:] * sample_mask` is nonzero are computed; all others are 0. In its place is, with `input_type`
       - LOGITS: the logits, `[B, S-1, V]`;
+      - TOKEN_SETS: `[B, S-1, 1 + K]`, the same, and then the log-probabilities, in the same distribution, of the tokens
+        `data["token_sets"] [B, S, K]` at the position of token i+1. The head computes them in its chunks, so that
+        `[B, S, V]` never exists, also where it is sharded over the vocabulary;
       - VALUES: `[B, S-1]` fp32, where entry `i` is the head's output for tokens 0..i, the value of the state before
         token i+1 is sampled, computed at the same entries as log-probabilities;
       - SCORES: `[B]` fp32, the head's output at each row's last token, for all tokens of the row; 0 where `sample_mask`

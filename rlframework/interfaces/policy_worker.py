@@ -157,6 +157,7 @@ class PolicyWorker(ABC):
     def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `topk_logits [B, S, k]` fp32, largest first, and their token ids, `topk_indices [B, S, k]` int64.
 
+        Also return `topk_normalizers [B, S]` fp32, the logsumexp of all logits: log-probabilities are the difference.
         Entry i belongs to the distribution that token i was drawn from, so logits have the temperature of
         `get_logprobs`. Entries are 0 at position 0, at padding, and where `positions` excludes them.
         """
@@ -265,6 +266,13 @@ class PolicyWorker(ABC):
     def offload_after_refit(self) -> BytesMoved:
         """Offload model and optimizer to CPU memory."""
         raise _undeclared(self, "offload its model", "cpu_offload")
+
+    def get_token_set_logprobs(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+        """Return `set_logprobs [B, S, K]` fp32 of the tokens `data["token_sets"] [B, S, K]`.
+
+        Entry i belongs to the distribution that token i was drawn from, as in `get_topk_logits`.
+        """
+        raise NotSupported(f"{type(self).__name__} does not compute log-probabilities of sets of tokens")
 
     def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """Return `scores [B]` fp32: the output of a reward model's head (`policy.head=score`) at each row's last token.

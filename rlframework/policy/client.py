@@ -17,7 +17,7 @@ from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
-from rlframework.interfaces.loss import loss_positions, needs_groups
+from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
@@ -172,7 +172,7 @@ class Policy:
             raise NotSupported("this policy was built without an optimizer; build it with init_optimizer=True to train")
         require_batch("train", data)
         data = detached(data)
-        self._limits.check(data, columns)
+        self._limits.check(data, columns, token_sets=loss_fn.input_type == LossInput.TOKEN_SETS)
         gbs = read_count(self.config.policy.train_global_batch_size if gbs is None else gbs, "gbs", least=1)
         mbs = None if mbs is None else read_count(mbs, "mbs", least=1)
         if data.size % gbs:
@@ -201,6 +201,7 @@ class Policy:
 
     get_logprobs = _scored(PolicyWorker.get_logprobs)
     get_topk_logits = _scored(PolicyWorker.get_topk_logits)
+    get_token_set_logprobs = _scored(PolicyWorker.get_token_set_logprobs)
     get_values = _scored(PolicyWorker.get_values)
     get_reference_policy_logprobs = _scored(PolicyWorker.get_reference_policy_logprobs)
 
@@ -220,9 +221,11 @@ class Policy:
             read_count(options["micro_batch_size"], "micro_batch_size", least=1)
         if "k" in options:
             read_count(options["k"], "k", 1, self._limits.vocabulary or math.inf)
-        keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
+        sets = method is PolicyWorker.get_token_set_logprobs
+        read = ("input_ids", "input_lengths", "token_mask", "sample_mask", *((TOKEN_SETS,) if sets else ()))
+        keys = [key for key in read if key in data]
         inputs: Rows = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
-        self._limits.check(inputs)
+        self._limits.check(inputs, token_sets=sets)
         rows, ranks = data.size, self.data_parallel_size
         if rows % ranks:  # repeat the first rows: every worker needs the same number
             inputs = inputs.select_indices(torch.arange(rows + -rows % ranks) % rows)

@@ -122,6 +122,8 @@ def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_tok
             raise RuntimeError(
                 "the HeadOutput has neither logprobs, logits nor scores; compute what HeadRequest.wants names"
             )
+        if output.set_logprobs is not None:
+            values = torch.cat((values[:, None], output.set_logprobs), 1)
         if microbatch.is_dummy:
             return StepResult(loss=values.sum() * 0.0)
         data = microbatch.data_dict

@@ -14,9 +14,17 @@ import torch
 from rlframework.batch.batch_rows import copy_to
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.huggingface.model_directories import text_config
-from rlframework.interfaces.loss import LossFunction, LossInput, head_of, loss_positions, needs_groups
+from rlframework.interfaces.loss import (
+    TOKEN_SETS,
+    LossFunction,
+    LossInput,
+    head_of,
+    loss_positions,
+    needs_groups,
+)
 from rlframework.interfaces.policy_worker import Rows, TrainResult
 from rlframework.microbatches.global_batch import rows_with_targets
+from rlframework.microbatches.token_sets import with_token_sets
 from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine, require_head_of
 from rlframework.policy.flops import ModelFlops
@@ -157,9 +165,12 @@ class Training:
         if not counts[positions == "loss"]:  # on any rank: skip the step, which would only follow momentum
             return GlobalBatchResult(0.0, None if lr is None else 0.0, False, {}, *counts)
         tokens, groups = engine.config.batching.tokens, needs_groups(loss_fn)
+        head = self.head_request(loss_fn)
         microbatches = self.microbatching.split(processed["batch"], positions, mbs, tokens, groups)
+        if head.token_sets is not None:
+            microbatches = with_token_sets(microbatches, head.token_sets, engine.device)
         step = loss_step(loss_fn, *(copy_to(count, engine.device) for count in given))
-        results = engine.forward_backward(microbatches, self.head_request(loss_fn), step, forward_only=lr is None)
+        results = engine.forward_backward(microbatches, head, step, forward_only=lr is None)
         require_results(results, microbatches)
         pending = reduce_metrics([result.outputs for result in results], engine.data_parallel_group(), engine.device)
         norm, skipped = None, False
@@ -177,7 +188,9 @@ class Training:
         wants = {"logits"} if loss_fn.input_type == LossInput.LOGITS else {"logprobs"}
         if loss_fn.wants_entropy:
             wants.add("entropy")
-        return HeadRequest(frozenset(wants), self.temperature if loss_fn.at_sampling_temperature else 1.0)
+        temperature = self.temperature if loss_fn.at_sampling_temperature else 1.0
+        sets = TOKEN_SETS if loss_fn.input_type == LossInput.TOKEN_SETS else None
+        return HeadRequest(frozenset(wants), temperature, token_sets=sets)
 
     def after_step(self, norm: float, skipped: bool) -> None:
         """Count the step; raise `NonFiniteGradients` after too many skipped ones."""

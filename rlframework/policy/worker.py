@@ -157,6 +157,7 @@ class PolicyWorkerBase(PolicyWorker):
     train = _answered_by("training", Training.train, "training")
     get_logprobs = _answered_by("scoring", Scoring.get_logprobs, "scoring")
     get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
+    get_token_set_logprobs = _answered_by("scoring", Scoring.get_token_set_logprobs, "scoring")
     get_next_token_logprobs = _answered_by("scoring", Scoring.get_next_token_logprobs, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
     score = _answered_by("scoring", Scoring.score, "scoring")

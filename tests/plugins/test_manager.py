@@ -55,7 +55,8 @@ def test_cores_own_parts_come_through_the_same_hooks():
         "environment": {"addition", "dataset", "gsm8k", "preferences", *EPISODES},
     }
     preferences = {"dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "process_reward_model"}
-    assert set(manager.registered("algorithm")) == {"sft", "ppo", *get_args(AlgorithmName), *preferences}
+    others = {"sft", "ppo", "distillation", *preferences}
+    assert set(manager.registered("algorithm")) == {*others, *get_args(AlgorithmName)}
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")
     assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")

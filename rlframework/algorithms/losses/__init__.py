@@ -1,6 +1,7 @@
 """Losses on log-probabilities, scores and values: see `rlframework.interfaces.loss.LossFunction`."""
 
 from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
+from rlframework.algorithms.losses.distillation import DistillationLoss
 from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import NLLLoss
 from rlframework.algorithms.losses.preference import KTOLoss, PairLoss
@@ -10,6 +11,7 @@ from rlframework.algorithms.losses.value import ValueLoss
 __all__ = [
     "BradleyTerryLoss",
     "ClippedPGLoss",
+    "DistillationLoss",
     "KTOLoss",
     "NLLLoss",
     "PairLoss",

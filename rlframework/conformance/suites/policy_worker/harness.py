@@ -21,7 +21,13 @@ from rlframework.conformance.harness import Harness
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle, OracleStep
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, read_weights, run_config
-from rlframework.conformance.suites.policy_worker.losses import PairsLoss, ScorePairsLoss, ScoresLoss, ValuesLoss
+from rlframework.conformance.suites.policy_worker.losses import (
+    PairsLoss,
+    ScorePairsLoss,
+    ScoresLoss,
+    SetsLoss,
+    ValuesLoss,
+)
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.loss import LossFunction
@@ -40,6 +46,7 @@ gradient is read from the weights alone.
 
 OWN_LOSSES: Mapping[str, type[NLLLoss]] = {
     "pairs": PairsLoss,
+    "sets": SetsLoss,
     "values": ValuesLoss,
     "scores": ScoresLoss,
     "score_pairs": ScorePairsLoss,

@@ -49,6 +49,19 @@ class PairsLoss(NLLLoss):
         return terms.sum() / global_valid_seqs, {}
 
 
+class SetsLoss(NLLLoss):
+    """The oracle's loss `sets`; the first argument is `[B, S-1, 1 + K]`."""
+
+    input_type = LossInput.TOKEN_SETS
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> Result:
+        """See `LossFunction`."""
+        weighted = (next_token_logprobs[..., 1:] * data["set_weights"][:, 1:]).sum(-1)
+        return super().__call__(next_token_logprobs[..., 0] + weighted, data, global_valid_seqs, global_valid_toks)
+
+
 class ValuesLoss(NLLLoss):
     """The oracle's loss `values`; the first argument is `[B, S-1]`, the value before each token but the first."""
 
