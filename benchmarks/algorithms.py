@@ -21,7 +21,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
-ALGORITHMS = "grpo,dr_grpo,dapo,gspo,cispo,rloo,reinforce_plus_plus,reinforce_plus_plus_baseline"
+ALGORITHMS = "grpo,dr_grpo,dapo,gspo,cispo,rloo,reinforce_plus_plus,reinforce_plus_plus_baseline,ppo"
+SECTIONS = {"ppo": ["critic={optimizer: {lr: 1.0e-3}}"]}
+"""Sections that an algorithm needs besides its own."""
 ACCURACY = "validation/accuracy"
 
 History = list[dict[str, float]]
@@ -74,7 +76,8 @@ def history(folder: Path, name: str, model: Path, seed: int, overrides: Sequence
     if (folder / "model").exists():
         return [dict(row) for row in read_history(folder / METRICS_FILE)]
     algorithm, _, preset = name.partition(":")
-    keys = [f"algorithm.name={algorithm}", f"algorithm.preset={preset or 'null'}", *overrides, f"seed={seed}"]
+    keys = [f"algorithm.name={algorithm}", f"algorithm.preset={preset or 'null'}", *SECTIONS.get(algorithm, ())]
+    keys += [*overrides, f"seed={seed}"]
     places = [f"output_dir={str(folder)!r}", f"policy.model_name={str(model)!r}"]
     return run(load_config(QUICKSTART / "grpo.yaml", [*keys, *places])).history
 

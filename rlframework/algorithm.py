@@ -59,6 +59,11 @@ class Algorithm(ABC):
         return False
 
     @classmethod
+    def head(cls, config: Any) -> str:
+        """Return the `policy.head` that `config`, the algorithm's own section, trains."""
+        return "language"
+
+    @classmethod
     def further_policies(cls, config: RunConfig) -> Mapping[str, int]:
         """Return the further policies that the run uses, by the names of their sections.
 

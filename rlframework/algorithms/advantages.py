@@ -24,20 +24,8 @@ def add_advantages(result: Rollout, config: GRPOConfig, max_new_tokens: int) -> 
 
     Needs `prev_logprobs` and `reference_policy_logprobs` there for a KL penalty in the reward. Returns metrics.
     """
-    data, count, kl = result.data, config.samples_per_prompt, config.reward_kl
-    shaped = result.rewards + overlong_penalty(
-        result.completion_lengths, max_new_tokens, config.overlong.buffer, config.overlong.penalty
-    )
-    metrics = {f"train/{name}": value for name, value in result.metrics.items()}
-    penalty: Tensor | None = None
-    if kl is not None and kl.coef:
-        penalty, metrics["train/reward_kl"] = kl_penalty(data, kl)
-        if kl.spread == "sequence":
-            shaped, penalty = shaped.index_add(0, result.episode_of, -penalty.sum(1).to(shaped.dtype)), None
-        elif kl.spread == "to_go":
-            penalty = sum_to_end(penalty, result.episode_of)
-    if config.overlong.drop_truncated:
-        data["sample_mask"][result.truncated[result.episode_of]] = 0.0
+    data, count = result.data, config.samples_per_prompt
+    shaped, penalty, metrics = shaped_rewards(result, config, max_new_tokens)
     advantages, constant = group_advantages(
         shaped,
         count,
@@ -49,18 +37,45 @@ def add_advantages(result: Rollout, config: GRPOConfig, max_new_tokens: int) -> 
     )
     tokens = advantages[result.episode_of][:, None] * data["token_mask"]
     if penalty is not None:
+        if config.reward_kl is not None and config.reward_kl.spread == "to_go":
+            penalty = sum_to_end(penalty, result.episode_of)
         tokens = tokens - penalty * data["token_mask"]
-    if config.batch_normalization != "none":
-        mask = data["token_mask"] * data["sample_mask"][:, None]
-        tokens = normalize(tokens, mask, sample=config.batch_normalization == "sample")
-    data["advantages"] = tokens
+    data["advantages"] = batch_normalized(tokens, data, config.batch_normalization)
     if config.skips_constant_groups:
         data["sample_mask"][constant[result.episode_of]] = 0.0
-    return metrics | {
-        "train/reward_std": reward_std(result.rewards, count, result.failed),
-        "train/shaped_reward": float(shaped[~result.failed].mean()),
-        "train/zero_variance_groups": float(constant.sum()) / count,
-    }
+    return metrics | {"train/zero_variance_groups": float(constant.sum()) / count}
+
+
+def shaped_rewards(
+    result: Rollout, config: GRPOConfig, max_new_tokens: int
+) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    """Return the reward of each episode with its penalties, `[E]`, the KL penalty of each token, and metrics.
+
+    The KL penalty is `[R, T]`, or None without one or if its sum is part of the rewards. Sets `sample_mask` to 0 for
+    completions that are not counted.
+    """
+    data, kl = result.data, config.reward_kl
+    shaped = result.rewards + overlong_penalty(
+        result.completion_lengths, max_new_tokens, config.overlong.buffer, config.overlong.penalty
+    )
+    metrics = {f"train/{name}": value for name, value in result.metrics.items()}
+    penalty: Tensor | None = None
+    if kl is not None and kl.coef:
+        penalty, metrics["train/reward_kl"] = kl_penalty(data, kl)
+        if kl.spread == "sequence":
+            shaped, penalty = shaped.index_add(0, result.episode_of, -penalty.sum(1).to(shaped.dtype)), None
+    if config.overlong.drop_truncated:
+        data["sample_mask"][result.truncated[result.episode_of]] = 0.0
+    metrics["train/reward_std"] = reward_std(result.rewards, config.samples_per_prompt, result.failed)
+    metrics["train/shaped_reward"] = float(shaped[~result.failed].mean())
+    return shaped, penalty, metrics
+
+
+def batch_normalized(advantages: Tensor, data: BatchedDataDict[Any], kind: str) -> Tensor:
+    """Return `advantages [R, T]`, normalized over all counted tokens of `data` unless `kind` is "none"."""
+    if kind == "none":
+        return advantages
+    return normalize(advantages, data["token_mask"] * data["sample_mask"][:, None], sample=kind == "sample")
 
 
 def group_advantages(

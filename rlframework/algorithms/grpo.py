@@ -6,6 +6,7 @@ optimizer steps or a reference policy is used, and trains. Names and defaults ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rlframework.algorithm import Parts
@@ -37,6 +38,11 @@ class GRPO(StepLoop):
     def needs_reference_model(cls, config: GRPOConfig) -> bool:
         """Whether there is a KL term in the loss or in the reward."""
         return config.loss.kl_coef > 0 or config.reward_kl_coef > 0
+
+    @classmethod
+    def further_policies(cls, config: RunConfig) -> Mapping[str, int]:
+        """Return the reward model, if there is one."""
+        return {} if config.reward_model is None else {"reward_model": 0}
 
     @classmethod
     def training_calls(cls, config: GRPOConfig) -> int:
@@ -73,7 +79,16 @@ class GRPO(StepLoop):
         if self.penalizes_reward:
             with timer.phase("logprobs"):
                 self._add_logprobs(result.data)
-        metrics = add_advantages(result, self.config, self.parts.config.generation.max_new_tokens)
+        metrics = self.add_advantages(result, timer) | self.train_on(step, result, timer)
+        metrics["train/tokens"] = float(result.data["input_lengths"].sum())
+        return metrics, result.records(step, "train", self.parts.config.observers.samples)
+
+    def add_advantages(self, result: Rollout, timer: Timer) -> dict[str, float]:
+        """Add `advantages [R, T]` fp32 and the final `sample_mask` to the data of `result`; return metrics."""
+        return add_advantages(result, self.config, self.parts.config.generation.max_new_tokens)
+
+    def train_on(self, step: int, result: Rollout, timer: Timer) -> dict[str, float]:
+        """Train on `result`, which has advantages, in step `step`; return metrics."""
         data, rows = optimizer_steps(
             result.data,
             result.episode_of,
@@ -88,9 +103,7 @@ class GRPO(StepLoop):
             self.parts.policy.prepare_for_training()
             trained = [self.train(step, data, self.loss, rows) for _ in range(self.config.epochs_per_batch)]
         means = average_metrics([result["metrics"] for result in trained])
-        metrics |= training_metrics(trained) | {f"train/{name}": value for name, value in means.items()}
-        metrics["train/tokens"] = float(result.data["input_lengths"].sum())
-        return metrics, result.records(step, "train", self.parts.config.observers.samples)
+        return training_metrics(trained) | {f"train/{name}": value for name, value in means.items()}
 
     def _rollout(self, step: int, timer: Timer) -> Rollout:
         """Return the rollout of step `step`, several in one with `dynamic_sampling`."""

@@ -19,9 +19,8 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.preference_algorithms import KTOConfig, PairwiseConfig, PreferenceConfig
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.loader import PromptLoader
-from rlframework.datasets.preferences import PreferencePairs, PreferenceRow, mismatched_rows
+from rlframework.datasets.preferences import PreferencePairs, mismatched_rows, pair_of
 from rlframework.datasets.rendering import Rendered
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.training.intervals import wilson
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
@@ -47,11 +46,19 @@ class PreferenceTraining(StepLoop):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self.inputs.rows("train", self.train_samples, self._longer)
+        self.inputs.rows("train", self.train_samples, self.longest_rows)
         self.loader = PromptLoader(self.train_samples, self.samples_per_step(parts.config), parts.config.seed)
+        self.loss = self.make_loss()
+
+    def make_loss(self) -> Any:
+        """Return the loss."""
         assert isinstance(self.config, KTOConfig | PairwiseConfig)
-        config = self.config
-        self.loss = KTOLoss(config) if isinstance(config, KTOConfig) else PairLoss(config.pair_loss())
+        return KTOLoss(self.config) if isinstance(self.config, KTOConfig) else PairLoss(self.config.pair_loss())
+
+    def outputs(self, batch: BatchedDataDict[Any]) -> Tensor:
+        """Return the first argument of the loss for `batch`."""
+        logprobs: Tensor = self.parts.policy.get_logprobs(batch, positions="loss")["logprobs"]
+        return logprobs[:, 1:]
 
     def train_step(self, step: int, timer: Timer) -> StepResult:
         """See `StepLoop.train_step`."""
@@ -68,21 +75,21 @@ class PreferenceTraining(StepLoop):
 
     def check_validation(self, samples: Sequence[Sample]) -> None:
         """See `StepLoop.check_validation`."""
-        self.inputs.rows("validation", samples, self._longer)
+        self.inputs.rows("validation", samples, self.longest_rows)
 
     def validate(self, step: int) -> StepResult:
         """Return the loss on the held-out pairs, and the share of them whose chosen answer has the higher score.
 
         Equal scores count as half. `accuracy_low` and `accuracy_high`: Wilson's 95 % interval, for independent pairs.
         """
-        batch, policy = self._held_out, self.parts.policy
+        batch, policy = self.held_out, self.parts.policy
         policy.prepare_for_lp_inference()
         if isinstance(self.loss, KTOLoss):
             batch = BatchedDataDict({**batch, "kl_estimate": self._kl_estimate(batch)})
-        logprobs = policy.get_logprobs(batch, positions="loss")["logprobs"][:, 1:]
+        outputs = self.outputs(batch)
         tokens = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum()
-        loss, metrics = self.loss(logprobs, batch, batch["sample_mask"].sum(), tokens)
-        scores = self.loss.scores(logprobs, batch).double().unflatten(0, (-1, 2))
+        loss, metrics = self.loss(outputs, batch, batch["sample_mask"].sum(), tokens)
+        scores = self.loss.scores(outputs, batch).double().unflatten(0, (-1, 2))
         right, pairs = float(((scores[:, 0] - scores[:, 1]).sign() + 1).sum() / 2), len(scores)
         low, high = wilson(right, pairs)
         found = {"loss": float(loss), "accuracy": right / pairs, "accuracy_low": low, "accuracy_high": high}
@@ -91,7 +98,7 @@ class PreferenceTraining(StepLoop):
 
     def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
         """Return the batch of `samples`: rows of `PreferencePairs`, and `chosen_tokens [B]`, their total."""
-        pairs = PreferencePairs.from_rows([_pair(sample) for sample in samples], self.parts.tokenizer)
+        pairs = PreferencePairs.from_rows([pair_of(sample) for sample in samples], self.parts.tokenizer)
         fields = pairs.to_fields()
         width = self.config.max_tokens or fields["input_ids"].shape[1]
         data = {name: fields[name][:, :width] for name in ("input_ids", "token_mask")}
@@ -101,7 +108,7 @@ class PreferenceTraining(StepLoop):
         return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(counts)).clone()})
 
     @cached_property
-    def _held_out(self) -> BatchedDataDict[Any]:
+    def held_out(self) -> BatchedDataDict[Any]:
         """The validation pairs, with the reference's log-probabilities, which never change."""
         samples = self.parts.environment.samples("validation")[: self.config.validation.samples]
         batch = self.encode(samples)
@@ -131,20 +138,10 @@ class PreferenceTraining(StepLoop):
         mean: Tensor = (ratios * rows["token_mask"]).sum(1).mean().clamp(min=0.0)
         return mean.expand(batch.size).clone()
 
-    def _longer(self, samples: Sequence[Sample]) -> list[Rendered]:
+    def longest_rows(self, samples: Sequence[Sample]) -> list[Rendered]:
         """The longer row of each pair, as ids and mask."""
         batch = self.encode(samples)
         lengths = batch["input_lengths"].view(-1, 2)
         longer = (2 * torch.arange(len(samples)) + lengths.argmax(1)).tolist()
         ids, mask = batch["input_ids"].tolist(), batch["token_mask"].bool().tolist()
         return [(ids[row][:end], mask[row][:end]) for row, end in zip(longer, lengths.amax(1).tolist(), strict=True)]
-
-
-def _pair(sample: Sample) -> PreferenceRow:
-    rejected = sample.metadata.get("rejected")
-    if not isinstance(rejected, str) or not sample.completion:
-        raise DataError(
-            f"sample {sample.id!r} is no preference pair: it needs a completion, and a rejected answer in "
-            'metadata["rejected"], as the environment `preferences` has'
-        )
-    return PreferenceRow(sample.messages, sample.completion, rejected, sample.id, tools=sample.tools)

@@ -47,6 +47,8 @@ def serve(
     def started(base_url: str) -> None:
         print(f"base_url={base_url}\napi_key={key if token is None else '(as given)'}\nCtrl-C ends it", flush=True)
 
-    with build_generation(config) as (tokenizer, _, generation):
-        serve_model(tokenizer, generation, model="policy", token=key, host=host, port=port, started=started)
+    with build_generation(config) as (tokenizer, policy, generation):
+        serve_model(
+            tokenizer, generation, model="policy", token=key, host=host, port=port, started=started, policy=policy
+        )
     print("ended")

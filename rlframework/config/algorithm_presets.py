@@ -102,6 +102,17 @@ PRESETS: Mapping[str, Mapping[str, Settings]] = {
         "verl": {**_GLOBAL, "batch_normalization": "sample", "loss": _VERL_LOSS},
         "nemo_rl": {**_GLOBAL, "loss": _NEMO_RL_LOSS},
     },
+    "ppo": {
+        "paper": {},
+        "trl": {"batch_normalization": "sample", "reward_kl": {"coef": 0.05}, "value_loss": {"coef": 0.1}},
+        "verl": {
+            "gae_lambda": 1.0,
+            "batch_normalization": "sample",
+            "value_loss": {"clip": 0.5},
+            "loss": _VERL_LOSS,
+        },
+        "nemo_rl": {"value_loss": {"coef": 0.4}, "loss": {**_DAPO_CLIP, "ratio_clip_c": 10.0, "kl_max": 10.0}},
+    },
 }
 """Settings by algorithm and preset. A missing preset: that system has no algorithm of this name."""
 

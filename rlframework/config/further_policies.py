@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, SerializeAsAny
 
 from rlframework.config.numbers import Coefficient
-from rlframework.config.policy import PolicyConfig
+from rlframework.config.policy import Head, PolicyConfig
 from rlframework.config.worker_groups import WorkerGroupConfig
 from rlframework.config.yaml_text import Keys, Tree
 from rlframework.errors import ConfigError, DataError, NotSupported, UnsupportedConfig
@@ -27,6 +27,9 @@ class FurtherPolicyConfig(PolicyConfig):
 
     trained: ClassVar[bool] = False
     """Whether it has an optimizer, and is in checkpoints."""
+
+    new_head: ClassVar[bool] = False
+    """Whether it begins with a new head (`head_init: zeros`) if it shares the language model of the policy."""
 
     worker_group: SerializeAsAny[WorkerGroupConfig] = Field(
         WorkerGroupConfig(), description="where its workers run; keys left out: those of the run's `worker_group`"
@@ -40,6 +43,14 @@ class CriticConfig(FurtherPolicyConfig):
     """The critic of PPO: a model that predicts a value for each token, trained with the policy."""
 
     trained: ClassVar[bool] = True
+    new_head: ClassVar[bool] = True
+
+    head: Head = Field("value", description="value: a scalar per token, as PPO needs; others for algorithms of yours")
+    head_init: Literal["checkpoint", "zeros"] = Field(
+        "checkpoint",
+        description="start of the head. checkpoint: the weights in `model_name`; zeros: a new head, also the default "
+        "without a `model_name`, which is then that of the policy",
+    )
 
 
 class TeacherConfig(FurtherPolicyConfig):
@@ -53,6 +64,7 @@ class RewardModelConfig(FurtherPolicyConfig):
     """A reward model that is not trained, whose scores are rewards of rollouts."""
 
     head: Literal["score"] = Field("score", description="a scalar per row")
+    head_init: Literal["checkpoint"] = Field("checkpoint", description="the weights in `model_name`")
     lora: None = Field(None, description="must be null: a reward model is not trained here")
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = Field(
         1.0, description="factor of its scores in the reward of an episode"
@@ -69,13 +81,13 @@ FURTHER_POLICIES: Mapping[str, type[FurtherPolicyConfig]] = {
 }
 """The models of the sections, by name."""
 
-NEVER_SHARED = frozenset({"head"})
+NEVER_SHARED = frozenset({"head", "head_init", "lora"})
 """Keys of `policy` that have their own defaults in each section."""
 
-OF_THE_MODEL = frozenset({"tokenizer_name", "chat_template", "trust_remote_code", "lora"})
+OF_THE_MODEL = frozenset({"tokenizer_name", "chat_template", "trust_remote_code"})
 """Keys of `policy` that have their own defaults in a section with its own `model_name`: they describe that model."""
 
-OF_TRAINING = frozenset({"lora", "optimizer", "scheduler"})
+OF_TRAINING = frozenset({"optimizer", "scheduler"})
 """Keys of `policy` that have their own defaults in sections of models that are not trained."""
 
 
@@ -94,6 +106,8 @@ def with_shared_keys(tree: Tree) -> Tree:
         own |= set() if model.trained else OF_TRAINING
         shared = {key: value for key, value in policy.items() if key not in own}
         values[name] = _merged(shared, section, ("policy",), (name,), overridden)
+        if model.new_head and "model_name" not in section and section.get("head") != "language":
+            values[name].setdefault("head_init", "zeros")
         given = section.get("worker_group")
         given = {} if given is None else given
         if isinstance(group, Mapping) and isinstance(given, Mapping):

@@ -5,7 +5,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlframework.config.base import NeedsTrust, Section
 from rlframework.config.numbers import (
@@ -21,6 +21,8 @@ from rlframework.config.numbers import (
     Workers,
 )
 
+Head = Literal["language", "score", "value"]
+"""The output of a model: `policy.head`."""
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Checkpointing = Annotated[
     Literal[False, "selective", "full"],
@@ -149,8 +151,15 @@ class PolicyConfig(Section):
     model_name: str = Field(description="Hugging Face model directory, or name of a model on the Hub")
     tokenizer_name: str | None = Field(None, description="tokenizer directory or name; null: same as `model_name`")
     chat_template: str | None = Field(None, description="Jinja template, or a file with one; null: the tokenizer's own")
-    head: Literal["language", "score"] = Field(
-        "language", description="a causal language model, or a reward model that can only score: a scalar per row"
+    head: Head = Field(
+        "language",
+        description="output of the model. language: log-probabilities of tokens; score: a scalar per row, read at its "
+        "last token (a reward model); value: a scalar per token (a critic, or a model of process rewards)",
+    )
+    head_init: Literal["checkpoint", "zeros"] = Field(
+        "checkpoint",
+        description="start of the head `score` or `value`. checkpoint: the weights in `model_name`; zeros: a new head "
+        "on a causal language model, whose own head is ignored",
     )
     backend: str = Field("dtensor", description="name of the training backend; `rlframework plugins` lists them")
     data_processor: str = Field("microbatches", description="name of the plugin that turns rows into microbatches")
@@ -195,3 +204,12 @@ class PolicyConfig(Section):
     trust_remote_code: Annotated[bool, NeedsTrust("runs Python code from the model's files")] = Field(
         False, description="allow running Python code that is part of the model's files"
     )
+
+    @model_validator(mode="after")
+    def _has_a_new_head(self) -> "PolicyConfig":
+        if self.head_init != "checkpoint" and self.head == "language":
+            raise ValueError(
+                f"head_init is {self.head_init}, but head=language always has the weights of the checkpoint; set head "
+                "to score or value, or remove head_init"
+            )
+        return self

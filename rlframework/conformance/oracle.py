@@ -30,7 +30,9 @@ class Oracle:
     """The model at `path` with AdamW: `weight_decay` for parameters of two or more dimensions, none for others.
 
     `router_loss`: weight of a mixture's load-balancing loss. `max_grad_norm`: None disables clipping. `temperature`: of
-    log-probabilities and policy-gradient losses.
+    log-probabilities and policy-gradient losses. `head`: load a model with one number per token in place of the
+    language head, from its files ("checkpoint") or as zeros on a language model ("zeros"); then only `values`, the
+    losses that read them, and training work.
     """
 
     def __init__(
@@ -45,14 +47,19 @@ class Oracle:
         temperature: float = 1.0,
         dtype: torch.dtype = torch.float32,
         router_loss: float = 0.0,
+        head: str | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        kind: Any = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
+        labels = {} if head is None else {"num_labels": 1}
+        self.model = kind.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", trust_remote_code=False, **labels
         )
+        if head == "zeros":
+            torch.nn.init.zeros_(self.model.score.weight)
         self.model.eval()  # no dropout: scoring and training use the same function
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
@@ -100,6 +107,13 @@ class Oracle:
         values, tokens = found.values[..., :k] * real, found.indices[..., :k] * real.long()
         return torch.nn.functional.pad(values, (0, 0, 1, 0)), torch.nn.functional.pad(tokens, (0, 0, 1, 0))
 
+    def set_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """Return log-probabilities of the tokens `token_sets [B, S, K]` at each position; 0 where `logprobs` is."""
+        with torch.no_grad():
+            logs = self._distributions(batch, self.temperature if temperature is None else temperature)
+        chosen = logs.gather(-1, batch["token_sets"][:, 1:].long())
+        return torch.nn.functional.pad(chosen, (0, 0, 1, 0)) * _real(batch)[..., None]
+
     def next_token_logprobs(self, batch: Batch) -> Tensor:
         """Return the log-probabilities `[B, V]` of the token after each row, at the oracle's temperature."""
         with torch.no_grad():
@@ -111,6 +125,20 @@ class Oracle:
         """Return the most likely token given the tokens before i in entry i, `[B, S]` int64; 0 at position 0."""
         with torch.no_grad():
             return torch.nn.functional.pad(self._distributions(batch, 1.0).argmax(-1), (1, 0))
+
+    def values(self, batch: Batch) -> Tensor:
+        """Return the head's output at each token, `[B, S]`, 0 at padding; with gradient. For an oracle with `head`."""
+        real = _real(batch)
+        states = self.model.base_model(
+            input_ids=batch["input_ids"], attention_mask=real.long(), use_cache=False
+        ).last_hidden_state
+        found: Tensor = self.model.score(states)[..., 0].float() * real
+        return found
+
+    def last_values(self, batch: Batch) -> Tensor:
+        """Return `values` at the last token of each row, `[B]`."""
+        rows = torch.arange(len(batch["input_lengths"]))
+        return self.values(batch)[rows, batch["input_lengths"] - 1]
 
     def _distributions(self, batch: Batch, temperature: float) -> Tensor:
         """Return the log-softmax of the logits that predict positions 1 to S - 1, `[B, S - 1, V]`."""
@@ -144,13 +172,31 @@ class Oracle:
         `nll`: mean over all valid tokens. `pg`, `sequence_pg`: clipped policy gradient (ratios in 0.8 to 1.2), averaged
         over tokens, or over sequences of each sequence's mean. Valid tokens are selected by `token_mask` and
         `sample_mask`, never position 0. `pairs`: minus the log-sigmoid of how much the mean log-probability of a row
-        exceeds that of the next row with the same `group_ids`, summed over these pairs, over the valid rows.
+        exceeds that of the next row with the same `group_ids`, summed over these pairs, over the valid rows. `sets`:
+        `nll`, plus that of the tokens `token_sets [B, S, K]` at each position, times their `set_weights [B, S, K]`.
+        With a `head`: `values`, the squared difference of the value before each valid token and the token's advantage,
+        mean over tokens; `scores`, that of the value at a row's last token and its first advantage, mean over rows;
+        `score_pairs`, like `pairs`, of values at last tokens, which are 0 for rows that are not valid.
         """
         mask: Tensor = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].float()
         if kind == "nll":
             return -(self._logprobs(batch, 1.0)[:, 1:] * mask).sum() / mask.sum()
-        if kind == "pairs":
-            means = (self._logprobs(batch, 1.0)[:, 1:] * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+        if kind == "sets":
+            sets = batch["token_sets"][:, 1:].long()
+            others = self._distributions(batch, 1.0).gather(-1, sets) * batch["set_weights"][:, 1:]
+            return -((self._logprobs(batch, 1.0)[:, 1:] + others.sum(-1)) * mask).sum() / mask.sum()
+        if kind == "values":
+            errors: Tensor = (self.values(batch)[:, :-1] - batch["advantages"][:, 1:]).square()
+            return (errors * mask).sum() / mask.sum()
+        if kind == "scores":
+            errors = (self.last_values(batch) - batch["advantages"][:, 0]).square()
+            scored: Tensor = (errors * batch["sample_mask"]).sum() / float(batch["sample_mask"].sum())
+            return scored
+        if kind in ("pairs", "score_pairs"):
+            if kind == "pairs":
+                means = (self._logprobs(batch, 1.0)[:, 1:] * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+            else:
+                means = self.last_values(batch) * batch["sample_mask"]
             ids: list[int] = batch["group_ids"].tolist()
             after = {row: ids.index(one, row + 1) for row, one in enumerate(ids) if one in ids[row + 1 :]}
             margins = torch.stack([means[row] - means[other] for row, other in after.items()])
@@ -164,7 +210,9 @@ class Oracle:
         if kind == "sequence_pg":
             means = terms.sum(1) / mask.sum(1).clamp(min=1.0)
             return means.sum() / float(batch["sample_mask"].sum())
-        raise ValueError(f"unknown loss {kind!r}; it must be nll, pg, sequence_pg or pairs")
+        raise ValueError(
+            f"unknown loss {kind!r}; it must be nll, pg, sequence_pg, pairs, sets, values, scores or score_pairs"
+        )
 
     def router_loss(self, batch: Batch) -> Tensor:
         """Return the load-balancing loss over all blocks and all tokens of rows that the losses use.

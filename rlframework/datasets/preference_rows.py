@@ -7,7 +7,8 @@
 | ShareGPT | `conversations`: a list of `{from, value}`; `chosen`, `rejected`: one such turn each |
 | OpenAI | `input`: `{messages, tools}`; `preferred_output`, `non_preferred_output`: a list with one message each |
 
-A column `tools` has the tools that the conversation has, `score_chosen` and `score_rejected` the scores of the answers.
+A column `tools` has the tools that the conversation has, `score_chosen` and `score_rejected` the scores of the answers,
+or `margin` their difference.
 Both answers are plain text, in one turn of the assistant. Two texts without a prompt are rejected: where the prompt
 ends in them is a guess.
 """
@@ -114,6 +115,10 @@ def _answer(value: Any, before: list[Message], where: str) -> tuple[list[Message
 
 def _scores(row: Mapping[str, Any], where: str) -> tuple[float, float] | None:
     given = [row[name] for name in ("score_chosen", "score_rejected") if name in row]
+    if "margin" in row:
+        if given or isinstance(row["margin"], bool) or not isinstance(row["margin"], (int, float)):
+            raise DataError(f"{where}: margin must be a number, without score_chosen and score_rejected beside it")
+        return float(row["margin"]), 0.0
     if not given:
         return None
     if len(given) != 2 or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in given):

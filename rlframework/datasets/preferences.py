@@ -47,6 +47,17 @@ class PreferenceRow:
     tools: tuple[ToolSpec, ...] = ()
 
 
+def pair_of(sample: Sample) -> PreferenceRow:
+    """Return the pair in a sample of the environment `preferences`; raise `DataError` if it has none."""
+    rejected = sample.metadata.get("rejected")
+    if not isinstance(rejected, str) or not sample.completion:
+        raise DataError(
+            f"sample {sample.id!r} is no preference pair: it needs a completion, and a rejected answer in "
+            'metadata["rejected"], as the environment `preferences` has'
+        )
+    return PreferenceRow(sample.messages, sample.completion, rejected, sample.id, tools=sample.tools)
+
+
 class PreferencePairs(MemmapTensorClass):
     """Pairs of sequences with a common prompt, `batch_size` `[P]`.
 

@@ -59,6 +59,26 @@ def render_completion(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> lis
     return _render(tokenizer, [chat.ending(sample.messages, chat.prompt(sample.messages), turn)])[0][0]
 
 
+def render_steps(
+    tokenizer: PreTrainedTokenizerBase, sample: Sample, steps: Sequence[str]
+) -> tuple[list[int], list[int]]:
+    """Return the ids of a row whose answer consists of `steps`, and the position of the token after each step.
+
+    Each step is tokenised by itself, so that its end is the end of a token, and the end of the turn follows the last.
+    """
+    chat, vocabulary = _Chat(_Vocabulary(tokenizer), sample.tools), _Vocabulary(tokenizer)
+    turn: Message = {"role": "assistant", "content": "".join(steps)}
+    end = _Segment("", trained=True, tokens=(vocabulary.eos,))
+    if tokenizer.chat_template:
+        end = chat.ending(sample.messages, chat.prompt(sample.messages), turn)[-1]
+    pieces = _render(tokenizer, [[_Segment(step, trained=True)] for step in steps])
+    ids, ends = render_prompt(tokenizer, sample.messages, sample.tools), []
+    for piece, _ in pieces:
+        ids = ids + piece
+        ends.append(len(ids))
+    return ids + _render(tokenizer, [[end]])[0][0], ends
+
+
 def render_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],

@@ -95,13 +95,13 @@ class TokenData:
         self.path = Path(path)
         self.meta = _read_meta(self.path)
         rows, tokens = self.meta["rows"], self.meta["tokens"]
-        self._offsets = _mapped(self.path / _OFFSETS, np.dtype("<i8"), rows + 1)
-        self._tokens = _mapped(self.path / _TOKENS, _DTYPES[self.meta["dtype"]], tokens)
-        self._mask = _mapped(self.path / _MASK, np.dtype("u1"), tokens)
+        self._offsets = mapped(self.path / _OFFSETS, np.dtype("<i8"), rows + 1)
+        self._tokens = mapped(self.path / _TOKENS, _DTYPES[self.meta["dtype"]], tokens)
+        self._mask = mapped(self.path / _MASK, np.dtype("u1"), tokens)
         steps = np.diff(self._offsets)
         ends = (self._offsets[0], self._offsets[-1])
         if ends != (0, tokens) or steps.min() <= 0 or steps.max() > self.meta["longest"]:
-            raise _damaged(self.path / _OFFSETS, "its offsets are inconsistent")
+            raise damaged(self.path / _OFFSETS, "its offsets are inconsistent")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -125,14 +125,14 @@ class TokenData:
             ids[row, : end - start] = self._tokens[start:end]
             mask[row, : end - start] = self._mask[start:end]
         if int(ids.max()) >= max(self.meta["vocab_size"], pad_id + 1) or float(mask.max()) > 1.0:
-            raise _damaged(self.path, "it has ids outside the vocabulary or an invalid mask")
+            raise damaged(self.path, "it has ids outside the vocabulary or an invalid mask")
         return TokenRows(torch.from_numpy(ids), torch.from_numpy(ends - starts), torch.from_numpy(mask))
 
     def verify(self) -> None:
         """Read everything and compare the checksums. Raises a `DataError` if a file has changed."""
         for name, numbers in zip(_FILES, (self._tokens, self._mask, self._offsets), strict=True):
             if zlib.crc32(numbers.data) != self.meta["crc32"][name]:
-                raise _damaged(self.path / name, "its checksum is not that in meta.json")
+                raise damaged(self.path / name, "its checksum is not that in meta.json")
 
 
 def write_token_data(
@@ -205,7 +205,7 @@ def _read_meta(path: Path) -> TokenMeta:
     except OSError as error:
         raise DataError(f"{path}: not token data ({_META} cannot be read: {error.strerror}); {remedy}") from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(path / _META, str(error)) from error
+        raise damaged(path / _META, str(error)) from error
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         raise DataError(f"{path}: {_META} does not describe token data; {remedy}")
     if meta.get("version") != _VERSION:
@@ -215,10 +215,10 @@ def _read_meta(path: Path) -> TokenMeta:
     try:
         return TypeAdapter(TokenMeta).validate_python({"max_tokens": None, "source": {}, **meta}, strict=True)
     except ValidationError as error:
-        raise _damaged(path / _META, f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+        raise damaged(path / _META, f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+def mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     """Map the numbers of a file. Its size is checked first: reading past the end would kill the process."""
     try:
         size = os.stat(path).st_size
@@ -226,8 +226,9 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
             return np.asarray(np.memmap(path, dtype, "r", shape=(count,)))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); render the data again") from error
-    raise _damaged(path, f"it has {size:,} bytes instead of {count * dtype.itemsize:,}")
+    raise damaged(path, f"it has {size:,} bytes instead of {count * dtype.itemsize:,}")
 
 
-def _damaged(path: Path, why: str) -> DataError:
+def damaged(path: Path, why: str) -> DataError:
+    """Return the error of a file that is not as it was written."""
     return DataError(f"{path}: is damaged: {why}; render it again")

@@ -1,12 +1,17 @@
 """Preference pairs as samples: the chosen answer is the completion, the rejected one is in `metadata["rejected"]`.
 
 Rows have one of the layouts of `rlframework.datasets.preference_rows`, or graded solutions to a question: `question`,
-`ground_truth`, and names of models, see `rlframework.datasets.gsm8k_preferences`.
+`ground_truth`, and names of models, see `rlframework.datasets.gsm8k_preferences`. The difference of the scores of a
+pair, if they are known, is in `metadata["margin"]`.
+
+Rows with labelled steps (`rlframework.datasets.step_rows`) are no pairs: the answer is the completion, its steps are in
+`metadata["steps"]` and their labels in `metadata["labels"]`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
@@ -15,10 +20,11 @@ from rlframework.datasets.preference_rows import preference_of
 from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.rows import Rows
 from rlframework.datasets.sources.splits import open_splits
+from rlframework.datasets.step_rows import has_steps, steps_of
 from rlframework.environments.dataset import with_texts
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Environment, Sample, Split
-from rlframework.interfaces.messages import text_of
+from rlframework.interfaces.messages import Message, text_of
 
 
 class PreferencesEnvironment(Environment):
@@ -48,6 +54,9 @@ class PreferencesEnvironment(Environment):
         return self._pairs[split]
 
     def _samples(self, rows: Rows, pairs: str) -> list[Sample]:
+        if len(rows) and has_steps(rows[0]):
+            answers = [steps_of(row, rows.where(n), rows.label(n)) for n, row in enumerate(rows)]
+            return [replace(each, messages=self._texts(each.messages)) for each in answers]
         if len(rows) and is_graded(rows[0]):
             questions = [graded_question(row, rows.where(n), rows.label(n)) for n, row in enumerate(rows)]
             found = pair_solutions(questions, pairs="one" if pairs == "one" else "all", seed=self._seed)
@@ -57,8 +66,13 @@ class PreferencesEnvironment(Environment):
         return [self._sample(pair) for pair in found]
 
     def _sample(self, pair: PreferenceRow) -> Sample:
-        messages = with_texts(pair.messages, self._config.system_prompt, self._config.instruction)
-        return Sample(pair.id, messages, "", pair.chosen, {"rejected": pair.rejected}, pair.tools)
+        metadata: dict[str, object] = {"rejected": pair.rejected}
+        if pair.scores is not None:
+            metadata["margin"] = pair.scores[0] - pair.scores[1]
+        return Sample(pair.id, self._texts(pair.messages), "", pair.chosen, metadata, pair.tools)
+
+    def _texts(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return with_texts(messages, self._config.system_prompt, self._config.instruction)
 
 
 def _prompt(sample: Sample) -> str:

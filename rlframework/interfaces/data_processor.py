@@ -117,7 +117,8 @@ class Microbatch(ProcessedMicrobatch):
     - `cu_seqlens [b + 1]` int32, always on the CPU: cumulative lengths of the sequences in a packed row, None
       otherwise. Padding that the rule adds at the end of the row counts as one more sequence: `[b + 2]`;
     - `head_positions [N]` int64: flat indices into `n * L` at which the head runs, the positions that predict a target;
-    - `targets [N]` int64: the target token of each of them;
+    - `targets [N]` int64: the target token of each of them; `[N, 1 + K]` with the tokens of a set after it, where
+      workers have added sets (`rlframework.microbatches.token_sets`);
     - `scatter [N]` int64: flat indices into `b * S'` to which the results are scattered, the positions of the targets;
     - `is_dummy`: True if the microbatch only repeats rows, so that all ranks run the same number of forward passes;
       it contributes to no result;
@@ -186,7 +187,8 @@ class DataProcessor(ABC):
         - `"all"`: at every token of a row except the last, that is, for every target;
         - `"token_mask"`: only for targets with nonzero `token_mask [B, S]`; rows without any are left out;
         - `"loss"`: like `"token_mask"`, but rows whose `sample_mask [B]` is 0 are left out too;
-        - `"last"`: at the last token of each row, which is its own target; rows without tokens are left out.
+        - `"last"`: at the last token of each row, which is its own target; rows without tokens are left out;
+        - `"loss_last"`: like `"last"`, but rows whose `sample_mask [B]` is 0 are left out too.
 
         With `plan.groups`, rows of `data` with equal `group_ids [B]` are a group. A microbatch has all rows of its
         groups, next to each other and in the order of `data`. A group is left out only if all of its rows would be;

@@ -1,4 +1,4 @@
-"""The loss interface: a loss sees log-probabilities and global counts, never an engine."""
+"""The loss interface: a loss sees outputs of the head and global counts, never an engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 GROUP_IDS = "group_ids"
 """The column `[B]` int64 of a batch that says which rows belong together: those with equal values."""
 
+TOKEN_SETS = "token_sets"
+"""The column `[B, S, K]` of a batch with K ids of tokens at each position, of the distribution of that position."""
+
 
 class LossType(StrEnum):
     """The average a loss takes: over all valid tokens of the global batch, or over its valid sequences."""
@@ -24,21 +27,29 @@ class LossType(StrEnum):
 
 
 class LossInput(StrEnum):
-    """The values the engine's head computes for the loss."""
+    """The values the engine's head computes for the loss: its first argument, see `LossFunction`.
+
+    LOGPROBS and LOGITS need `policy.head=language`, SCORES `policy.head=score`, VALUES `policy.head=value`.
+    """
 
     LOGPROBS = "logprobs"
     LOGITS = "logits"
+    TOKEN_SETS = "token_sets"
+    SCORES = "scores"
+    VALUES = "values"
 
 
 @dataclass(frozen=True)
 class LossColumn:
     """A value of the batch that a loss reads: finite floating-point numbers, `[B, S]`, or `[B]` if not `per_token`.
 
-    `required`: the batch must have it; otherwise the loss also works without it.
+    `required`: the batch must have it; otherwise the loss also works without it. `per_set`: it is `[B, S, K]`, with a
+    number for each of the batch's `token_sets`.
     """
 
     per_token: bool = True
     required: bool = True
+    per_set: bool = False
 
 
 @runtime_checkable
@@ -49,8 +60,15 @@ class LossFunction(Protocol):
 
     - `next_token_logprobs` `[B, S-1]` fp32, with gradient: entry `i` is log p(token i+1 | tokens 0..i), at the sampling
       temperature if `at_sampling_temperature` is true and at temperature 1 otherwise. Only entries where
-      `token_mask[:, 1:] * sample_mask` is nonzero are computed; all others are 0. With `input_type` LOGITS it is the
-      logits, `[B, S-1, V]`.
+      `token_mask[:, 1:] * sample_mask` is nonzero are computed; all others are 0. In its place is, with `input_type`
+      - LOGITS: the logits, `[B, S-1, V]`;
+      - TOKEN_SETS: `[B, S-1, 1 + K]`, the same, and then the log-probabilities, in the same distribution, of the tokens
+        `data["token_sets"] [B, S, K]` at the position of token i+1. The head computes them in its chunks, so that
+        `[B, S, V]` never exists, also where it is sharded over the vocabulary;
+      - VALUES: `[B, S-1]` fp32, where entry `i` is the head's output for tokens 0..i, the value of the state before
+        token i+1 is sampled, computed at the same entries as log-probabilities;
+      - SCORES: `[B]` fp32, the head's output at each row's last token, for all tokens of the row; 0 where `sample_mask`
+        is 0. `token_mask` has no effect on it.
       Rows are whole in every layout, so a sum over dim 1 is that of the row: packed rows are taken apart before the
       call, every context-parallel rank has the values of all of them, tensor-parallel ranks combine theirs in the head,
       and the last pipeline stage calls the loss. Only rows of other microbatches and data-parallel ranks are absent.
@@ -88,6 +106,17 @@ class LossFunction(Protocol):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the loss and metrics of one microbatch."""
         ...
+
+
+def head_of(loss_fn: Any) -> str:
+    """Return the value of `policy.head` whose output `loss_fn` reads."""
+    heads = {LossInput.SCORES.value: "score", LossInput.VALUES.value: "value"}
+    return heads.get(getattr(loss_fn.input_type, "value", loss_fn.input_type), "language")
+
+
+def loss_positions(loss_fn: Any) -> str:
+    """Return the positions at which the head runs for `loss_fn`: see `DataProcessor.microbatches`."""
+    return "loss_last" if head_of(loss_fn) == "score" else "loss"
 
 
 def needs_groups(loss_fn: Any) -> bool:

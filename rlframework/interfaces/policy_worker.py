@@ -157,6 +157,7 @@ class PolicyWorker(ABC):
     def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `topk_logits [B, S, k]` fp32, largest first, and their token ids, `topk_indices [B, S, k]` int64.
 
+        Also return `topk_normalizers [B, S]` fp32, the logsumexp of all logits: log-probabilities are the difference.
         Entry i belongs to the distribution that token i was drawn from, so logits have the temperature of
         `get_logprobs`. Entries are 0 at position 0, at padding, and where `positions` excludes them.
         """
@@ -266,13 +267,29 @@ class PolicyWorker(ABC):
         """Offload model and optimizer to CPU memory."""
         raise _undeclared(self, "offload its model", "cpu_offload")
 
+    def get_token_set_logprobs(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+        """Return `set_logprobs [B, S, K]` fp32 of the tokens `data["token_sets"] [B, S, K]`.
+
+        Entry i belongs to the distribution that token i was drawn from, as in `get_topk_logits`.
+        """
+        raise NotSupported(f"{type(self).__name__} does not compute log-probabilities of sets of tokens")
+
     def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """Return `scores [B]` fp32: the output of a reward model's head (`policy.head=score`) at each row's last token.
 
         A row without tokens scores 0. Capability `scoring`. A model loaded with a score head cannot compute
-        log-probabilities or be trained, and other models cannot score: `NotSupported`.
+        log-probabilities, and other models cannot score: `NotSupported`.
         """
         raise _undeclared(self, "give scores", "scoring")
+
+    def get_values(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+        """Return `values [B, S]` fp32 of a value head (`policy.head=value`); 0 at position 0 and at padding.
+
+        Entry i is the head's output at token i-1: the value of the state, tokens before i, in which token i was drawn,
+        as `logprobs` is aligned. `positions`: see `get_logprobs`. Capability `scoring`; `NotSupported` for models with
+        another head.
+        """
+        raise _undeclared(self, "give values", "scoring")
 
     def save_checkpoint(
         self,

@@ -123,7 +123,7 @@ def make_microbatch(
     input_ids = selected["input_ids"].to(torch.int64).where(real, 0)  # padding need not contain valid token ids
     width = input_ids.shape[1]
     row, column = _wanted_targets(selected, real, positions).nonzero(as_tuple=True)
-    before = 0 if positions == "last" else 1  # the token that predicts the target
+    before = 0 if positions in ("last", "loss_last") else 1  # the token that predicts the target
     multimodal, bounds = has_media(selected), None
     if packed:
         _require_text(selected)
@@ -181,10 +181,10 @@ def _select_rows(data: BatchedDataDict[Any], rows: Tensor) -> BatchedDataDict[An
 
 
 def _wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) -> Tensor:
-    """Return `[b, S']` bool: the tokens to score, never at position 0; with `last`, the last token of each row."""
-    if positions == "last":
+    """Return `[b, S']` bool: the tokens to score, never at position 0; or the last token of each row."""
+    if positions in ("last", "loss_last"):
         last: Tensor = torch.arange(real.shape[1], device=real.device) == rows["input_lengths"][:, None] - 1
-        return last
+        return last if positions == "last" else last & (rows["sample_mask"] != 0)[:, None]
     wanted = real.clone() if positions == "all" else real & (rows["token_mask"] != 0)
     if positions == "loss":  # a masked row is here only for its group
         wanted &= (rows["sample_mask"] != 0)[:, None]

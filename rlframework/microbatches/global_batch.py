@@ -149,15 +149,19 @@ def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> Tensor:
     if positions == "last":
         has_tokens: Tensor = data["input_lengths"] > 0
         return has_tokens
+    needed = {"token_mask": ("token_mask",), "loss": ("token_mask", "sample_mask"), "loss_last": ("sample_mask",)}
     if positions == "all":
         long_enough: Tensor = data["input_lengths"] > 1
         return long_enough
-    if positions not in ("token_mask", "loss"):
-        raise BatchError(f"unknown positions {positions!r}; use 'all', 'token_mask', 'loss' or 'last'")
-    for key in ("token_mask", "sample_mask")[: 1 if positions == "token_mask" else 2]:
+    if positions not in needed:
+        raise BatchError(f"unknown positions {positions!r}; use 'all', 'token_mask', 'loss', 'last' or 'loss_last'")
+    for key in needed[positions]:
         if key not in data:
             raise BatchError(
                 f"{key} must be present in the data for positions={positions!r}; it has {sorted(data, key=str)}"
             )
+    if positions == "loss_last":
+        counted: Tensor = (data["input_lengths"] > 0) & (data["sample_mask"] != 0)
+        return counted
     wanted: Tensor = data["token_mask"][:, 1:].bool().any(dim=1)
     return wanted if positions == "token_mask" else wanted & (data["sample_mask"] != 0)

@@ -7,9 +7,9 @@ writes them or as the model has them in memory: the experts of a mixture one by 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
+from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only
 from rlframework.models.file_weights import FileWeight
 from rlframework.models.named_tensors import named_tensors
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors
+from rlframework.policy.head.patch import SCORE_WEIGHT
 
 
 def weights_folder(model_name: str) -> Path | None:
@@ -54,8 +56,13 @@ class ModelFiles(Saved):
         prefix: str,
         other_names: Mapping[str, Sequence[str]],
         model_config: Any = None,
+        *,
+        new: Collection[str] = (),
     ) -> None:
-        """`model_config`: to name the fields that belong to a wrong shape."""
+        """`model_config`: to name the fields that belong to a wrong shape.
+
+        `new`: weights that the files must not have, which are zeros.
+        """
         self._files, self._weights = SavedTensors(folder), weights
         self._names = {
             name: [one for of in (name, *other_names.get(name, ())) if (one := self._stored(prefix, of))]
@@ -63,6 +70,10 @@ class ModelFiles(Saved):
         }
         located: dict[str, FileWeight] = {}
         for name, weight in weights.items():
+            if name in new:
+                if self._stored(prefix, name):
+                    raise has_a_head(folder)
+                continue
             if stored := self._stored(prefix, name, *other_names.get(name, ())):
                 located[name] = FileWeight(name, stored, weight.shape, weight.shape)
             elif stored := self._stored(prefix, weight.source):
@@ -71,8 +82,15 @@ class ModelFiles(Saved):
                 continue
             if (found := self._files.shape(stored)) != (wanted := located[name].whole):
                 raise DataError(other_shape(folder, stored, found, wanted, model_config))
-        self.missing = [name for name in weights if name not in located]
+        self.missing = [name for name in weights if name not in located and name not in new]
+        self._new = {name: weights[name].shape for name in weights if name in new}
         super().__init__(folder, located)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self._entries, self._new)
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._new)
 
     def _stored(self, prefix: str, *names: str) -> str | None:
         """Return the first of `names`, with the `prefix` or without, that the files have."""
@@ -81,10 +99,12 @@ class ModelFiles(Saved):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Saved.shape`."""
-        return tuple(self._entries[name].shape)
+        return self._new[name] if name in self._new else tuple(self._entries[name].shape)
 
     def read_slice(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """See `Saved.read_slice`."""
+        if name in self._new:
+            return torch.zeros([one.stop - one.start for one in where])
         part: FileWeight = self._entries[name]
         if part.is_part:
             where = (slice(where[0].start + part.start, where[0].stop + part.start), *where[1:])
@@ -112,6 +132,25 @@ class ModelFiles(Saved):
                 )
 
 
+def new_weights(config: PolicyConfig) -> frozenset[str]:
+    """Return the names of weights that begin at zeros rather than as in the model's files."""
+    return frozenset({SCORE_WEIGHT}) if config.head_init == "zeros" else frozenset()
+
+
+def has_a_head(place: object) -> DataError:
+    """Return the error for a new head on a model that has one."""
+    return DataError(
+        f"policy.head_init=zeros is for models without {SCORE_WEIGHT}, but {place} has it; remove head_init to use it"
+    )
+
+
+def new_head_hint(missing: Collection[str]) -> str:
+    """Return what to do if the weights `missing` from a model's files are those of its head; empty otherwise."""
+    if set(missing) != {SCORE_WEIGHT}:
+        return ""
+    return ": it is a language model; set policy.head_init=zeros to start with a new head"
+
+
 def other_shape(place: object, name: str, found: Any, wanted: Any, model_config: Any) -> str:
     """Say that `name` has another shape in files than `model_config` describes, with the fields of the wrong sizes."""
     wrong = {size for size, there in zip_longest(wanted, found) if size != there}
@@ -134,7 +173,7 @@ def unused_weights(names: Iterable[str], model: Any, head: str) -> list[str]:
     beside that of a reward model.
     """
     known = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$"]
-    known += [r"^lm_head\."] * (head == "score") + list(
+    known += [r"^lm_head\."] * (head != "language") + list(
         getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     )
     return sorted(name for name in names if not re.search("|".join(known), name))

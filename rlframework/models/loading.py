@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,9 @@ from rlframework.huggingface.model_directories import invalid_config, read_confi
 from rlframework.huggingface.model_files import check_model_files
 from rlframework.models.described_weights import (
     ModelFiles,
+    has_a_head,
+    new_head_hint,
+    new_weights,
     number_of_layers,
     other_shape,
     require_finite,
@@ -71,15 +74,31 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     if other := sorted(found["mismatched_keys"]):
         name, shape, wanted = other[0]
         raise _cannot_be_loaded(config, other_shape("it", name, shape, wanted, model_config))
-    if found["missing_keys"]:
-        raise _cannot_be_loaded(config, f"it lacks {sorted(found['missing_keys'])[:3]}{number_of_layers(model_config)}")
+    missing = set(found["missing_keys"]) - new_weights(config)
+    if missing:
+        raise _cannot_be_loaded(
+            config, f"it lacks {sorted(missing)[:3]}{number_of_layers(model_config)}{new_head_hint(missing)}"
+        )
     if unused := unused_weights(found["unexpected_keys"], model, config.head):
         raise _cannot_be_loaded(
             config, f"it has {unused[:3]}, which its config.json does not describe{number_of_layers(model_config)}"
         )
     for name, weight in model.named_parameters():
         require_finite(weight, name, config.model_name)
-    return _prepared(model, config.head)
+    model = _prepared(model, config.head)
+    _start_new_head(config, model, found["missing_keys"])
+    return model
+
+
+def _start_new_head(config: PolicyConfig, model: Any, missing: Collection[str]) -> None:
+    """Set the weights of a new head to zeros; raise `DataError` if the files have one, so that they are not `missing`.
+
+    transformers has initialized them at random.
+    """
+    for name in new_weights(config):
+        if name not in missing:
+            raise has_a_head(config.model_name)
+        nn.init.zeros_(model.get_parameter(name))
 
 
 def new_model(config: PolicyConfig, model_config: Any, attention: str | None) -> Any:
@@ -123,6 +142,8 @@ def load_config(config: PolicyConfig) -> Any:
             "policy.model_name to a model with one"
         ) from error
     disable_dropout(model_config)
+    if new_weights(config):
+        model_config.num_labels = 1
     if (folder := Path(config.model_name)).is_dir():
         _require_generation_config(folder)
         if not getattr(model_config, "quantization_config", None):
@@ -169,7 +190,8 @@ def _require_described(config: PolicyConfig, model_config: Any) -> None:
     except Exception as error:  # noqa: BLE001 - such a kind is rejected by name, or loaded and compared as a whole
         logger.debug("the files of %s are not compared before they are loaded: %r", config.model_name, error)
         return
-    files = ModelFiles(folder, layout.weights, f"{model.base_model_prefix}.", layout.other_names, model_config)
+    prefix, new = f"{model.base_model_prefix}.", new_weights(config)
+    files = ModelFiles(folder, layout.weights, prefix, layout.other_names, model_config, new=new)
     if not files.missing:
         files.require_used(model, model_config, config.head)
 
@@ -182,7 +204,7 @@ def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
 
 def auto_class(config: Any, head: str = "language") -> Any:
     """Return the transformers auto class for a model of `config` with a `head` (a value of `policy.head`)."""
-    if head == "score":
+    if head != "language":
         return transformers.AutoModelForSequenceClassification
     return _language_class(config) or transformers.AutoModelForCausalLM
 
@@ -207,7 +229,7 @@ def _language_class(config: Any) -> Any | None:
 def _prepared(model: Any, head: str) -> Any:
     """Return `model` in evaluation mode, without a cache, with a forward that gives logits for each token.
 
-    A reward model gives the score of each token, `[n, L, 1]`, and `HeadPatch` selects the last token of each sequence.
+    A reward or value model gives a number for each token, `[n, L, 1]`, and `HeadPatch` selects tokens.
     transformers' own forward would find it by the padding id, which may be the end-of-sequence token, and does not
     support packed rows. Raises `DataError` for several labels.
     """
@@ -220,8 +242,9 @@ def _prepared(model: Any, head: str) -> Any:
     score = output_head(model)
     if score.weight.shape[0] != 1:
         raise DataError(
-            f"policy.head=score needs a model whose head has one label, but the head of {type(model).__name__} has "
-            f"{score.weight.shape[0]}: num_labels in its config.json must be 1"
+            f"policy.head={head} needs a model whose head has one label, but the head of {type(model).__name__} has "
+            f"{score.weight.shape[0]}: num_labels in its config.json must be 1. For a new head on a language "
+            "model, set policy.head_init=zeros"
         )
 
     def forward(**inputs: Any) -> Any:
@@ -294,7 +317,8 @@ def pretrained_weights(
     """
     folder = None if getattr(model.config, "quantization_config", None) else weights_folder(config.model_name)
     if folder is not None:
-        files = ModelFiles(folder, layout.weights, f"{model.base_model_prefix}.", layout.other_names)
+        prefix, new = f"{model.base_model_prefix}.", new_weights(config)
+        files = ModelFiles(folder, layout.weights, prefix, layout.other_names, new=new)
         if not files.missing:
             files.require_used(model, model.config, config.head)
             return files

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
 from rlframework.config.base import Section
+from rlframework.config.distillation import DistillationConfig
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.episode_environments import (
     AgentConfig,
@@ -18,6 +19,7 @@ from rlframework.config.episode_environments import (
     ToolsConfig,
     VerifiersConfig,
 )
+from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import (
     DPOConfig,
     IPOConfig,
@@ -27,6 +29,7 @@ from rlframework.config.preference_algorithms import (
     SimPOConfig,
 )
 from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import (
     RayGroupConfig,
     RemoteGroupConfig,
@@ -137,13 +140,23 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
 def rlframework_algorithms() -> list[AlgorithmRecord]:
     """The built-in training loops."""
     core, sft = partial(_core, AlgorithmRecord), "supervised fine-tuning on the environment's completions"
+    distillation = "distillation of a teacher, on-policy or from data (Agarwal et al. 2023, arXiv:2306.13649)"
+    ppo = "proximal policy optimization with a critic (Schulman et al. 2017, arXiv:1707.06347)"
     return [
         core("sft", "algorithms.sft:SFT", sft, SFTConfig, check=check_sft),
         *(
             core(name, "algorithms.grpo:GRPO", summary, GRPOConfig, check=check_grpo)
             for name, summary in POLICY_GRADIENT.items()
         ),
+        core("ppo", "algorithms.ppo:PPO", ppo, PPOConfig, check=check_grpo),
         *_preference_algorithms(),
+        core(
+            "distillation",
+            "algorithms.distillation:Distillation",
+            distillation,
+            DistillationConfig,
+            check=check_distillation,
+        ),
     ]
 
 
@@ -161,6 +174,19 @@ def _preference_algorithms() -> list[AlgorithmRecord]:
         core("simpo", summary=simpo, model=SimPOConfig),
         core("orpo", summary=orpo, model=ORPOConfig),
         core("kto", summary=kto, model=KTOConfig),
+        *_reward_models(),
+    ]
+
+
+def _reward_models() -> list[AlgorithmRecord]:
+    core, module = partial(_core, AlgorithmRecord), "algorithms.reward_model"
+    pairs = "a reward model from preference pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155)"
+    steps = "a reward model of the steps of an answer (Lightman et al. 2023, arXiv:2305.20050)"
+    return [
+        core(
+            "reward_model", f"{module}:RewardModelTraining", pairs, RewardModelTrainingConfig, check=check_reward_model
+        ),
+        core("process_reward_model", f"{module}:ProcessRewardModelTraining", steps, ProcessRewardModelTrainingConfig),
     ]
 
 
@@ -224,25 +250,31 @@ def check_pairs(config: RunConfig, device: str) -> list[Problem]:
 
 def check_preferences(config: RunConfig, device: str) -> list[Problem]:
     """Check that batches have whole pairs, global ones of KTO at least two, and that scoring is at temperature 1."""
-    policy = config.policy
-    rows, problems = policy.train_global_batch_size, []
     if not isinstance(config.algorithm, PreferenceConfig):
         return []
-    least = 4 if isinstance(config.algorithm, KTOConfig) else 2
-    if rows % 2 or rows < least:
-        message = f"{rows} rows are not whole pairs of two rows, at least {least // 2}."
-        problems.append(
-            Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
-        )
-    pairwise = not isinstance(config.algorithm, KTOConfig)
-    if pairwise and policy.batching.mode == "padded" and policy.train_micro_batch_size < 2:
-        message = f"a padded microbatch of {policy.train_micro_batch_size} row has no room for a pair."
-        problems.append(Problem("policy.train_micro_batch_size", message, "Set it to at least 2."))
+    is_kto = isinstance(config.algorithm, KTOConfig)
+    problems = list(_pair_problems(config, least=4 if is_kto else 2, pairwise=not is_kto))
     temperature = config.generation.temperature
     if temperature not in (0.0, 1.0):
         message = f"log-probabilities would be those at temperature {temperature}; preferences are trained at 1."
         problems.append(Problem("generation.temperature", message, "Set it to 1.0; nothing is sampled."))
     return problems
+
+
+def check_reward_model(config: RunConfig, device: str) -> list[Problem]:
+    """Check that batches have whole pairs."""
+    return list(_pair_problems(config, least=2, pairwise=True))
+
+
+def _pair_problems(config: RunConfig, *, least: int, pairwise: bool) -> Iterator[Problem]:
+    """Yield conflicts of batch sizes: `least` rows in a global batch; `pairwise`: microbatches have whole pairs."""
+    policy, rows = config.policy, config.policy.train_global_batch_size
+    if rows % 2 or rows < least:
+        message = f"{rows} rows are not whole pairs of two rows, at least {least // 2}."
+        yield Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
+    if pairwise and policy.batching.mode == "padded" and policy.train_micro_batch_size < 2:
+        message = f"a padded microbatch of {policy.train_micro_batch_size} row has no room for a pair."
+        yield Problem("policy.train_micro_batch_size", message, "Set it to at least 2.")
 
 
 def check_tools(config: RunConfig, device: str) -> list[Problem]:
@@ -259,18 +291,20 @@ def check_sft(config: RunConfig, device: str) -> list[Problem]:
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:
     """Check the loss as `check_sft` does, the divisions of a rollout, the sampling and the overlong buffer."""
-    algorithm, batch_size = config.algorithm, config.policy.train_global_batch_size
+    algorithm = config.algorithm
     if not isinstance(algorithm, GRPOConfig):
         return []
     problems = check_sft(config, device)
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    if rows % batch_size:
-        message = (
-            f"a step has {rows} rows (algorithm.prompts_per_step={algorithm.prompts_per_step} x "
-            f"samples_per_prompt={algorithm.samples_per_prompt}), not a multiple of the global batch size {batch_size}."
-        )
-        hint = f"Set it to {rows} for one optimizer step per rollout, or to a divisor of {rows} for several."
-        problems.append(Problem("policy.train_global_batch_size", message, hint))
+    trained = {"policy": config.policy} | ({} if config.critic is None else {"critic": config.critic})
+    for name, batch_size in ((name, section.train_global_batch_size) for name, section in trained.items()):
+        if rows % batch_size:
+            message = (
+                f"a step has {rows} rows (algorithm.prompts_per_step={algorithm.prompts_per_step} x samples_per_prompt="
+                f"{algorithm.samples_per_prompt}), not a multiple of the global batch size {batch_size}."
+            )
+            hint = f"Set it to {rows} for one optimizer step per rollout, or to a divisor of {rows} for several."
+            problems.append(Problem(f"{name}.train_global_batch_size", message, hint))
     buffer, limit = algorithm.overlong.buffer, config.generation.max_new_tokens
     if buffer > limit:
         message = f"{buffer} exceeds generation.max_new_tokens, which is {limit}."
@@ -280,6 +314,17 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
         message = "greedy completions of a prompt are all identical, so GRPO has nothing to compare."
         problems.append(Problem("generation.temperature", message, "Set it to a positive value, such as 1.0."))
     return problems + check_sampling(config, device)
+
+
+def check_distillation(config: RunConfig, device: str) -> list[Problem]:
+    """Reject truncated and greedy sampling for the policy gradient of sampled tokens."""
+    if not isinstance(config.algorithm, DistillationConfig) or config.algorithm.tokens != "sampled":
+        return []
+    problems = check_sampling(config, device)
+    if config.generation.temperature == 0:
+        message = "greedy completions are not samples, from which algorithm.tokens=sampled estimates the divergence."
+        problems.append(Problem("generation.temperature", message, "Set it to a positive value, such as 1.0."))
+    return problems
 
 
 def check_sampling(config: RunConfig, device: str) -> list[Problem]:

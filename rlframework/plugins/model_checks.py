@@ -60,5 +60,6 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
     if not policy.lora.target_modules:
         message = "there are no layers to adapt."
         yield Problem("policy.lora.target_modules", message, "Name some, or remove the section.")
-    if policy.head == "score":
-        yield Problem("policy.lora", "a reward model is not trained.", "Remove the section.")
+    if policy.head != "language":
+        message = f"adapters would leave the head of policy.head={policy.head} untrained."
+        yield Problem("policy.lora", message, "Remove the section, to train all weights.")

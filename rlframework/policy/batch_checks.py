@@ -19,7 +19,7 @@ from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.huggingface.model_directories import first_size, read_config
-from rlframework.interfaces.loss import LossColumn
+from rlframework.interfaces.loss import TOKEN_SETS, LossColumn
 from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
 from rlframework.microbatches.row_groups import read_group_ids
 
@@ -54,13 +54,21 @@ class BatchLimits:
         positions = first_size(text, "max_position_embeddings", "n_positions")
         return cls(first_size(text, "vocab_size"), positions, no_media)
 
-    def check(self, data: BatchedDataDict[Any], columns: Mapping[str, LossColumn] | None = None) -> None:
+    def check(
+        self,
+        data: BatchedDataDict[Any],
+        columns: Mapping[str, LossColumn] | None = None,
+        *,
+        token_sets: bool = False,
+    ) -> None:
         """Raise `BatchError` unless a policy can train on `data`, or score it; first call `require_batch`, `detached`.
 
-        `columns`: what a loss reads, see `LossFunction`.
+        `columns`: what a loss reads, see `LossFunction`. `token_sets`: the column of this name is read.
         """
         check_rows(data)
         check_contents(data, self)
+        if token_sets:
+            check_token_sets(data, self.vocabulary)
         check_columns(data, columns or {})
         self._check_media(data)
 
@@ -195,12 +203,35 @@ def check_columns(data: BatchedDataDict[Any], columns: Mapping[str, LossColumn])
                 raise BatchKeyError(f"{key} must be present in the data, as the loss reads it; it has {_keys(data)}")
             continue
         value, shape = data[key], list(data["input_ids"].shape[: 2 if column.per_token else 1])
+        if column.per_set:
+            shape = list(data[TOKEN_SETS].shape)
         if not isinstance(value, Tensor) or value.dtype not in _FLOATS or list(value.shape) != shape:
-            names = "[B, S]" if column.per_token else "[B]"
+            names = ("[B]", "[B, S]", "[B, S, K]")[len(shape) - 1]
             raise BatchTypeError(
                 f"{key} must be a tensor {names} = {shape} of floating-point numbers, got {describe(value)}"
             )
         _check_bounds(key, value, -_LARGEST, _LARGEST, "finite, in fp32")
+
+
+def check_token_sets(data: BatchedDataDict[Any], vocabulary: int | None) -> None:
+    """Raise `BatchError` unless `data`, which has passed `check_rows`, has `token_sets [B, S, K]`, ids of tokens.
+
+    Ids must be valid at every position, also where nothing is computed: 0 is.
+    """
+    if TOKEN_SETS not in data:
+        raise BatchKeyError(f"{TOKEN_SETS} must be present in the data, as the loss reads it; it has {_keys(data)}")
+    sets, shape = data[TOKEN_SETS], list(data["input_ids"].shape)
+    if not is_integral(sets) or sets.ndim != 3 or list(sets.shape[:2]) != shape or not sets.shape[2]:
+        raise BatchTypeError(
+            f"{TOKEN_SETS} must be integers [B, S, K] = [{shape[0]}, {shape[1]}, 1 or more], got {describe(sets)}"
+        )
+    low, high = (int(bound) for bound in sets.aminmax())
+    if low < 0 or (vocabulary is not None and high >= vocabulary):
+        allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1}, the model's vocabulary"
+        raise BatchError(
+            f"{TOKEN_SETS} has the token {low if low < 0 else high}; allowed is {allowed}. Are they of another model's "
+            "tokenizer?"
+        )
 
 
 def check_groups(data: BatchedDataDict[Any], batch_size: int, ranks: int) -> None:

@@ -17,14 +17,14 @@ from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
-from rlframework.interfaces.loss import needs_groups
+from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
 from rlframework.policy.batch_checks import BatchLimits, check_groups, check_loss, detached, require_batch
-from rlframework.policy.engine import require_head
+from rlframework.policy.engine import require_head, require_head_of
 from rlframework.policy.optimization import resolve_total_steps
 from rlframework.workers.dispatch import WorkerCalls
 
@@ -102,8 +102,8 @@ class Policy:
         `algorithm.num_steps`). Raises `NotSupported` if the backend does not declare what the run needs.
         """
         record = manager.select("policy_worker", config.policy.backend).record
-        if config.policy.head == "score":
-            require(record, Capability.SCORING, "policy.head=score requests the scores of a reward model")
+        if config.policy.head != "language":
+            require(record, Capability.SCORING, f"policy.head={config.policy.head} was requested")
         if init_reference_model:
             require(
                 record, Capability.REFERENCE_MODEL, f"algorithm.name={config.algorithm.name} needs a reference policy"
@@ -166,12 +166,13 @@ class Policy:
         lack what the loss reads, or that do not divide into global batches, or these over the workers; and for groups,
         if the loss needs them, that are in several global batches or do not fit into a microbatch.
         """
-        require_head(self.config.policy, "language", "train")
+        columns = check_loss(loss_fn)
+        require_head_of(self.config.policy, loss_fn)
         if not (eval_mode or self._has_optimizer):
             raise NotSupported("this policy was built without an optimizer; build it with init_optimizer=True to train")
         require_batch("train", data)
         data = detached(data)
-        self._limits.check(data, check_loss(loss_fn))
+        self._limits.check(data, columns, token_sets=loss_fn.input_type == LossInput.TOKEN_SETS)
         gbs = read_count(self.config.policy.train_global_batch_size if gbs is None else gbs, "gbs", least=1)
         mbs = None if mbs is None else read_count(mbs, "mbs", least=1)
         if data.size % gbs:
@@ -188,7 +189,7 @@ class Policy:
             grouped_rows = mbs or self.config.policy.train_micro_batch_size
         tokens = self.config.policy.batching.tokens
         shards, _ = self._balancer.shard(
-            data, batch_size=gbs, positions="loss", tokens=tokens, grouped_rows=grouped_rows
+            data, batch_size=gbs, positions=loss_positions(loss_fn), tokens=tokens, grouped_rows=grouped_rows
         )
         results = self._calls.on_shards(
             PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
@@ -200,6 +201,8 @@ class Policy:
 
     get_logprobs = _scored(PolicyWorker.get_logprobs)
     get_topk_logits = _scored(PolicyWorker.get_topk_logits)
+    get_token_set_logprobs = _scored(PolicyWorker.get_token_set_logprobs)
+    get_values = _scored(PolicyWorker.get_values)
     get_reference_policy_logprobs = _scored(PolicyWorker.get_reference_policy_logprobs)
 
     def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
@@ -208,7 +211,8 @@ class Policy:
         return self._score(PolicyWorker.score, data, {"micro_batch_size": micro_batch_size})
 
     def _score(self, method: Callable[..., Rows], data: Rows, options: Mapping[str, Any]) -> Rows:
-        require_head(self.config.policy, "score" if method is PolicyWorker.score else "language", method.__name__)
+        head = {PolicyWorker.score: "score", PolicyWorker.get_values: "value"}.get(method, "language")
+        require_head(self.config.policy, head, method.__name__)
         if method is PolicyWorker.get_reference_policy_logprobs and not self._has_reference:
             raise NotSupported("this policy keeps no reference weights; build it with init_reference_model=True")
         require_batch(method.__name__, data)
@@ -217,9 +221,11 @@ class Policy:
             read_count(options["micro_batch_size"], "micro_batch_size", least=1)
         if "k" in options:
             read_count(options["k"], "k", 1, self._limits.vocabulary or math.inf)
-        keys = [key for key in ("input_ids", "input_lengths", "token_mask", "sample_mask") if key in data]
+        sets = method is PolicyWorker.get_token_set_logprobs
+        read = ("input_ids", "input_lengths", "token_mask", "sample_mask", *((TOKEN_SETS,) if sets else ()))
+        keys = [key for key in read if key in data]
         inputs: Rows = BatchedDataDict({key: data[key] for key in keys} | data.get_multimodal_dict())
-        self._limits.check(inputs)
+        self._limits.check(inputs, token_sets=sets)
         rows, ranks = data.size, self.data_parallel_size
         if rows % ranks:  # repeat the first rows: every worker needs the same number
             inputs = inputs.select_indices(torch.arange(rows + -rows % ranks) % rows)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlframework.config.base import Section
 from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import MicrobatchRule
+from rlframework.interfaces.loss import head_of
 from rlframework.policy.profiling import DeviceWait
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from rlframework.config.policy import PolicyConfig
     from rlframework.interfaces.data_processor import Microbatch
+    from rlframework.interfaces.loss import LossFunction
     from rlframework.interfaces.worker_group import WorkerContext
     from rlframework.policy.head.patch import HeadOutput, HeadRequest
     from rlframework.policy.host_buffers import HostBuffers
@@ -107,6 +109,17 @@ def require_head(config: PolicyConfig, head: str, method: str) -> None:
         raise NotSupported(
             f"{method} needs policy.head={head}, but policy.model_name={config.model_name!r} is loaded "
             f"with policy.head={config.head}"
+        )
+
+
+def require_head_of(config: PolicyConfig, loss_fn: LossFunction) -> None:
+    """Raise `NotSupported` if the model is loaded with another head than `loss_fn` reads."""
+    head = head_of(loss_fn)
+    require_head(config, head, f"train with {type(loss_fn).__name__}")
+    if loss_fn.wants_entropy and head != "language":
+        raise NotSupported(
+            f"{type(loss_fn).__name__} wants the entropy of tokens, which the head {head} does not have; set its "
+            "wants_entropy to False"
         )
 
 

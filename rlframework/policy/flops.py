@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.huggingface.model_directories import first_size
+from rlframework.policy.head.patch import SCORE_WEIGHT
 
 _IN_A_LAYER, _EXPERT = re.compile(r"\.\d+\."), re.compile(r"\.experts\.")
 _TOWER = re.compile(r"(^|\.)(visual|vision|audio)")
@@ -68,7 +69,7 @@ class ModelFlops:
         value = first_size(config, "v_head_dim") or key
         return cls(
             layers=sum(map(prod, inside.values())) - experts + (experts * chosen / count if chosen and count else 0),
-            head=hidden * vocabulary,
+            head=hidden * (1 if SCORE_WEIGHT in weights else vocabulary),
             attention=heads * (key + value),
             windows=_windows(config),
             adapters=None if adapters is None else sum(map(prod, adapters)),

@@ -15,7 +15,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
 from rlframework.batch.packed_tensor import has_media
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch
-from rlframework.interfaces.loss import LossFunction
+from rlframework.interfaces.loss import LossFunction, head_of
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.microbatches.data_processor import make_dummy
 from rlframework.microbatches.on_demand import Made, on_device
@@ -113,19 +113,26 @@ def values_step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
 
 def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Step:
     """Return the step that computes the loss of a microbatch. A dummy has a loss of 0 and no metrics."""
+    scores_rows = head_of(loss_fn) == "score"
 
     def step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
         _require_output(output)
-        values = output.logits if output.logprobs is None else output.logprobs
+        values = next((one for one in (output.logprobs, output.logits, output.scores) if one is not None), None)
         if values is None:
-            raise RuntimeError("the HeadOutput has neither logprobs nor logits; compute what HeadRequest.wants names")
+            raise RuntimeError(
+                "the HeadOutput has neither logprobs, logits nor scores; compute what HeadRequest.wants names"
+            )
+        if output.set_logprobs is not None:
+            values = torch.cat((values[:, None], output.set_logprobs), 1)
         if microbatch.is_dummy:
             return StepResult(loss=values.sum() * 0.0)
         data = microbatch.data_dict
         if output.entropy is not None:
             data = BatchedDataDict({**data, "entropy": _dense(output.entropy, microbatch)[:, 1:]})
         with trace_span(LOSS):
-            loss, metrics = loss_fn(_dense(values, microbatch)[:, 1:], data, global_valid_seqs, global_valid_toks)
+            dense = _dense(values, microbatch)
+            read = dense.sum(1) if scores_rows else dense[:, 1:]  # of a row, one position has a score
+            loss, metrics = loss_fn(read, data, global_valid_seqs, global_valid_toks)
         return StepResult(loss=loss, outputs={**metrics, "loss": loss.detach()})
 
     return step

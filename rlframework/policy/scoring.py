@@ -13,8 +13,10 @@ from rlframework.batch.batch_rows import copy_to_cpu
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch
+from rlframework.interfaces.loss import TOKEN_SETS
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.microbatches.on_demand import on_host
+from rlframework.microbatches.token_sets import with_token_sets
 from rlframework.policy.engine import Engine, Step, StepResult, require_head
 from rlframework.policy.head.patch import HeadOutput, HeadRequest
 from rlframework.policy.host_buffers import HostBuffers
@@ -73,11 +75,24 @@ class Scoring:
         head = HeadRequest(frozenset({"topk"}), self.temperature, k)
         return self.score_rows(data, head, micro_batch_size, positions)
 
+    def get_token_set_logprobs(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+        """See `PolicyWorker.get_token_set_logprobs`."""
+        require_head(self.engine.config, "language", "get_token_set_logprobs")
+        head = HeadRequest(temperature=self.temperature, token_sets=TOKEN_SETS)
+        scored = self.score_rows(data, head, micro_batch_size, positions)
+        return BatchedDataDict({"set_logprobs": scored["set_logprobs"]})
+
     def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """See `PolicyWorker.score`."""
         require_head(self.engine.config, "score", "score")
         scored = self.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, "last")
         return BatchedDataDict({"scores": scored["scores"].sum(1)})  # at most one per row
+
+    def get_values(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
+        """See `PolicyWorker.get_values`."""
+        require_head(self.engine.config, "value", "get_values")
+        scored = self.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, positions)
+        return BatchedDataDict({"values": scored["scores"]})
 
     def use_reference_model(self) -> AbstractContextManager[None]:
         """See `PolicyWorker.use_reference_model`."""
@@ -104,6 +119,8 @@ class Scoring:
             name: torch.zeros((*data["input_ids"].shape, *shape), dtype=dtype)
             for name, (shape, dtype) in head.results.items()
         }
+        if head.token_sets is not None:
+            scored["set_logprobs"] = torch.zeros(data[head.token_sets].shape)
         for microbatch, outputs in self._outputs(data, head, values_step, micro_batch_size, positions):
             for name, part in outputs.items():
                 scored[name][microbatch.rows, : part.shape[1]] = part
@@ -119,6 +136,8 @@ class Scoring:
         microbatches = self.microbatching.split(data, positions, micro_batch_size or config.logprob_batch_size, tokens)
         if not microbatches:
             return []
+        if head.token_sets is not None:
+            microbatches = with_token_sets(microbatches, head.token_sets, self.engine.device)
         results = self.engine.forward_backward(microbatches, head, step, forward_only=True)
         require_results(results, microbatches)
         real = [

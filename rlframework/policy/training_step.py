@@ -14,11 +14,19 @@ import torch
 from rlframework.batch.batch_rows import copy_to
 from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.huggingface.model_directories import text_config
-from rlframework.interfaces.loss import LossFunction, LossInput, needs_groups
+from rlframework.interfaces.loss import (
+    TOKEN_SETS,
+    LossFunction,
+    LossInput,
+    head_of,
+    loss_positions,
+    needs_groups,
+)
 from rlframework.interfaces.policy_worker import Rows, TrainResult
 from rlframework.microbatches.global_batch import rows_with_targets
+from rlframework.microbatches.token_sets import with_token_sets
 from rlframework.policy.device_memory import DeviceMemory
-from rlframework.policy.engine import Engine, require_head
+from rlframework.policy.engine import Engine, require_head_of
 from rlframework.policy.flops import ModelFlops
 from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.microbatching import Microbatching, average_metrics, loss_step, reduce_metrics, require_results
@@ -80,7 +88,7 @@ class Training:
         self, data: Rows, loss_fn: LossFunction, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> TrainResult:
         """See `PolicyWorker.train`."""
-        require_head(self.engine.config, "language", "train")
+        require_head_of(self.engine.config, loss_fn)
         if not eval_mode and not self.has_optimizer:
             raise NotSupported("this worker was built without an optimizer; build it with init_optimizer=True to train")
         if not eval_mode:
@@ -101,7 +109,9 @@ class Training:
                 self.residency.offload("optimizer")
         self.malloc_trimmer.trim()
         result = self.summary(results, lr, time.perf_counter() - started)
-        return result if self._model_flops is None else {**result, "flops": self.flops(data, evaluating=eval_mode)}
+        if self._model_flops is None:
+            return result
+        return {**result, "flops": self.flops(data, loss_positions(loss_fn), evaluating=eval_mode)}
 
     @cached_property
     def _model_flops(self) -> ModelFlops | None:
@@ -113,13 +123,16 @@ class Training:
         adapters = None if config.lora is None else [spec.shape for spec in engine.adapter_specs().values()]
         return ModelFlops.of(weights, text_config(config.model_name, config.trust_remote_code), adapters)
 
-    def flops(self, data: Rows, *, evaluating: bool) -> float:
-        """The FLOPs that the model needs for the rows of `data` that have a position in the loss."""
+    def flops(self, data: Rows, positions: str, *, evaluating: bool) -> float:
+        """The FLOPs that the model needs for the rows of `data` that have one of the `positions` of the loss."""
         assert self._model_flops is not None
-        rows = rows_with_targets(data, "loss")
-        positions = float((data["token_mask"][:, 1:] != 0).sum(1)[rows].sum())
+        rows = rows_with_targets(data, positions)
+        if positions == "loss":
+            head_positions = float((data["token_mask"][:, 1:] != 0).sum(1)[rows].sum())
+        else:
+            head_positions = float(rows.sum())
         count = self._model_flops.forward if evaluating else self._model_flops.training
-        return count(data["input_lengths"][rows], positions)
+        return count(data["input_lengths"][rows], head_positions)
 
     def global_batches(self, data: Rows, global_batch_size: int) -> tuple[int | None, int]:
         """Return this rank's rows per global batch (None: as planned by the driver), and the number of them."""
@@ -148,12 +161,16 @@ class Training:
         processed = self.microbatching.global_batch(data, loss_fn, index, rows)
         given = processed["global_valid_seqs"], processed["global_valid_toks"]
         counts = float(given[0]), float(given[1])  # before they are on the device, where reading them would wait for it
-        if not counts[1]:  # on any rank: skip the step, which would only follow momentum
+        positions = loss_positions(loss_fn)
+        if not counts[positions == "loss"]:  # on any rank: skip the step, which would only follow momentum
             return GlobalBatchResult(0.0, None if lr is None else 0.0, False, {}, *counts)
         tokens, groups = engine.config.batching.tokens, needs_groups(loss_fn)
-        microbatches = self.microbatching.split(processed["batch"], "loss", mbs, tokens, groups)
+        head = self.head_request(loss_fn)
+        microbatches = self.microbatching.split(processed["batch"], positions, mbs, tokens, groups)
+        if head.token_sets is not None:
+            microbatches = with_token_sets(microbatches, head.token_sets, engine.device)
         step = loss_step(loss_fn, *(copy_to(count, engine.device) for count in given))
-        results = engine.forward_backward(microbatches, self.head_request(loss_fn), step, forward_only=lr is None)
+        results = engine.forward_backward(microbatches, head, step, forward_only=lr is None)
         require_results(results, microbatches)
         pending = reduce_metrics([result.outputs for result in results], engine.data_parallel_group(), engine.device)
         norm, skipped = None, False
@@ -166,10 +183,14 @@ class Training:
 
     def head_request(self, loss_fn: LossFunction) -> HeadRequest:
         """Return what `loss_fn` needs from the head."""
+        if head_of(loss_fn) != "language":
+            return HeadRequest(frozenset({"scores"}))
         wants = {"logits"} if loss_fn.input_type == LossInput.LOGITS else {"logprobs"}
         if loss_fn.wants_entropy:
             wants.add("entropy")
-        return HeadRequest(frozenset(wants), self.temperature if loss_fn.at_sampling_temperature else 1.0)
+        temperature = self.temperature if loss_fn.at_sampling_temperature else 1.0
+        sets = TOKEN_SETS if loss_fn.input_type == LossInput.TOKEN_SETS else None
+        return HeadRequest(frozenset(wants), temperature, token_sets=sets)
 
     def after_step(self, norm: float, skipped: bool) -> None:
         """Count the step; raise `NonFiniteGradients` after too many skipped ones."""

@@ -28,8 +28,8 @@ class Rollout:
     ascending order. By episode: `completions`, the text of the model's last turn; `rewards [E]` and `accuracies [E]`
     fp32, both 0 if the episode has failed; `completion_lengths [E]`, its sampled tokens; `truncated [E]` bool;
     `failed [E]` bool; and of episodes with several turns `transcripts`, their messages with `reward` and `trained`, and
-    `failures`, why they failed or an empty text. `metrics` are means over the episodes that have not failed, and those
-    of `outcome_metrics`.
+    `failures`, why they failed or an empty text. `scored`: whether rewards mean anything. `metrics` are means over the
+    episodes that have not failed, and those of `outcome_metrics`.
     """
 
     samples: Sequence[Sample]
@@ -44,10 +44,12 @@ class Rollout:
     failed: Tensor
     transcripts: Sequence[Sequence[Mapping[str, Any]]] = ()
     failures: Sequence[str] = ()
+    scored: bool = True
 
     def records(self, step: int, kind: Literal["train", "validation"], count: int) -> list[SampleRecord]:
         """Return at most `count` of the samples for logging: evenly spaced, and one that failed if there is any."""
-        rows = list(range(0, len(self.samples), -(-len(self.samples) // count))) if count else []
+        some = count and self.scored
+        rows = list(range(0, len(self.samples), -(-len(self.samples) // count))) if some else []
         if rows and bool(self.failed.any()) and not bool(self.failed[rows].any()):
             rows[-1] = int(self.failed.nonzero()[0])
         return [self._record(row, step, kind) for row in rows]

@@ -12,6 +12,7 @@ from rlframework.interfaces.environment import Sample, has_episodes
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.endpoint.agents import play_agents
 from rlframework.rollout.episodes import play_episodes
+from rlframework.rollout.model_rewards import add_model_rewards
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.single_turn import single_turns
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
 
 
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
-    """Return an episode of each of `samples`, with `seeds [E]` int64, as the environment has them: see `Rollout`."""
+    """Return an episode of each of `samples`, with `seeds [E]` int64, as the environment has them: see `Rollout`.
+
+    Rewards are those of the environment, and of the run's reward model if it has one.
+    """
     play = single_turns
     if runs_agents(parts.environment):
         play = play_agents
     elif has_episodes(parts.environment):
         play = play_episodes
-    return play(parts, samples, seeds, greedy=greedy)
+    result = play(parts, samples, seeds, greedy=greedy)
+    if (model := parts.models.get("reward_model")) is not None:
+        add_model_rewards(result, model)
+    return result
 
 
 def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleRecord]]:

@@ -46,6 +46,33 @@ def complete(
     return output, tokenizer.batch_decode([row[start:end] for row, start, end in rows], skip_special_tokens=True)
 
 
+def unscored_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor) -> Rollout:
+    """Generate one completion for each of `samples`, without scores: rewards are 0, and in no metrics or records."""
+    prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
+    output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds)
+    none, lengths, truncated = torch.zeros(len(samples)), output["generation_lengths"], output["truncated"]
+    means = {"completion_length": lengths, "truncated_fraction": truncated}
+    metrics = {name: float(values.float().mean()) for name, values in means.items()}
+    data, episodes = training_rows(output), torch.arange(len(samples))
+    return Rollout(samples, texts, data, none, none, lengths, truncated, metrics, episodes, none.bool(), scored=False)
+
+
+def training_rows(output: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Return the training rows of the output of `Generation.generate`, see `Rollout.data`."""
+    ends = output["unpadded_sequence_lengths"][:, None]
+    columns = torch.arange(output["output_ids"].shape[1])
+    completed = (columns >= ends - output["generation_lengths"][:, None]) & (columns < ends)
+    return BatchedDataDict(
+        {
+            "input_ids": output["output_ids"],
+            "input_lengths": output["unpadded_sequence_lengths"],
+            "token_mask": completed.float(),
+            "sample_mask": torch.ones(len(completed)),
+            "generation_logprobs": output["logprobs"],
+        }
+    )
+
+
 def scored_turns(
     parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False
 ) -> tuple[BatchedDataDict[Any], list[str], list[StepOutcome]]:
@@ -74,18 +101,7 @@ def single_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gree
     An outcome without an `accuracy` metric counts as correct if its reward is at least 1.
     """
     output, texts, outcomes = scored_turns(parts, samples, seeds, greedy=greedy)
-    ends = output["unpadded_sequence_lengths"][:, None]
-    columns = torch.arange(output["output_ids"].shape[1])
-    completed = (columns >= ends - output["generation_lengths"][:, None]) & (columns < ends)
-    data: BatchedDataDict[Any] = BatchedDataDict(
-        {
-            "input_ids": output["output_ids"],
-            "input_lengths": output["unpadded_sequence_lengths"],
-            "token_mask": completed.float(),
-            "sample_mask": torch.ones(len(samples)),
-            "generation_logprobs": output["logprobs"],
-        }
-    )
+    data = training_rows(output)
     rewards = torch.tensor([float(outcome.reward) for outcome in outcomes])
     accuracies = torch.tensor([accuracy_of(outcome) for outcome in outcomes])
     lengths, truncated = output["generation_lengths"], output["truncated"]

@@ -77,6 +77,7 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
     _checked_device(config, manager, elsewhere=elsewhere)
     with open_environment(config, manager) as environment:
         algorithm = algorithm_class(config, manager)
+        _require_head(config, algorithm.head(config.algorithm))
         config = with_steps(config, algorithm, environment)
         tokenizer = open_tokenizer(config.policy)
         record = backend_record(config, manager)
@@ -99,6 +100,17 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
         observers = Observers(config.observers, RunInfo(config, config.output_dir), manager.hook)
         models = planned_models(config, manager, tokenizer, algorithm)
         yield Parts(config, tokenizer, policy, generation, environment, observers, models=models)
+
+
+def _require_head(config: RunConfig, head: str) -> None:
+    """Raise `ConfigError` unless the model has the head that the algorithm trains."""
+    if config.policy.head == head:
+        return
+    new = "" if head == "language" else "; and policy.head_init=zeros, if policy.model_name is a language model"
+    raise ConfigError(
+        f"algorithm.name={config.algorithm.name} trains a model with policy.head={head}, but it is "
+        f"{config.policy.head}; set policy.head={head}{new}"
+    )
 
 
 @contextmanager

@@ -30,6 +30,7 @@ REWARDS = [1.0, 0.0, 0.25, 2.0, -1.0, 2.5]
 ROWS, WIDTH, GROUP, LIMIT = len(LENGTHS), max(LENGTHS), 3, 16
 TOTAL = sum(LENGTHS)
 
+OF_GRPO = [name for name in PRESETS if name != "ppo"]  # test_ppo.py
 Advantages = list[list[float]]
 Term = Callable[[int, int, float], tuple[float, float]]
 """The loss of a token with its advantage, and its derivative by the token's log-probability."""
@@ -296,7 +297,7 @@ CASES: dict[tuple[str, str], Callable[[Numbers], Result]] = {
 
 
 def test_every_preset_has_a_case() -> None:
-    assert set(CASES) == {(name, preset) for name, presets in PRESETS.items() for preset in presets}
+    assert set(CASES) == {(name, preset) for name in OF_GRPO for preset in PRESETS[name]}
 
 
 @pytest.mark.parametrize(("name", "preset"), CASES)
@@ -305,7 +306,7 @@ def test_loss_and_gradient(name: Any, preset: Any) -> None:
     compare(ours(numbers, configured(name=name, preset=preset, samples_per_prompt=GROUP)), CASES[name, preset](numbers))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", OF_GRPO)
 def test_an_algorithm_without_a_preset_is_that_of_its_paper(name: Any) -> None:
     config = configured(name=name)
     if name == "grpo":
@@ -478,6 +479,8 @@ def test_the_settings_on_the_pages_are_those_of_the_presets() -> None:
     found = set()
     for page in PAGES.glob("*.md"):
         name: Any = page.stem
+        if name == "ppo":  # test_ppo.py
+            continue
         for part in page.read_text(encoding="utf-8").split("\n## "):
             heading = re.match(r"Presets of `(\w+)`", part)
             name = heading[1] if heading else name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def load(real: Any, *overrides: str) -> Any:
 def test_a_section_shares_what_it_leaves_out(real: Any) -> None:
     critic = load(real, "critic={optimizer: {lr: 1.0e-5}, worker_group: {num_workers: 4}}").critic
     assert (critic.model_name, critic.tokenizer_name, critic.precision) == ("m", "t", "bfloat16")
-    assert (critic.optimizer.lr, critic.optimizer.weight_decay, critic.lora.rank) == (1e-5, 0.5, 4)
+    assert (critic.optimizer.lr, critic.optimizer.weight_decay, critic.lora) == (1e-5, 0.5, None)
+    assert (critic.head, critic.head_init) == ("value", "zeros")
     assert critic.dtensor.attention == "eager"
     assert (critic.worker_group.name, critic.worker_group.num_workers) == ("processes", 4)
     assert critic.worker_group.pass_environment == ("X",)
@@ -50,7 +52,7 @@ def test_a_section_shares_what_it_leaves_out(real: Any) -> None:
 
 def test_another_model_shares_no_keys_that_describe_a_model(real: Any) -> None:
     critic = load(real, "critic={model_name: other, worker_group: {name: inline}}").critic
-    assert (critic.tokenizer_name, critic.lora, critic.trust_remote_code) == (None, None, False)
+    assert (critic.tokenizer_name, critic.head_init, critic.trust_remote_code) == (None, "checkpoint", False)
     assert (critic.precision, critic.worker_group.num_workers) == ("bfloat16", 1)
 
 
@@ -141,3 +143,13 @@ def test_messages_are_about_the_section() -> None:
     assert in_section(text, "critic") == wanted
     with pytest.raises(DataError, match=r"^teacher: no file"), naming("teacher"):
         raise DataError("no file")
+
+
+def test_the_sections_on_the_page_are_valid(real: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "further_policies.md").read_text(encoding="utf-8")
+    blocks = [parse_yaml(text, "page").values for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    assert len(blocks) == 2
+    for block in blocks:
+        values = {"algorithm": {"name": "ppo"}, "policy": {"model_name": "m"}, **block}
+        values["environment"] = {"name": "addition"}  # others need data
+        load_config(values, ["algorithm.prompts_per_step=64"], manager=real)

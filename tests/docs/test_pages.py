@@ -144,6 +144,17 @@ def test_best_of_n(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_distillation(tmp_path: Path) -> None:
+    """The student comes closer to the teacher, with the teacher and with what it has stored."""
+    execute(DOCS / "algorithms" / "distillation.md", tmp_path)
+    for name, metric in (("student", "validation/divergence"), ("offline", "train/divergence")):
+        rows = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        values = [row[metric] for row in rows if metric in row]
+        assert values[-1] < values[0], name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_write_an_algorithm(tmp_path: Path) -> None:
     page = DOCS / "write_an_algorithm.md"
     execute(page, tmp_path)

@@ -129,7 +129,7 @@ def test_masked_rows_are_left_out_of_the_loss_only():
     assert rows("loss") == [2]
     assert rows("token_mask") == [0, 2]
     assert rows("all") == [0, 1, 2]
-    with pytest.raises(BatchError, match="'some'; use 'all', 'token_mask', 'loss' or 'last'"):
+    with pytest.raises(BatchError, match="'some'; use 'all', 'token_mask', 'loss', 'last' or 'loss_last'"):
         rows("some")
 
 

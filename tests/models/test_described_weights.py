@@ -127,3 +127,41 @@ def test_a_tokenizer_with_an_id_beyond_the_vocabulary() -> None:
 
     with pytest.raises(DataError, match="has a token with the id 99"):
         require_vocabulary(50, Sparse())
+
+
+def loads(config: PolicyConfig) -> Any:
+    """The head's weight, read by both ways to load a model; both give the same."""
+    whole = load_model(config, None)
+    model = empty_model(config, load_config(config), None)
+    layout = FileLayout.of(model)
+    by_slices = pretrained_weights(layout, model, config, None)
+    assert by_slices.keys() == layout.weights.keys()
+    assert torch.equal(by_slices["score.weight"], whole.score.weight)
+    return whole.score.weight
+
+
+@pytest.mark.parametrize("head", ["score", "value"])
+@pytest.mark.parametrize("name", ["untied", "tied", "learned_positions"])
+def test_a_new_head_on_a_language_model_is_zeros(model, name, head):
+    config = model(name)
+    weight = loads(config.model_copy(update={"head": head, "head_init": "zeros"}))
+    assert weight.shape == (1, 32)
+    assert not weight.any()
+    for load in (lambda wrong: load_model(wrong, None), loads):
+        with pytest.raises(DataError, match=r"lacks \['score.weight'\].*set policy.head_init=zeros"):
+            load(config.model_copy(update={"head": head}))
+
+
+def test_a_new_head_does_not_replace_one(model):
+    config = model("reward").model_copy(update={"head": "score", "head_init": "zeros"})
+    with pytest.raises(DataError, match=r"policy.head_init=zeros is for models without score.weight"):
+        load_model(config, None)
+
+
+def test_beside_a_new_head_no_other_weight_may_be_missing_or_unknown(model):
+    def change(weights: dict[str, Any]) -> None:
+        weights["other.weight"] = torch.zeros(2)
+
+    config = model("untied", change).model_copy(update={"head": "value", "head_init": "zeros"})
+    with pytest.raises(DataError, match=r"has \['other\.weight'\]"):
+        load_model(config, None)

@@ -35,6 +35,7 @@ CASES = [
     ({"optimizer": {"name": "muon"}}, 1, "policy.optimizer.name", Capability.MUON),
     ({"lora": {"rank": 4}}, 1, "policy.lora", Capability.LORA),
     ({"head": "score"}, 1, "policy.head", Capability.SCORING),
+    ({"head": "value"}, 1, "policy.head", Capability.SCORING),
     ({"checkpoints": {"every": 5}}, 1, "checkpoints.every", Capability.PORTABLE_OPTIMIZER_STATE),
     ({"checkpoints": {"format": "sharded"}}, 1, "checkpoints.format", Capability.SHARDED_CHECKPOINTS),
     ({"checkpoints": {"format": "native"}}, 1, "checkpoints.format", Capability.NATIVE_CHECKPOINTS),

@@ -54,8 +54,9 @@ def test_cores_own_parts_come_through_the_same_hooks():
         "generation_engine": {"transformers"},
         "environment": {"addition", "dataset", "gsm8k", "preferences", *EPISODES},
     }
-    preferences = {"dpo", "ipo", "simpo", "orpo", "kto"}
-    assert set(manager.registered("algorithm")) == {"sft", *get_args(AlgorithmName), *preferences}
+    preferences = {"dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "process_reward_model"}
+    others = {"sft", "ppo", "distillation", *preferences}
+    assert set(manager.registered("algorithm")) == {*others, *get_args(AlgorithmName)}
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")
     assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")

@@ -43,6 +43,7 @@ def test_the_configuration_of_a_model_directory(tmp_path, text, found):
         ({"lora": {}}, None),
         ({"lora": {"target_modules": []}}, "policy.lora.target_modules"),
         ({"lora": {}, "head": "score"}, "policy.lora"),
+        ({"lora": {}, "head": "value"}, "policy.lora"),
     ],
 )
 def test_what_adapters_do_not_go_with(policy, key):

@@ -30,7 +30,7 @@ def followed(run_config: Any):
         values = run_config("sft").model_dump(mode="json")
         values["plugins"] = ["probe_tasks", "probe_further"]
         values["algorithm"]["name"] = "followed"
-        return load_config(values, ["critic={}", *overrides])
+        return load_config(values, ["critic={head: language}", *overrides])
 
     return config
 
@@ -44,7 +44,12 @@ def critic_weights(run_dir: Path) -> dict[str, torch.Tensor]:
 )
 def test_a_critic_that_begins_as_the_policy_is_trained_like_it(followed, tmp_path, backend, group):
     """Whatever its backend and its process: each model has its own optimizer, and neither disturbs the other."""
-    run(followed(f"critic={{backend: {backend}, worker_group: {{name: {group}}}}}", "policy.max_grad_norm=null"))
+    run(
+        followed(
+            f"critic={{head: language, backend: {backend}, worker_group: {{name: {group}}}}}",
+            "policy.max_grad_norm=null",
+        )
+    )
     for row in rows_of(tmp_path / "run")[1:]:
         assert row["train/critic_loss"] == pytest.approx(row["train/loss"], rel=1e-5)
     wanted, trained = load_file(tmp_path / "run" / "model" / "model.safetensors"), critic_weights(tmp_path / "run")
@@ -118,7 +123,7 @@ def test_a_model_with_fewer_positions_limits_the_rows(followed, tmp_path, tiny_l
     short = make_llama(
         tmp_path / "short", load_tokenizer(str(tiny_llama)), hidden=32, layers=1, heads=2, max_positions=4
     )
-    message = refused(followed(f"critic={{model_name: {short}}}"), Exception)
+    message = refused(followed(f"critic={{head: language, model_name: {short}}}"), Exception)
     assert f"the model (critic.model_name={short}) takes 4 tokens" in message
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.described_weights import weights_folder
+from rlframework.models.described_weights import new_weights, weights_folder
 from rlframework.models.loading import load_config, require_vocabulary
 from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.plugins.model_checks import indivisible
@@ -64,8 +64,8 @@ class MegatronEngine(ModelState):
             )
         self._model_config = load_config(self.config)
         require_same_function(self._model_config)
-        if self.config.head == "score":
-            as_reward_model(self._model_config)
+        if self.config.head != "language":
+            as_reward_model(self._model_config, self.config.head)
         require_vocabulary(self._model_config.vocab_size, self.tokenizer)
         folder = weights_folder(self.config.model_name)
         if folder is None:
@@ -114,7 +114,7 @@ class MegatronEngine(ModelState):
         )
         adapters = None if lora is None else adapter_weights(self._model_config, lora)
         self._local_adapters = None if adapters is None else replace(self._local_model, only=adapters)
-        load_from_folder(self._local_model, folder)
+        load_from_folder(self._local_model, folder, new_weights(self.config))
         self._initialize_adapters()
         if self.config.router_aux_loss_coef > 0:
             self.router_loss = MegatronLoadBalancingLoss(self.chunks[0], groups.data)

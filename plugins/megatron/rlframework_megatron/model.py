@@ -49,7 +49,7 @@ class Head(HeadPatch):
 
 
 class ScoreHead(nn.Module):
-    """The head of a reward model, which replaces the output layer: one row, replicated on all tensor ranks."""
+    """The head of a reward or value model, which replaces the output layer: one row, replicated on all tensor ranks."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -181,12 +181,12 @@ def require_axes(model_config: Any, sizes: Sizes) -> None:
         )
 
 
-def as_reward_model(model_config: Any) -> None:
-    """Mark `model_config` as a reward model's; raise `DataError` unless it has exactly one label."""
+def as_reward_model(model_config: Any, head: str) -> None:
+    """Mark `model_config` as that of a model with a `head` of one number; raise `DataError` unless it has one label."""
     if model_config.num_labels != 1:
         raise DataError(
-            f"policy.head=score requires a model whose head has one label, and this one has {model_config.num_labels}: "
-            "num_labels in its config.json must be 1"
+            f"policy.head={head} requires a model whose head has one label, and this one has "
+            f"{model_config.num_labels}: num_labels in its config.json must be 1"
         )
     setattr(model_config, GIVES_SCORES, True)
 

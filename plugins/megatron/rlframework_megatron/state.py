@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import DataError, NotSupported
-from rlframework.models.described_weights import ModelFiles
+from rlframework.models.described_weights import ModelFiles, new_head_hint
 from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import auto_class
 from rlframework.policy.checkpoint.saved import slice_of
@@ -25,11 +25,11 @@ from rlframework_megatron.names import gives_scores
 from rlframework_megatron.weights import LocalModel
 
 
-def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
+def load_from_folder(local_model: LocalModel, folder: str | Path, new: Collection[str] = ()) -> None:
     """Load the parameters, and the optimizer's fp32 copies of them, from the safetensors files in `folder`.
 
-    Call after creating the optimizer. Each rank reads only its own shards. Quantised files and other formats are
-    rejected, because reading them requires a whole model in each process.
+    `new`: weights that begin at zeros. Call after creating the optimizer. Each rank reads only its own shards.
+    Quantised files and other formats are rejected, because reading them requires a whole model in each process.
     """
     config = local_model.config
     if getattr(config, "quantization_config", None):
@@ -39,7 +39,9 @@ def load_from_folder(local_model: LocalModel, folder: str | Path) -> None:
         model = auto_class(config, head).from_config(config)
         layout = FileLayout.of(model)
     weights = {name: layout.weights[name] for name in local_model.weights}
-    files = ModelFiles(Path(folder), weights, "model.", layout.other_names)
+    files = ModelFiles(Path(folder), weights, "model.", layout.other_names, new=new)
+    if hint := new_head_hint(files.missing):
+        raise DataError(f"{folder} lacks {files.missing[0]}{hint}")
     if files.missing:
         raise DataError(
             f"{folder} has no {files.missing[0]}: its files do not belong to the model in its config.json, or use "

@@ -202,8 +202,8 @@ def test_the_score_row_of_a_reward_model_replaces_the_head():
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 11}
     several, one = (LlamaConfig(**sizes, num_labels=labels, tie_word_embeddings=True) for labels in (2, 1))
     with pytest.raises(DataError, match="has one label, and this one has 2"):
-        as_reward_model(several)
-    as_reward_model(one)
+        as_reward_model(several, "score")
+    as_reward_model(one, "score")
     shapes = weight_shapes(one)
     assert shapes["score.weight"] == (1, 8)
     assert "lm_head.weight" not in shapes

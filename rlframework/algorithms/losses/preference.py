@@ -67,7 +67,7 @@ class PairLoss:
             return (values * weights).sum() / pairs
 
         difference = scores[winners] - scores[losers]
-        loss = preference = mean(self._objective(difference))
+        loss = preference = mean(self._objective(difference - self.margins(data, winners)))
         loss = config.weight * loss
         rewards, gap = config.beta * scores.detach(), difference.detach()
         metrics = {
@@ -97,6 +97,10 @@ class PairLoss:
             bounded = scores.clamp(max=-torch.finfo(scores.dtype).eps)  # a probability of 1 has no finite odds
             scores = bounded - torch.log(-torch.expm1(bounded))
         return scores
+
+    def margins(self, data: BatchedDataDict[Any], winners: Tensor) -> Tensor | float:
+        """Return what is subtracted from the differences of scores of the pairs with the chosen rows `winners`."""
+        return 0.0
 
     def _objective(self, difference: Tensor) -> Tensor:
         config, smoothing = self.config, self.config.label_smoothing

@@ -16,6 +16,7 @@ from rlframework.conformance.parity.scenario import oracle_step_with, scores
 from rlframework.errors import NotSupported
 from rlframework.generation.batch import batch_of
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
+from rlframework.interfaces.loss import LossInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +66,8 @@ class OraclePolicy:
         """Take the optimizer steps of `Policy.train`, and keep their batches."""
         if self.loss is not None and self.loss is not loss_fn:
             raise NotSupported("it trains one policy with several losses, and parity compares the steps of one")
+        if loss_fn.input_type != LossInput.LOGPROBS:
+            raise NotSupported(f"its loss reads {loss_fn.input_type}, not log-probabilities")
         self.loss = loss_fn
         rows = gbs or self.config.policy.train_global_batch_size
         batches = [_copy(data.slice(start, start + rows)) for start in range(0, data.size, rows)]

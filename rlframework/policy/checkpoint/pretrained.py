@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlframework.files import replacing_directory
 from rlframework.policy.all_ranks import exhausting
@@ -38,11 +38,15 @@ def write_from_rank_0(
 
 def write_config(folder: Path, engine: Engine) -> None:
     """Write the non-weight files of a Hugging Face directory for the engine's model, with fp32 as the dtype."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, GenerationConfig
 
     model_name = engine.config.model_name
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=engine.config.trust_remote_code)
     config.dtype = "float32"
+    if engine.config.head_init != "checkpoint":  # a language model's files, to which a head was added
+        config.num_labels = 1
+        made: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        config.architectures = [made.__name__]
     config.save_pretrained(folder)
     with suppress(OSError):  # the model has none
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)

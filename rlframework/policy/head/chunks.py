@@ -85,7 +85,10 @@ class Chunks:
 
 
 def _places(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the place of each target among the `count` ids from `first`, or 0, and whether it is there; `[n]` each."""
+    """Return the place of each target among the `count` ids from `first`, or 0, and whether it is there.
+
+    Both have the shape of `targets`.
+    """
     local = targets - first
     inside = (local >= 0) & (local < count)
     return local.where(inside, 0), inside

@@ -7,6 +7,8 @@ rounding them to bfloat16 on the way would change log-probabilities, and so impo
 Shapes: N requested tokens, n tokens of a chunk, H hidden size, V vocabulary, R rows of it on this rank. With a `shard`,
 `weight` and `bias` are this rank's rows, all ranks pass the same `hidden` and `targets` and get the same results, and
 the calls are collective; for gradients see `VocabularyShard.inputs`.
+
+The targets of a token may also be several, `[N, T]`: log-probabilities are then `[N, T]`, of one softmax.
 """
 
 from __future__ import annotations
@@ -63,9 +65,11 @@ class VocabularyShard:
     def combine(self, normalizers: Tensor, chosen: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return those of the whole vocabulary from each rank's, `[N]` each. Collective.
 
-        `chosen`: the logits of the targets, 0 if not local; `normalizers`: logsumexps.
+        `chosen`: the logits of the targets, in their shape, 0 if not local; `normalizers`: logsumexps.
         """
-        return _combined(*_all_gather(torch.stack((normalizers, chosen, entropies)), self.group).unbind(1))
+        statistics = torch.cat((normalizers[:, None], entropies[:, None], _columns(chosen)), 1)
+        gathered = _all_gather(statistics, self.group)
+        return _combined(gathered[..., 0], gathered[..., 2:].reshape(len(gathered), *chosen.shape), gathered[..., 1])
 
     def gather_columns(self, columns: Tensor) -> Tensor:
         """Gather `[N, R]` of each rank to `[N, V]` on all. Collective; the gradient is this rank's columns of it."""
@@ -84,7 +88,10 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _combined(normalizers: Tensor, chosen: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the statistics `[N]` of the whole vocabulary from those of its parts, `[parts, N]` each."""
+    """Return the statistics of the whole vocabulary from those of its parts, `[parts, N]` each.
+
+    `chosen` has further dimensions if there are several targets.
+    """
     whole = normalizers.logsumexp(0)
     mean_logits = normalizers - entropies
     return whole, chosen.sum(0), whole - ((normalizers - whole).exp() * mean_logits).sum(0)
@@ -156,7 +163,8 @@ def top_logits(
     temperature: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return `[N, 2 k]` fp32: the k largest logits of `hidden [N, H]` at `temperature`, then their token ids.
+    """Return `[N, 2 k + 1]` fp32: the k largest logits of `hidden [N, H]` at `temperature`, their token ids, and the
+    logsumexp of all logits.
 
     fp32 represents every id below 2**24 exactly. Raises a `BatchError` if k exceeds the vocabulary.
     """
@@ -167,7 +175,7 @@ def top_logits(
         if k > logits.shape[1]:
             raise BatchError(f"k is {k}, but the model has {logits.shape[1]} tokens")
         values, tokens = logits.topk(k, -1)
-        chunks.append(torch.cat((values, tokens.to(values.dtype)), 1))
+        chunks.append(torch.cat((values, tokens.to(values.dtype), logits.logsumexp(-1, keepdim=True)), 1))
     return torch.cat(chunks)
 
 
@@ -184,7 +192,8 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(target) of each row and, on request, the entropy of its distribution.
 
-    `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets [N]` int64; returns `[N]` fp32 each. Gradients flow through
+    `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets` int64, `[N]` or `[N, T]`; returns log-probabilities of that
+    shape and entropies `[N]`, fp32. Gradients flow through
     the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none. `softcap`: see `scaled_logits`.
     """
     if shard is not None:
@@ -192,7 +201,10 @@ def chunked_logprobs(
     elif hidden.shape[0] <= chunk_rows(weight.shape[0], weight.device) and weight.device.type not in COMPILED:
         # one chunk: torch's kernel, which keeps the logits for the backward
         logits = scaled_logits(hidden, weight, bias, temperature, softcap)
-        logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        if targets.ndim == 1:
+            logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        else:
+            logprobs = logits.log_softmax(-1).gather(1, targets)
         entropy = None
         if wants_entropy:
             with torch.no_grad():
@@ -205,7 +217,10 @@ def chunked_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probabilities and entropies, `[N]`; with a shard, `hidden` gets this rank's term of the gradient."""
+    """Log-probabilities, in the shape of the targets, and entropies, `[N]`.
+
+    With a shard, `hidden` gets this rank's term of the gradient.
+    """
 
     @staticmethod
     def forward(
@@ -221,7 +236,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunks = Chunks.of(hidden, weight, 0 if shard is None else shard.start, whole=shard is None)
         factors, statistics = _factors(hidden, weight, bias), _compiled(_token_statistics, weight.device)
-        found = torch.zeros(3, len(chunks.parts), hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        found = torch.zeros(2, len(chunks.parts), hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        found_chosen = found.new_zeros(len(chunks.parts), *targets.shape)
         for number, part in enumerate(chunks.parts):
             part_factors = _rows_of(factors, part)
             for rows in chunks.rows:
@@ -231,16 +247,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     scaled_logits(factors[0][rows], *part_factors, temperature, softcap), places, wants_entropy
                 )
                 found[0, number, rows] = normalizers
-                found[1, number, rows] = chosen if inside is None else chosen.where(inside, 0.0)
+                found_chosen[number, rows] = chosen if inside is None else chosen.where(inside, 0.0)
                 if entropies is not None:
-                    found[2, number, rows] = entropies
-        normalizers, chosen, entropies = found[:, 0] if len(chunks.parts) == 1 else _combined(*found)
+                    found[1, number, rows] = entropies
+        if len(chunks.parts) == 1:
+            normalizers, chosen, entropies = found[0, 0], found_chosen[0], found[1, 0]
+        else:
+            normalizers, chosen, entropies = _combined(found[0], found_chosen, found[1])
         if shard is not None:
             normalizers, chosen, entropies = shard.combine(normalizers, chosen, entropies)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers)
         ctx.temperature, ctx.softcap, ctx.chunks = temperature, softcap, chunks
         ctx.mark_non_differentiable(entropies)
-        return chosen - normalizers, entropies
+        return chosen - normalizers.view(-1, *[1] * (targets.ndim - 1)), entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -277,10 +296,11 @@ def _slope(
     """Return the gradient of a chunk's logits, in the dtype of its factors; see `_gradient_of_logits`."""
     _, _, _, targets, normalizers = ctx.saved_tensors
     gradient = _compiled(_gradient_of_logits, hidden.device)
-    scale = grad / ctx.temperature
+    target_scale = grad / ctx.temperature
+    scale = target_scale if target_scale.ndim == 1 else target_scale.sum(1)
     places, inside = ctx.chunks.places(targets[rows], part)
     # a target that is elsewhere has place 0, which must not get the target's gradient
-    target_scale = scale if inside is None else scale * inside
+    target_scale = target_scale if inside is None else target_scale * inside
     logits = scaled_logits(hidden, *factors, ctx.temperature, ctx.softcap)
     # d tanh(x) = 1 - tanh(x)^2; before the gradient, which overwrites the logits
     of_cap = None if ctx.softcap is None else 1.0 - (logits * (ctx.temperature / ctx.softcap)).square()
@@ -316,9 +336,9 @@ _compile = cache(Compiled)
 
 
 def _token_statistics(logits: Tensor, targets: Tensor, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the logsumexp, the logit of the target and, on request, the entropy of each row of `logits [n, V]`."""
+    """Return the logsumexp, the logits of the targets and, on request, the entropy of each row of `logits [n, V]`."""
     normalizer = logits.logsumexp(-1)
-    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    chosen = logits.gather(1, _columns(targets)).view(targets.shape)
     return normalizer, chosen, _entropy_of(logits, normalizer) if wants_entropy else None
 
 
@@ -327,15 +347,24 @@ def _gradient_of_logits(
 ) -> Tensor:
     """Return `target_scale * onehot(target) - scale * softmax`, `[n, V]` in `dtype`; overwrites `logits`.
 
-    It is `scale` times d logprob / d logits.
+    It is `scale` times d logprob / d logits. Several targets of a row, `[n, T]`, have a `target_scale` each; `scale`
+    is then their sum.
     """
-    if torch.compiler.is_compiling():  # without writing the logits back
+    if not torch.compiler.is_compiling():
+        slope = logits.sub_(normalizers[:, None]).exp_().mul_(-scale[:, None])
+        slope.scatter_add_(1, _columns(targets), _columns(target_scale))
+    elif targets.ndim == 1:  # without writing the logits back
         is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
         slope = is_target * target_scale[:, None] - (logits - normalizers[:, None]).exp() * scale[:, None]
     else:
-        slope = logits.sub_(normalizers[:, None]).exp_().mul_(-scale[:, None])
-        slope.scatter_add_(1, targets[:, None], target_scale[:, None])
+        slope = (logits - normalizers[:, None]).exp() * -scale[:, None]
+        slope = slope.scatter_add(1, targets, target_scale)
     return slope.to(dtype)
+
+
+def _columns(values: Tensor) -> Tensor:
+    """Return `values [n]` or `[n, T]` with two dimensions."""
+    return values if values.ndim == 2 else values[:, None]
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:

@@ -14,24 +14,34 @@ from rlframework.errors import NotSupported
 from rlframework.policy.head.formula import LogitFormula, without_formula
 from rlframework.policy.head.logprobs import VocabularyShard, chunked_logprobs, scaled_logits, top_logits, whole_logits
 
+SCORE_WEIGHT = "score.weight"
+"""The name, in transformers, of the weight `[1, H]` of a head that gives one number."""
+
 
 @dataclass(frozen=True)
 class HeadRequest:
     """The values that the head computes in each forward.
 
-    `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (a reward model's
-    head). `top_k`: number of most likely tokens, for "topk".
+    `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (the heads
+    `score` and `value`). `top_k`: number of most likely tokens, for "topk". `token_sets`: the name of a value
+    `[b, S', K]` int64 of the microbatch's rows, ids of K tokens at each position, whose log-probabilities are computed
+    in addition.
     """
 
     wants: frozenset[str] = frozenset({"logprobs"})
     temperature: float = 1.0
     top_k: int = 0
+    token_sets: str | None = None
 
     @property
     def results(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of one token's value, by the names of `HeadOutput.results`."""
         if "topk" in self.wants:
-            return {"topk_logits": ((self.top_k,), torch.float32), "topk_indices": ((self.top_k,), torch.int64)}
+            return {
+                "topk_logits": ((self.top_k,), torch.float32),
+                "topk_indices": ((self.top_k,), torch.int64),
+                "topk_normalizers": ((), torch.float32),
+            }
         if "scores" in self.wants:
             return {"scores": ((), torch.float32)}
         return {name: ((), torch.float32) for name in ("logprobs", "entropy") if name in self.wants}
@@ -41,7 +51,8 @@ class HeadRequest:
 class HeadOutput:
     """The head's results at the `N` head positions of a microbatch: `[N]` fp32 each, `logits [N, V]`.
 
-    `topk_logits [N, k]` fp32 in descending order, and `topk_indices [N, k]` int64, their token ids.
+    `topk_logits [N, k]` fp32 in descending order, `topk_indices [N, k]` int64, their token ids, and `topk_normalizers
+    [N]` fp32, the logsumexp of all logits. `set_logprobs [N, K]` fp32: of the tokens of `HeadRequest.token_sets`.
     """
 
     logprobs: Tensor | None = None
@@ -49,6 +60,8 @@ class HeadOutput:
     logits: Tensor | None = None
     topk_logits: Tensor | None = None
     topk_indices: Tensor | None = None
+    topk_normalizers: Tensor | None = None
+    set_logprobs: Tensor | None = None
     scores: Tensor | None = None
 
     def results(self) -> dict[str, Tensor]:
@@ -66,11 +79,14 @@ def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:
     if "logits" in request.wants:
         return HeadOutput(logits=values)
     if "topk" in request.wants:
-        logits, tokens = values.split(request.top_k, 1)
-        return HeadOutput(topk_logits=logits, topk_indices=tokens.long())
+        logits, tokens, normalizers = values.split((request.top_k, request.top_k, 1), 1)
+        return HeadOutput(topk_logits=logits, topk_indices=tokens.long(), topk_normalizers=normalizers[:, 0])
     if "scores" in request.wants:
         return HeadOutput(scores=values[:, 0])
-    return HeadOutput(values[:, 0], values[:, 1].detach() if "entropy" in request.wants else None)
+    entropy = values[:, -1].detach() if "entropy" in request.wants else None
+    if request.token_sets is None:
+        return HeadOutput(values[:, 0], entropy)
+    return HeadOutput(values[:, 0], entropy, set_logprobs=values[:, 1 : values.shape[1] - (entropy is not None)])
 
 
 def local_tensor(weight: Any) -> Any:
@@ -109,7 +125,10 @@ class HeadPatch:
 
     @contextmanager
     def computing(self, request: HeadRequest, positions: Tensor, targets: Tensor) -> Iterator[None]:
-        """Context manager: forwards compute `request` at the flat input `positions [N]`, for `targets [N]`."""
+        """Context manager: forwards compute `request` at the flat input `positions [N]`, for `targets [N]`.
+
+        With `request.token_sets` the targets are `[N, 1 + K]`, as `Microbatch.targets` are.
+        """
         self.wanted = request, positions, targets
         try:
             with without_formula(self._model):
@@ -150,4 +169,5 @@ class HeadPatch:
             wants_entropy="entropy" in request.wants,
         )
         # a new tensor, not a view: FSDP2 attaches its backward hook to the model's output
-        return torch.stack((logprobs,) if entropy is None else (logprobs, entropy), dim=1)
+        columns = logprobs if logprobs.ndim == 2 else logprobs[:, None]
+        return torch.cat((columns,) if entropy is None else (columns, entropy[:, None]), dim=1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlframework.errors import ConfigError, UserError
 from rlframework.rollout.endpoint.chat import ChatReply
 from rlframework.rollout.endpoint.errors import ApiError
+from rlframework.rollout.endpoint.prompt_logprobs import PromptScorer
 from rlframework.rollout.endpoint.requests import TurnRequest, chat_request
 from rlframework.rollout.endpoint.responses import ResponsesReply, responses_request
 from rlframework.rollout.endpoint.sampling import Choice, Sampler
@@ -37,11 +38,16 @@ _CLOSING = 2
 
 
 class Endpoint:
-    """Answers requests of open `sessions` for the model `model`, which `sampler` samples from."""
+    """Answers requests of open `sessions` for the model `model`, which `sampler` samples from.
 
-    def __init__(self, sampler: Sampler, model: str, *, max_body: int = MAX_BODY) -> None:
+    `scorer`: answers completions that score their prompt; None: there are none.
+    """
+
+    def __init__(
+        self, sampler: Sampler, model: str, *, max_body: int = MAX_BODY, scorer: PromptScorer | None = None
+    ) -> None:
         self.sessions = Sessions()
-        self.model, self._sampler, self._max_body = model, sampler, max_body
+        self.model, self._sampler, self._max_body, self._scorer = model, sampler, max_body, scorer
 
     def app(self) -> Starlette:
         """Return the ASGI application. Without a valid token, every path answers 401."""
@@ -79,6 +85,8 @@ class Endpoint:
             body = await self._body(request)
             turn = chat_request(body)
             return await self._reply(request, session, body, turn, ChatReply(body, self.model, self._sampler.tokenizer))
+        if (method, path) == ("POST", "/v1/completions") and self._scorer is not None:
+            return JSONResponse(await self._scorer.answer(await self._body(request), self.model))
         if (method, path) == ("POST", "/v1/responses"):
             body = await self._body(request)
             turn, reply = responses_request(body, session), ResponsesReply(body, self.model)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlframework.generation.driver import run_in_loop
 from rlframework.rollout.chat_format import ChatFormat
+from rlframework.rollout.endpoint.prompt_logprobs import PromptScorer
 from rlframework.rollout.endpoint.sampling import Sampler, SamplingRule
 from rlframework.rollout.endpoint.server import Endpoint, served
 from rlframework.rollout.endpoint.sessions import Session
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.generation.driver import Generation
+    from rlframework.policy.client import Policy
 
 _PATIENCE = 60.0
 """Seconds for which the server's event loop may stand still."""
@@ -33,14 +35,16 @@ def serve(
     host: str,
     port: int,
     started: Callable[[str], None],
+    policy: Policy | None = None,
 ) -> None:
     """Serve `generation` to clients with the bearer token `token`; `started(base_url)` is called once it is ready.
 
-    Returns after SIGINT or SIGTERM. Nothing that clients send is kept.
+    `policy`: scores prompts, if it is in this process; others are busy with their engines. Returns
+    after SIGINT or SIGTERM. Nothing that clients send is kept.
     """
 
-    async def answer(bridge: Bridge, rule: SamplingRule) -> None:
-        endpoint = Endpoint(Sampler(tokenizer, bridge, rule), model)
+    async def answer(bridge: Bridge, rule: SamplingRule, scorer: PromptScorer | None) -> None:
+        endpoint = Endpoint(Sampler(tokenizer, bridge, rule), model, scorer=scorer)
         session = Session(bridge.begin(), record=False, token=token)
         bridge.end(session.engine_session)
         async with served(endpoint, host, port) as base_url:
@@ -54,7 +58,10 @@ def serve(
     async def run() -> None:
         async with generation.completions(stop_token_ids=ChatFormat(tokenizer).turn_end_ids) as completions:
             rule = SamplingRule(completions.sampling, completions.sampling, "allow")
-            work = partial(answer, Bridge(completions, timeout=0.0), rule)
+            scorer = None
+            if policy is not None and policy.config.worker_group.name == "inline":
+                scorer = PromptScorer(policy, tokenizer, asyncio.get_running_loop())
+            work = partial(answer, Bridge(completions, timeout=0.0), rule, scorer)
             task = asyncio.ensure_future(run_beside(work, stalled_after=_PATIENCE, name="serve"))
             with _UntilSignal(task):
                 await asyncio.wait({task})

@@ -29,7 +29,8 @@ def plain(hidden, weight, bias, targets, temperature, softcap=None):
     logits = hidden @ weight.T + (0 if bias is None else bias)
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    chosen = probabilities[torch.arange(len(targets)), targets]
+    rows = torch.arange(len(targets))
+    chosen = probabilities[rows if targets.ndim == 1 else rows[:, None], targets]
     return chosen.log(), -(probabilities * probabilities.log()).sum(-1)
 
 
@@ -49,15 +50,18 @@ def limit_chunks(patch, elements, tokens):
     temperature=st.sampled_from([1.0, 0.7, 1.6]),
     softcap=st.sampled_from([None, 2.5]),
     with_bias=st.booleans(),
+    several=st.sampled_from([(), (1,), (3,)]),  # targets of a token; equal ones count each
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_match_the_formula(count, vocabulary, rows, most, temperature, softcap, with_bias, seed):
+def test_values_and_gradients_match_the_formula(
+    count, vocabulary, rows, most, temperature, softcap, with_bias, several, seed
+):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, 5, generator=generator, requires_grad=True)
     weight = torch.randn(vocabulary, 5, generator=generator, requires_grad=True)
     bias = torch.randn(vocabulary, generator=generator, requires_grad=True) if with_bias else None
-    targets = torch.randint(0, vocabulary, (count,), generator=generator)
-    upstream = torch.randn(count, generator=generator)
+    targets = torch.randint(0, vocabulary, (count, *several), generator=generator)
+    upstream = torch.randn(count, *several, generator=generator)
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
 
     with pytest.MonkeyPatch.context() as patch:  # so that `rows` of them make a chunk, and most examples take several
@@ -128,6 +132,14 @@ def test_patched_head_returns_values_inside_and_logits_outside():
     torch.testing.assert_close(found["logits"], logits)
     torch.testing.assert_close(found["topk_logits"], logits.topk(2).values.detach())
     assert torch.equal(found["topk_indices"], logits.topk(2).indices)
+    torch.testing.assert_close(found["topk_normalizers"], logits.logsumexp(-1).detach())
+    request = HeadRequest(frozenset({"logprobs", "entropy"}), temperature=2.0, token_sets="sets")
+    sets = torch.tensor([[1, 4, 0], [2, 2, 3]])
+    with patch.computing(request, positions, torch.cat((targets[:, None], sets), 1)):
+        found = read_head_output(model(hidden), request)
+    torch.testing.assert_close(found.logprobs, expected[[0, 1], [4, 0]])
+    torch.testing.assert_close(found.set_logprobs, expected.gather(1, sets))
+    torch.testing.assert_close(found.entropy, -(expected.exp() * expected).sum(-1))
     with pytest.raises(RuntimeError, match="boom"), patch.computing(HeadRequest(), positions, targets):
         raise RuntimeError("boom")
     torch.testing.assert_close(model(hidden), ordinary)
@@ -213,6 +225,7 @@ def test_top_k_matches_sorting_all_logits(count, vocabulary, rows, k, temperatur
         order = sorted(range(vocabulary), key=lambda index: -float(logits[token, index]))[:k]
         assert found.topk_indices[token].tolist() == order
         torch.testing.assert_close(found.topk_logits[token], logits[token, order])
+    torch.testing.assert_close(found.topk_normalizers, logits.logsumexp(-1))
     assert found.topk_indices.dtype == torch.int64
 
 
@@ -276,17 +289,18 @@ def leaves_of(rank, bounds, padding, hidden, weight, bias):
     temperature=st.sampled_from([1.0, 0.7, 1.6]),
     softcap=st.sampled_from([None, 2.5]),
     with_bias=st.booleans(),
+    several=st.sampled_from([(), (1,), (3,)]),
     seed=st.integers(0, 1000),
 )
 def test_values_and_gradients_match_the_whole_vocabulary(
-    count, sizes, padding, chunk, most, temperature, softcap, with_bias, seed
+    count, sizes, padding, chunk, most, temperature, softcap, with_bias, several, seed
 ):
     bounds = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(count, 5, generator=generator), torch.randn(bounds[-1], 5, generator=generator)
     bias = torch.randn(bounds[-1], generator=generator) if with_bias else None
-    targets = torch.randint(0, bounds[-1], (count,), generator=generator)
-    upstream = torch.randn(count, generator=generator)
+    targets = torch.randint(0, bounds[-1], (count, *several), generator=generator)
+    upstream = torch.randn(count, *several, generator=generator)
 
     def work(rank):
         leaves = leaves_of(rank, bounds, padding, hidden, weight, bias)

@@ -85,11 +85,13 @@ def _unknown_means_all(make: Any, data: Any, plan: Any, rule: Any, positions: st
     "masked_rows_scored",
     "Rows whose `sample_mask` is 0 go through the model in training.",
     "test_rows_without_wanted_targets_are_left_out",
+    "test_scores_are_read_at_the_last_token",
     _MASKED_HEAD,
 )
 @broken_microbatches
 def _masked_rows_kept(make: Any, data: Any, plan: Any, rule: Any, positions: str, device: Any) -> Any:
-    return make(data, plan, rule, "token_mask" if positions == "loss" else positions, device)
+    unmasked = {"loss": "token_mask", "loss_last": "last"}
+    return make(data, plan, rule, unmasked.get(positions, positions), device)
 
 
 @mutant(

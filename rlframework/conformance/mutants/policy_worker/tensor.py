@@ -45,7 +45,7 @@ def _with_gradients(change: Any) -> Any:
     return break_it
 
 
-def _with_head(change: Any) -> Any:
+def with_head(change: Any) -> Any:
     """Call `change(head)` with the head patch after `build`."""
 
     @in_engine
@@ -80,7 +80,7 @@ padded_vocabulary_in_the_softmax = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_losses_may_ask_for_entropy",
     layout=TENSOR,
-)(_with_head(_pad_the_vocabulary))
+)(with_head(_pad_the_vocabulary))
 
 
 def _skip_all_reduce(head: Any) -> None:
@@ -93,7 +93,7 @@ head_gradient_of_own_rows = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_losses_may_ask_for_logits",
     layout=TENSOR,
-)(_with_head(_skip_all_reduce))
+)(with_head(_skip_all_reduce))
 
 
 @mutant(

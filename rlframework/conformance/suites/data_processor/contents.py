@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -155,18 +156,18 @@ class HeadPlaces(Suite):
     def test_scores_are_read_at_the_last_token(self, harness: ProcessorHarness) -> None:
         """With positions="last", the head must run at each row's last token, and its target must be that token.
 
-        Rows of 2, 0, 1 and 4 tokens give the tokens 2, 201 and 304.
+        Rows of 2, 0, 1 and 4 tokens give the tokens 2, 201 and 304; with "loss_last", those of rows that count.
         """
-        data = batch_of([2, 0, 1, 4], width=6)
-        for plan in PLANS:
+        data = batch_of([2, 0, 1, 4], width=6, sample_mask=[1, 1, 0, 1])
+        for plan, (positions, right) in product(PLANS, (("last", [2, 201, 304]), ("loss_last", [2, 304]))):
             found = []
-            for made in harness.microbatches(data, plan, "last"):
+            for made in harness.microbatches(data, plan, positions):
                 rows, inputs = made.data_dict["input_ids"], made.processed_inputs.input_ids.flatten()
                 at_the_head, kept = inputs[made.head_positions], rows.flatten()[made.scatter]
                 harness.equal(f"tokens where the head of {plan.mode} rows runs", at_the_head.tolist(), kept.tolist())
                 harness.equal(f"targets of {plan.mode} rows", made.targets.tolist(), kept.tolist())
                 found += kept.tolist()
-            harness.equal(f"the last tokens of {plan.mode} rows", sorted(found), [2, 201, 304])
+            harness.equal(f"the last tokens of {plan.mode} rows, {positions}", sorted(found), right)
 
     @holds(1)
     def test_padding_is_no_target(self, harness: ProcessorHarness) -> None:

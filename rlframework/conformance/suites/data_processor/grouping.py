@@ -43,7 +43,7 @@ class Grouping(Suite):
         """Rows without requested targets must be skipped: those without token_mask, and for a loss masked rows."""
         mask = [[0, 1, 1], [1, 0, 0], [0, 0, 1]]
         data = batch_of([3, 3, 3], token_mask=mask, sample_mask=[0, 1, 1])
-        for positions, expected in (("all", [0, 1, 2]), ("token_mask", [0, 2]), ("loss", [2])):
+        for positions, expected in (("all", [0, 1, 2]), ("token_mask", [0, 2]), ("loss", [2]), ("loss_last", [1, 2])):
             for plan in PLANS:
                 made = harness.microbatches(data, plan, positions)
                 rows = sorted(row for each in made for row in each.rows.tolist())

@@ -18,6 +18,7 @@ from rlframework.conformance.suites.policy_worker.saving import Saving
 from rlframework.conformance.suites.policy_worker.scores import Scores
 from rlframework.conformance.suites.policy_worker.sharded import Sharded
 from rlframework.conformance.suites.policy_worker.state import State
+from rlframework.conformance.suites.policy_worker.token_sets import TokenSets
 from rlframework.conformance.suites.policy_worker.training import Training
 
 
@@ -27,6 +28,7 @@ class PolicyWorkerSuite(
     GroupedRows,
     Kinds,
     Training,
+    TokenSets,
     MuonOptimizer,
     Experts,
     Scores,

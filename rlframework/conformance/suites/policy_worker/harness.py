@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,13 @@ from rlframework.conformance.harness import Harness
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.oracle import Oracle, OracleStep
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, read_weights, run_config
-from rlframework.conformance.suites.policy_worker.losses import PairsLoss
+from rlframework.conformance.suites.policy_worker.losses import (
+    PairsLoss,
+    ScorePairsLoss,
+    ScoresLoss,
+    SetsLoss,
+    ValuesLoss,
+)
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.loss import LossFunction
@@ -37,12 +44,22 @@ gradient is read from the weights alone.
 """
 
 
+OWN_LOSSES: Mapping[str, type[NLLLoss]] = {
+    "pairs": PairsLoss,
+    "sets": SetsLoss,
+    "values": ValuesLoss,
+    "scores": ScoresLoss,
+    "score_pairs": ScorePairsLoss,
+}
+"""Losses of the suite by the names that they have in the oracle."""
+
+
 def loss_function(kind: str) -> LossFunction:
     """Return the framework's loss for the oracle's loss `kind`."""
     if kind == "nll":
         return NLLLoss()
-    if kind == "pairs":
-        return PairsLoss()
+    if kind in OWN_LOSSES:
+        return OWN_LOSSES[kind]()
     config = ClippedPGLossConfig(
         ratio_clip_min=0.2, ratio_clip_max=0.2, kl_coef=0.0, level="sequence" if kind == "sequence_pg" else "token"
     )

@@ -1,4 +1,4 @@
-"""Losses used only by the suite: of pairs, with known metrics, on logits, with a non-finite gradient, or raising."""
+"""Losses used only by the suite: of pairs, on scores, values or logits, with known metrics, not finite, or raising."""
 
 from __future__ import annotations
 
@@ -46,6 +46,54 @@ class PairsLoss(NLLLoss):
         means = (next_token_logprobs * mask).sum(1) / mask.sum(1).clamp(min=1.0)
         ids = data["group_ids"]
         terms = -torch.nn.functional.logsigmoid(means[:-1] - means[1:]) * (ids[:-1] == ids[1:])
+        return terms.sum() / global_valid_seqs, {}
+
+
+class SetsLoss(NLLLoss):
+    """The oracle's loss `sets`; the first argument is `[B, S-1, 1 + K]`."""
+
+    input_type = LossInput.TOKEN_SETS
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> Result:
+        """See `LossFunction`."""
+        weighted = (next_token_logprobs[..., 1:] * data["set_weights"][:, 1:]).sum(-1)
+        return super().__call__(next_token_logprobs[..., 0] + weighted, data, global_valid_seqs, global_valid_toks)
+
+
+class ValuesLoss(NLLLoss):
+    """The oracle's loss `values`; the first argument is `[B, S-1]`, the value before each token but the first."""
+
+    input_type = LossInput.VALUES
+
+    def __call__(self, values: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        """See `LossFunction`."""
+        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+        return ((values - data["advantages"][:, 1:]).square() * mask).sum() / global_valid_toks, {}
+
+
+class ScoresLoss(NLLLoss):
+    """The oracle's loss `scores`; the first argument is `[B]`."""
+
+    input_type = LossInput.SCORES
+
+    def __call__(self, scores: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        """See `LossFunction`."""
+        errors = (scores - data["advantages"][:, 0]).square() * data["sample_mask"]
+        return errors.sum() / global_valid_seqs, {}
+
+
+class ScorePairsLoss(NLLLoss):
+    """The oracle's loss `score_pairs`, for rows of a group that follow each other."""
+
+    input_type = LossInput.SCORES
+    needs_groups = True
+
+    def __call__(self, scores: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        """See `LossFunction`."""
+        ids = data["group_ids"]
+        terms = -torch.nn.functional.logsigmoid(scores[:-1] - scores[1:]) * (ids[:-1] == ids[1:])
         return terms.sum() / global_valid_seqs, {}
 
 

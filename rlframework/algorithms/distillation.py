@@ -1,0 +1,147 @@
+"""Distillation of a teacher into the policy, on the policy's completions or on those of the data (arXiv:2306.13649)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rlframework.algorithm import Parts
+from rlframework.algorithms.losses import ClippedPGLoss, DistillationLoss
+from rlframework.algorithms.stored_teacher import open_teacher_data
+from rlframework.algorithms.student_rows import student_rows
+from rlframework.algorithms.teacher_targets import Rows, add_sft_weights, add_targets, open_teacher
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.distillation import DistillationConfig
+from rlframework.config.sections import RunConfig
+from rlframework.datasets.loader import PromptLoader
+from rlframework.datasets.rendering import Rendered, has_answer, render_samples
+from rlframework.datasets.teacher_data import TeacherData
+from rlframework.datasets.tokens import pad_rendered
+from rlframework.interfaces.environment import Environment, Sample
+from rlframework.interfaces.loss import LossFunction
+from rlframework.rollout.optimizer_steps import optimizer_steps
+from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.single_turn import unscored_turns
+from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
+
+
+class Distillation(StepLoop):
+    """Train on one global batch per step: of rollouts, of completions of the data, or of both."""
+
+    config: DistillationConfig
+
+    @classmethod
+    def further_policies(cls, config: RunConfig) -> Mapping[str, int]:
+        """Return the teacher, unless it is behind an endpoint or its log-probabilities are stored."""
+        assert isinstance(config.algorithm, DistillationConfig)
+        return {"teacher": 0} if config.algorithm.uses_teacher_section else {}
+
+    @classmethod
+    def training_samples(cls, config: RunConfig, environment: Environment) -> int:
+        """Return the number of rows of the teacher data, if there is any, or else of the environment's samples."""
+        assert isinstance(config.algorithm, DistillationConfig)
+        data = config.algorithm.teacher_data
+        return super().training_samples(config, environment) if data is None else len(TeacherData(data))
+
+    def __init__(self, parts: Parts) -> None:
+        config = parts.config.algorithm
+        assert isinstance(config, DistillationConfig)
+        self.teacher = open_teacher(parts, config)
+        super().__init__(parts)
+        self.batch_size = parts.config.policy.train_global_batch_size
+        self.stored = open_teacher_data(config, parts) if config.teacher_data is not None else None
+        rows: Sequence[Any] = self.train_samples if self.stored is None else range(len(self.stored))
+        mixture = getattr(self.train_samples, "mixture", ())  # stored rows are those of the samples, in order
+        self.loader = PromptLoader(rows, self.batch_size, parts.config.seed, mixture)
+        if self.stored is not None:
+            self.inputs.tokens(self.stored.tokens.lengths, str(self.stored.path))
+        elif config.student_fraction < 1.0:
+            self.inputs.rows("train", self.train_samples, self.render)
+        if config.student_fraction:
+            self.inputs.rollouts(self.train_samples, scored=True)
+        self.measure = DistillationLoss(config.loss.model_copy(update={"sft_weight": 0.0}))
+        sampled = config.tokens == "sampled"
+        self.loss: LossFunction = ClippedPGLoss(config.policy_gradient) if sampled else DistillationLoss(config.loss)
+
+    def train_step(self, step: int, timer: Timer) -> StepResult:
+        """See `StepLoop.train_step`."""
+        parts, samples = self.parts, next(self.loader)
+        generated = student_rows(self.config, self.batch_size, parts.config.seed, step)
+        metrics, batches, records, episode_of = {"train/student_rows": float(generated)}, [], [], torch.arange(0)
+        if generated:
+            play = rollout if parts.environment.scores else unscored_turns
+            parts.generation.prepare_for_generation()  # before the timer: a refit does not count as generation
+            with timer.phase("generate"):
+                result = play(parts, samples[:generated], row_seeds(parts.config.seed, step, generated))
+            batches, episode_of = [result.data], result.episode_of
+            metrics |= {f"train/{name}": value for name, value in result.metrics.items()}
+            records = result.records(step, "train", parts.config.observers.samples)
+        if generated < self.batch_size:
+            with timer.phase("data"):
+                batches.append(self.encode(samples[generated:]))
+            keys = batches[-1].keys()
+            batches = [BatchedDataDict({key: batch[key] for key in keys}) for batch in batches]
+            episode_of = torch.cat((episode_of, torch.arange(generated, self.batch_size)))
+        of_data, ranks = episode_of >= generated, parts.policy.data_parallel_size
+        data = BatchedDataDict.from_batches([*batches])
+        if self.config.loss.sft_weight:
+            add_sft_weights(data, of_data)
+        data, rows = optimizer_steps(data, episode_of, episodes=self.batch_size, ranks=ranks, level="token")
+        with timer.phase("teacher"):
+            metrics |= self.add_targets(data, sampled=self.config.tokens == "sampled")
+        with timer.phase("train"):
+            parts.policy.prepare_for_training()
+            trained = self.train(step, data, self.loss, rows)
+        metrics |= training_metrics([trained]) | {f"train/{name}": value for name, value in trained["metrics"].items()}
+        return metrics | {"train/tokens": float(data["input_lengths"].sum())}, records
+
+    def check_validation(self, samples: Sequence[Sample]) -> None:
+        """Check the prompts if the environment scores answers, and the completions if the samples have them."""
+        self.has_answers = self.teacher is not None and all(map(has_answer, samples))
+        if self.parts.environment.scores or not self.has_answers:
+            super().check_validation(samples)
+        if self.has_answers:
+            self.inputs.rows("validation", samples, self.render)
+
+    def validate(self, step: int) -> StepResult:
+        """Score greedy answers, if the environment can, and compute the divergence on the held-out completions."""
+        metrics, records = super().validate(step) if self.parts.environment.scores else ({}, [])
+        if self.has_answers:
+            data = self._held_out
+            if self.config.tokens == "student_top_k":  # which change with the student
+                self.add_targets(data, sampled=False)
+            result = self.parts.policy.train(data, self.measure, eval_mode=True, gbs=data.size)
+            metrics["validation/divergence"] = result["loss"]
+        return metrics, records
+
+    @cached_property
+    def _held_out(self) -> Rows:
+        """The held-out completions with the teacher's most likely tokens; repeated up to a multiple of the ranks."""
+        samples = self.parts.environment.samples("validation")[: self.config.validation.samples]
+        batch, count = self.encode(samples), len(samples)
+        rows = torch.arange(count + -count % self.parts.policy.data_parallel_size)
+        batch = batch.select_indices(rows % count)
+        batch["sample_mask"] = (rows < count).float()
+        self.add_targets(batch, sampled=False)
+        return batch
+
+    def add_targets(self, data: Rows, *, sampled: bool) -> dict[str, float]:
+        """Add to `data` what the loss reads of the teacher, unless it is stored with the rows; return metrics."""
+        if self.teacher is None:
+            return {}
+        return add_targets(data, self.parts.policy, self.teacher, self.config, sampled=sampled)
+
+    def encode(self, samples: Sequence[Any]) -> Rows:
+        """Return the batch of `samples`, or of the stored rows with these numbers."""
+        if self.stored is not None:
+            return self.stored.batch(samples, self.parts.tokenizer.pad_token_id)
+        rows = pad_rendered(self.render(samples), self.parts.tokenizer.pad_token_id)
+        return BatchedDataDict({**rows._asdict(), "sample_mask": torch.ones(len(samples))})
+
+    def render(self, samples: Sequence[Sample]) -> list[Rendered]:
+        """Return the token ids and mask of each sample, as configured."""
+        return render_samples(self.parts.tokenizer, samples, self.config.train_on, self.config.max_tokens)

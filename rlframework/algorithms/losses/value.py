@@ -1,0 +1,59 @@
+"""The loss of a critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlframework.algorithms.losses.averages import token_mean
+from rlframework.algorithms.losses.nll import loss_mask
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.ppo import ValueLossConfig
+from rlframework.interfaces.loss import LossColumn, LossInput, LossType
+
+
+class ValueLoss:
+    """Half the squared difference of value and return, the mean over the valid tokens of the global batch.
+
+    With `clip`, a token has the larger one of the losses of its value and of the value bounded to at most `clip` away
+    from the earlier one, so a value that moved further towards its return has no gradient. Reads these values of
+    `data`, `[B, S]` and aligned with `input_ids`:
+
+    - `returns`, the targets;
+    - `values`, those of the critic before it is trained on the batch, with `clip`.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInput.VALUES
+    wants_entropy = False
+    at_sampling_temperature = False
+
+    def __init__(self, config: ValueLossConfig) -> None:
+        self.config = config
+
+    @property
+    def reads(self) -> dict[str, LossColumn]:
+        """See `LossFunction`."""
+        return {"returns": LossColumn()} | ({} if self.config.clip is None else {"values": LossColumn()})
+
+    def __call__(
+        self,
+        next_token_values: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `LossFunction`."""
+        clip, mask, returns = self.config.clip, loss_mask(data, next_token_values.dtype), data["returns"][:, 1:]
+        errors = (next_token_values - returns).square()
+        metrics: dict[str, Any] = {"num_valid_samples": data["sample_mask"].sum()}
+        if clip is not None:
+            earlier = data["values"][:, 1:]
+            bounded = (earlier + (next_token_values - earlier).clamp(-clip, clip) - returns).square()
+            metrics["value_clip_fraction"] = token_mean((bounded > errors).float(), mask, global_valid_toks)
+            errors = torch.maximum(errors, bounded)
+        loss = 0.5 * token_mean(errors, mask, global_valid_toks)
+        metrics["value_loss"] = loss.detach()
+        return self.config.coef * loss, metrics
