@@ -21,7 +21,10 @@ from probe_forked import run_program
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-EQUAL = ("cohere", "cohere2", "granite", "gemma2", "gemma2, sequence", "gemma3_text", "gemma3_text, sequence")
+EQUAL = (
+    *("cohere", "cohere2", "granite", "gemma2", "gemma2, sequence", "gemma3_text", "gemma3_text, sequence"),
+    *("gpt_neox", "gptj", "codegen", "nemotron"),
+)
 REJECTED = {
     "apertus": "does not sum the gradients of model.layers.0.mlp.act_fn",
     "gpt_oss": "no tensor-parallel plan for 'gpt_oss'",
