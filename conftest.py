@@ -23,18 +23,20 @@ from rlframework.workers import processes
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Imported once in the process that worker processes are forked from, as hundreds of tests start such workers.
-processes.PRELOADED = (
-    "rlframework.conformance.inspected_worker",
-    "rlframework.conformance.mutants",
-    "rlframework.conformance.probe_worker",
-    "rlframework.plugins.builtin",
-    "rlframework_dtensor.worker",
-    "rlframework_deepspeed.worker",
-    "rlframework_megatron.worker",
-    "rlframework_ddp.worker",
-    *processes.PRELOADED,
-)
+# Imported once in the process that worker processes are forked from, as hundreds of tests start such workers. Engines
+# look for GPUs when they are imported, and CUDA cannot be used in a process forked from one that did.
+if not Path("/dev/nvidia0").exists():
+    processes.PRELOADED = (
+        "rlframework.conformance.inspected_worker",
+        "rlframework.conformance.mutants",
+        "rlframework.conformance.probe_worker",
+        "rlframework.plugins.builtin",
+        "rlframework_dtensor.worker",
+        "rlframework_deepspeed.worker",
+        "rlframework_megatron.worker",
+        "rlframework_ddp.worker",
+        *processes.PRELOADED,
+    )
 
 ALPHABET = string.digits + string.ascii_lowercase + " +-*=?.,:\n"
 

@@ -108,8 +108,10 @@ def _along_the_sequence(first_block: str, last_norm: str, norms: list[str]) -> P
 
 
 def _own(model: Any) -> Plan:
-    """The plan in the model's own configuration."""
-    plan = getattr(model.config, "base_model_tp_plan", None)
+    """The plan in the model's own configuration, without the embedding, which is always sharded over the vocabulary."""
+    embedding = [name for name, module in model.base_model.named_modules() if module is model.get_input_embeddings()]
+    own = getattr(model.config, "base_model_tp_plan", None) or {}
+    plan = {path: word for path, word in own.items() if path not in embedding}
     if not plan:
         raise NotSupported(
             f"there is no tensor-parallel plan for {model.config.model_type!r}; set policy.parallelism.tensor "
