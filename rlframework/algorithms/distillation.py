@@ -87,7 +87,7 @@ class Distillation(StepLoop):
             batches = [BatchedDataDict({key: batch[key] for key in keys}) for batch in batches]
             episode_of = torch.cat((episode_of, torch.arange(generated, self.batch_size)))
         of_data, ranks = episode_of >= generated, parts.policy.data_parallel_size
-        data = BatchedDataDict.from_batches([*batches])
+        data: Rows = BatchedDataDict.from_batches([*batches])
         if self.config.loss.sft_weight:
             add_sft_weights(data, of_data)
         data, rows = optimizer_steps(data, episode_of, episodes=self.batch_size, ranks=ranks, level="token")

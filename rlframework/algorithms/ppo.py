@@ -7,6 +7,7 @@ the returns, and the policy on the advantages.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from torch import Tensor
 
@@ -16,9 +17,11 @@ from rlframework.algorithms.gae import token_advantages
 from rlframework.algorithms.grpo import GRPO
 from rlframework.algorithms.losses import ValueLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.sections import RunConfig
 from rlframework.errors import ConfigError
+from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.policy.microbatching import average_metrics
 from rlframework.rollout.optimizer_steps import optimizer_steps
 from rlframework.rollout.result import Rollout
@@ -38,8 +41,9 @@ class PPO(GRPO):
         return {"critic": calls, **super().further_policies(config)}
 
     @classmethod
-    def training_calls(cls, config: PPOConfig) -> int:
+    def training_calls(cls, config: GRPOConfig) -> int:
         """Return one call for each pass over each batch after those that train the critic alone."""
+        assert isinstance(config, PPOConfig)
         return max(0, config.num_steps - config.critic_warmup) * config.epochs_per_batch
 
     def __init__(self, parts: Parts) -> None:
@@ -82,7 +86,8 @@ class PPO(GRPO):
             level="token",
         )
         self.critic.prepare_for_training()
-        trained = [self.critic.train(data, self.value_loss, gbs=rows) for _ in range(self.config.epochs_per_batch)]
+        passes = range(self.config.epochs_per_batch)
+        trained = [cast("TrainResult", self.critic.train(data, self.value_loss, gbs=rows)) for _ in passes]
         self.critic.rest()
         found = training_metrics(trained)
         means = average_metrics([each["metrics"] for each in trained])

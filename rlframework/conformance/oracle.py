@@ -184,7 +184,8 @@ class Oracle:
         if kind == "sets":
             sets = batch["token_sets"][:, 1:].long()
             others = self._distributions(batch, 1.0).gather(-1, sets) * batch["set_weights"][:, 1:]
-            return -((self._logprobs(batch, 1.0)[:, 1:] + others.sum(-1)) * mask).sum() / mask.sum()
+            chosen: Tensor = self._logprobs(batch, 1.0)[:, 1:] + others.sum(-1)
+            return -(chosen * mask).sum() / mask.sum()
         if kind == "values":
             errors: Tensor = (self.values(batch)[:, :-1] - batch["advantages"][:, 1:]).square()
             return (errors * mask).sum() / mask.sum()

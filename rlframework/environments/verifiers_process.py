@@ -120,7 +120,7 @@ class VerifiersProcess:
         scripts = str(Path(self._config.python).absolute().parent)  # as if the environment was activated
         given = {name: os.environ[name] for name in (*_PASSED, *self._config.variables) if name in os.environ}
         given["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
-        return subprocess.Popen(command, stdin=other, stdout=self._stderr, stderr=self._stderr, env=given)
+        return subprocess.Popen(command, stdin=other.fileno(), stdout=self._stderr, stderr=self._stderr, env=given)
 
     def _read(self) -> None:
         """Settle the requests with their answers until the process ends; those left then fail."""

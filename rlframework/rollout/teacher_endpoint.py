@@ -157,7 +157,7 @@ class TeacherEndpoint:
     def _check_tokens(self, found: Sequence[PromptLogprobs]) -> None:
         texts = {ids: text for row in found for by_id in row for ids, (_, text) in by_id.items() if text}
         for ids, text in texts.items():
-            ours = self._tokenizer.decode([ids])
+            ours = str(self._tokenizer.decode([ids]))
             if "\ufffd" not in ours + text and ours.strip() != text.strip():
                 raise ConfigError(
                     f"{_KEY}: the token {ids} is {text!r} there, but {ours!r} in the policy's tokenizer; the teacher "
@@ -173,7 +173,7 @@ class TeacherEndpoint:
 def _wanted(data: Rows, positions: str) -> Tensor:
     """Return 1 at the positions that are scored, `[B, S]`; see `PolicyWorker.get_logprobs`."""
     columns = torch.arange(data["input_ids"].shape[1])
-    wanted = ((columns > 0) & (columns < data["input_lengths"][:, None])).float()
+    wanted: Tensor = ((columns > 0) & (columns < data["input_lengths"][:, None])).float()
     if positions != "all":
         wanted = wanted * (data["token_mask"] != 0)
     return wanted * (data["sample_mask"] != 0)[:, None] if positions == "loss" else wanted

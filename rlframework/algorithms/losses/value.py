@@ -40,18 +40,19 @@ class ValueLoss:
 
     def __call__(
         self,
-        next_token_values: Tensor,
+        next_token_logprobs: Tensor,
         data: BatchedDataDict[Any],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `LossFunction`."""
-        clip, mask, returns = self.config.clip, loss_mask(data, next_token_values.dtype), data["returns"][:, 1:]
-        errors = (next_token_values - returns).square()
+        """See `LossFunction`, whose first argument is the values."""
+        values = next_token_logprobs
+        clip, mask, returns = self.config.clip, loss_mask(data, values.dtype), data["returns"][:, 1:]
+        errors = (values - returns).square()
         metrics: dict[str, Any] = {"num_valid_samples": data["sample_mask"].sum()}
         if clip is not None:
             earlier = data["values"][:, 1:]
-            bounded = (earlier + (next_token_values - earlier).clamp(-clip, clip) - returns).square()
+            bounded = (earlier + (values - earlier).clamp(-clip, clip) - returns).square()
             metrics["value_clip_fraction"] = token_mean((bounded > errors).float(), mask, global_valid_toks)
             errors = torch.maximum(errors, bounded)
         loss = 0.5 * token_mean(errors, mask, global_valid_toks)
