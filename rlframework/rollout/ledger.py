@@ -59,6 +59,14 @@ class Ledger(Generic[P, G]):
         self._number = 0
         self._plan()
 
+    def start_after(self, step: int) -> None:
+        """Begin after training step `step`, as if there had been no tickets before."""
+        if self.admitted or self.taken >= step:
+            raise LedgerError(f"a ledger with {self.admitted} tickets after step {self.taken} cannot start at {step}")
+        self.version = self.taken = self._planned = step
+        self._steps, self._queue = {}, deque()
+        self._plan()
+
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def admit(self, draw: Callable[[], P]) -> Ticket[P] | None:

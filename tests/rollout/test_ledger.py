@@ -212,3 +212,14 @@ def test_nothing_is_admitted_for_steps_after_the_last() -> None:
     ledger = book(max_staleness=5, last_step=2)
     assert [ticket.step for ticket in admitted(ledger, 99)] == [1, 1, 2, 2]
     assert book(last_step=0).admit(lambda: 1) is None
+
+
+def test_a_ledger_begins_after_a_synchronous_run() -> None:
+    ledger: Ledger[int, str] = Ledger(groups=2, max_staleness=1, last_step=6, clock=lambda: 0.0)
+    ledger.start_after(4)
+    prompts = iter(range(9))
+    tickets = [ledger.admit(lambda: next(prompts)) for _ in range(5)]
+    assert [(ticket.step, ticket.version) for ticket in tickets[:4] if ticket] == [(5, 4), (5, 4), (6, 4), (6, 4)]
+    assert tickets[4] is None
+    with pytest.raises(LedgerError, match="a ledger with 4 tickets after step 4 cannot start at 5"):
+        ledger.start_after(5)
