@@ -278,9 +278,13 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `tensors`, which have one dtype, in CPU memory, by a single copy: a GPU is waited for once."""
+    """Return `tensors` in CPU memory, by a single copy for each dtype: so often a GPU is waited for."""
     if not tensors or tensors[0].device.type == "cpu":
         return list(tensors)
-    joined = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    parts = joined.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    copied: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        joined = torch.cat([tensors[number].flatten() for number in same]).cpu()
+        parts = joined.split([tensors[number].numel() for number in same])
+        copied |= {number: part.view(tensors[number].shape) for number, part in zip(same, parts, strict=True)}
+    return [copied[number] for number in range(len(tensors))]

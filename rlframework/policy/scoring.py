@@ -144,11 +144,8 @@ class Scoring:
             (batch, result) for batch, result in zip(on_host(microbatches), results, strict=True) if not batch.is_dummy
         ]
         names = list(real[0][1].outputs) if real else []
-        columns = [copy_to_cpu([result.outputs[name] for _, result in real]) for name in names]
-        return [
-            (batch, dict(zip(names, values, strict=True)))
-            for (batch, _), values in zip(real, zip(*columns, strict=True), strict=True)
-        ]
+        values = iter(copy_to_cpu([result.outputs[name] for _, result in real for name in names]))
+        return [(batch, {name: next(values) for name in names}) for batch, _ in real]
 
 
 def _next_token_step(output: HeadOutput, _: Microbatch) -> StepResult:

@@ -36,7 +36,7 @@ class PlainProcessor(DataProcessor):
         return {"batch": batch, "global_valid_seqs": counts[0], "global_valid_toks": counts[1]}
 
     def microbatches(self, data, plan, rule, *, positions, device):
-        if positions not in ("all", "token_mask", "loss", "last"):
+        if positions not in ("all", "token_mask", "loss", "last", "loss_last"):
             raise BatchError(f"positions is {positions!r}")
         units = self.units(data, plan)
         groups: Any = units
@@ -49,7 +49,7 @@ class PlainProcessor(DataProcessor):
         counted = {row for unit in units if any(columns[row] for row in unit) for row in unit}
         kept = [[row for row in group if row in counted] for group in groups]
         made = [self.made(data, rows, columns, plan, rule.pad_multiple) for rows in kept if rows]
-        for microbatch in made if positions == "last" else ():
+        for microbatch in made if positions.endswith("last") else ():
             microbatch.head_positions += 1
         return made
 
@@ -66,10 +66,10 @@ class PlainProcessor(DataProcessor):
         return units
 
     def columns(self, data: Any, row: int, positions: str) -> list[int]:
-        if positions == "loss" and not data["sample_mask"][row]:
+        if positions.startswith("loss") and not data["sample_mask"][row]:
             return []
         every = range(1, int(data["input_lengths"][row]))
-        if positions == "last":
+        if positions.endswith("last"):
             return [every.stop - 1] * (every.stop > 0)
         return [column for column in every if positions == "all" or data["token_mask"][row, column]]
 

@@ -7,12 +7,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlframework.interfaces.loss import LossInput
 from rlframework.policy.engine import StepResult
 from rlframework.policy.head.patch import HeadOutput
 from rlframework.policy.microbatching import average_metrics, loss_step, reduce_metrics, require_results, values_step
 
 ONE = torch.tensor(1.0)
-LEARN = loss_step(lambda values, data, seqs, tokens: (values.sum(), {}), ONE, ONE)
+
+
+class SumLoss:
+    input_type = LossInput.LOGPROBS
+
+    def __call__(self, values, data, seqs, tokens):
+        return values.sum(), {}
+
+
+LEARN = loss_step(SumLoss(), ONE, ONE)
 
 
 def microbatch(**changes):
@@ -42,7 +52,7 @@ def test_values_are_scattered_to_their_targets():
 
 
 def test_a_loss_without_values_says_what_is_missing():
-    with pytest.raises(RuntimeError, match="neither logprobs nor logits"):
+    with pytest.raises(RuntimeError, match="neither logprobs, logits nor scores"):
         LEARN(HeadOutput(entropy=torch.zeros(3)), microbatch())
 
 

@@ -119,7 +119,7 @@ def check_group(make_policy: Any, group: str, workers: int) -> None:
         got = results(policy)
     with make_policy("inline" if workers == 1 else group, workers) as policy:
         expected = results(policy)
-    assert len(got) == len(expected) == 12
+    assert len(got) == len(expected) == 13
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
 

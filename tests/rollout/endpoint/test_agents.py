@@ -41,7 +41,9 @@ def agent_parts(run_config: Any, tmp_path: Path):
         generation = Generation(policy, tokenizer, [ScriptedEngine(answer or (lambda request: [5, 6, END]))])
         generation.finish_generation = lambda: True  # type: ignore[method-assign]
         environment = AgentEnvironment(config.environment, seed=0)  # type: ignore[arg-type]
-        return SimpleNamespace(config=config, tokenizer=tokenizer, generation=generation, environment=environment)
+        return SimpleNamespace(
+            config=config, tokenizer=tokenizer, generation=generation, environment=environment, models={}
+        )
 
     return make
 

@@ -48,7 +48,9 @@ def played(config: Any, tokenizer: Any, first: list[str]) -> Rollout:
     generation = Generation(policy, tokenizer, [ScriptedEngine(answer)])
     generation.finish_generation = lambda: True  # type: ignore[method-assign]
     environment = AgentEnvironment(config.environment, seed=0)
-    parts: Any = SimpleNamespace(config=config, tokenizer=tokenizer, generation=generation, environment=environment)
+    parts: Any = SimpleNamespace(
+        config=config, tokenizer=tokenizer, generation=generation, environment=environment, models={}
+    )
     return rollout(parts, samples, torch.arange(len(samples)))
 
 
