@@ -1,4 +1,4 @@
-"""What the ledger of asynchronous training hands out and returns: tickets, and what became of them."""
+"""Tickets of the ledger of asynchronous training, and their results."""
 
 from __future__ import annotations
 

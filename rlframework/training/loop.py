@@ -30,7 +30,7 @@ StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
 
 
 class PositionInData(Protocol):
-    """What a step takes from the data, such as a `PromptLoader`."""
+    """The source of the data of each step, such as a `PromptLoader`."""
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of the position."""

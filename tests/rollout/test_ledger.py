@@ -45,7 +45,7 @@ def check(world: World) -> None:
 
 
 def batches(facts: Facts) -> list[tuple[int, int, int, int]]:
-    """What is trained, without its tokens, which depend on the versions."""
+    """The trained groups, without its tokens, which depend on the versions."""
     return [(group.step, group.slot, group.prompt, group.attempt) for group in facts.trained]
 
 
