@@ -99,5 +99,9 @@ class RefitNotPrepared(UserError, AssertionError):
     """A refit method was called before its preparation. Also an `AssertionError`, for code written for NeMo-RL."""
 
 
+class LedgerError(RLFrameworkError):
+    """A ticket of asynchronous training was used against the rules of its ledger. The message names the ticket."""
+
+
 class NonFiniteGradients(RLFrameworkError):
     """Gradients were not finite for `policy.non_finite_gradients.stop_after` consecutive steps."""

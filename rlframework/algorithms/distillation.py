@@ -47,6 +47,8 @@ class Distillation(StepLoop):
         data = config.algorithm.teacher_data
         return super().training_samples(config, environment) if data is None else len(TeacherData(data))
 
+    loader: PromptLoader[Any]
+
     def __init__(self, parts: Parts) -> None:
         config = parts.config.algorithm
         assert isinstance(config, DistillationConfig)

@@ -7,25 +7,26 @@ optimizer steps or a reference policy is used, and trains. Names and defaults ar
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from typing import Any
 
-from rlframework.algorithm import Parts
+from rlframework.algorithm import Parts, RunResult
 from rlframework.algorithms.advantages import add_advantages
 from rlframework.algorithms.dynamic_sampling import sample_groups
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
 from rlframework.config.sections import RunConfig
-from rlframework.datasets.loader import PromptLoader
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import has_episodes
 from rlframework.interfaces.loss import LossFunction
 from rlframework.plugins.user_defined import load_loss
 from rlframework.policy.microbatching import average_metrics
+from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.rollout.optimizer_steps import optimizer_steps
 from rlframework.rollout.result import Rollout
-from rlframework.rollout.rollouts import rollout
-from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.step_rollouts import StepRollouts, SynchronousRollouts
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
 
@@ -57,7 +58,12 @@ class GRPO(StepLoop):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self.loader = PromptLoader(self.train_samples, self.config.prompts_per_step, parts.config.seed)
+        size = self.config.prompts_per_step, self.config.samples_per_prompt
+        if self.config.asynchronous is None:
+            self.rollouts: StepRollouts = SynchronousRollouts(parts, *size)
+        else:
+            self.rollouts = AsynchronousRollouts(parts, self.config.asynchronous, *size, self.config.num_steps)
+        self.loader = self.rollouts
         self.loss = policy_loss(self.config, parts.config.generation.max_new_tokens)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
@@ -79,7 +85,7 @@ class GRPO(StepLoop):
         if self.penalizes_reward:
             with timer.phase("logprobs"):
                 self._add_logprobs(result.data)
-        metrics = self.add_advantages(result, timer) | self.train_on(step, result, timer)
+        metrics = self.rollouts.take(step) | self.add_advantages(result, timer) | self.train_on(step, result, timer)
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
         return metrics, result.records(step, "train", self.parts.config.observers.samples)
 
@@ -107,22 +113,25 @@ class GRPO(StepLoop):
 
     def _rollout(self, step: int, timer: Timer) -> Rollout:
         """Return the rollout of step `step`, several in one with `dynamic_sampling`."""
-        config, parts = self.config, self.parts
+        self.rollouts.publish(step - 1)  # before the timer: a refit does not count as generation
+        with timer.phase("generate"):
+            return sample_groups(
+                partial(self.rollouts.rollout, step),
+                groups=self.config.prompts_per_step,
+                samples_per_prompt=self.config.samples_per_prompt,
+                rounds=self.config.dynamic_sampling,
+                pad_id=self.parts.tokenizer.pad_token_id or 0,
+            )
 
-        def play(number: int) -> Rollout:
-            samples = [sample for sample in next(self.loader) for _ in range(config.samples_per_prompt)]
-            seeds = row_seeds(parts.config.seed, step, (number + 1) * len(samples))[number * len(samples) :]
-            parts.generation.prepare_for_generation()  # before the timer: a refit does not count as generation
-            with timer.phase("generate"):
-                return rollout(parts, samples, seeds)
+    def validate(self, step: int) -> StepResult:
+        """See `StepLoop.validate`. Ends generation for later steps meanwhile, if there is any."""
+        self.rollouts.finish()
+        return super().validate(step)
 
-        return sample_groups(
-            play,
-            groups=config.prompts_per_step,
-            samples_per_prompt=config.samples_per_prompt,
-            rounds=config.dynamic_sampling,
-            pad_id=parts.tokenizer.pad_token_id or 0,
-        )
+    def run(self) -> RunResult:
+        """See `StepLoop.run`."""
+        with closing(self.rollouts):
+            return super().run()
 
     def _add_logprobs(self, data: BatchedDataDict[Any]) -> None:
         """Add `prev_logprobs` and `reference_policy_logprobs` to `data`, where they are needed."""

@@ -44,6 +44,8 @@ class PreferenceTraining(StepLoop):
         """Return the pairs of a global batch, which has two rows each."""
         return config.policy.train_global_batch_size // 2
 
+    loader: PromptLoader[Any]
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.inputs.rows("train", self.train_samples, self.longest_rows)

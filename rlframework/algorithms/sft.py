@@ -43,6 +43,8 @@ class SFT(StepLoop):
         data = config.algorithm.token_data
         return super().training_samples(config, environment) if data is None else len(TokenData(data))
 
+    loader: PromptLoader[Any]
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         batch_size, seed = parts.config.policy.train_global_batch_size, parts.config.seed

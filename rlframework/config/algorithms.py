@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from rlframework.config.algorithm_presets import AlgorithmName, PresetName, with_preset
+from rlframework.config.asynchrony import WithAsync, with_importance_correction
 from rlframework.config.base import NeedsTrust, Section
 from rlframework.config.numbers import Coefficient, Count, CountOrZero, Limit, Tokens, TokensOrZero
 from rlframework.config.sections import AlgorithmConfig
@@ -179,7 +180,7 @@ class RewardKLConfig(Section):
     )
 
 
-class GRPOConfig(AlgorithmConfig):
+class GRPOConfig(WithAsync, AlgorithmConfig):
     """Group-relative policy optimization (arXiv:2402.03300) and the algorithms that are other settings of it."""
 
     name: AlgorithmName = Field("grpo", description="the algorithm, whose page lists its defaults")
@@ -225,7 +226,7 @@ class GRPOConfig(AlgorithmConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, values: Any) -> Any:
-        return with_preset(values) if isinstance(values, dict) else values
+        return with_importance_correction(with_preset(values)) if isinstance(values, dict) else values
 
     @property
     def reward_kl_coef(self) -> float:

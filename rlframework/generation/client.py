@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -51,6 +52,8 @@ class GenerationClient:
         self._answers: dict[str, asyncio.Future[GenerationResult]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._exchanges: dict[int, Future[list[Incoming]]] = {}
+        self.busy_seconds = 0.0
+        """The time of all exchanges, a sum over the engines."""
 
     async def generate(
         self, request: GenerationRequest, *, timeout: float | None = None, lane: int | None = None
@@ -80,6 +83,11 @@ class GenerationClient:
             if answer.done() and not answer.cancelled():
                 answer.exception()  # counts as seen, also where this task was cancelled meanwhile
             del self._answers[request_id]
+
+    def interrupt(self) -> None:
+        """Abort all requests in progress, so that each gives what it has, as if its time was up."""
+        for request_id in list(self._answers):
+            self._expire(request_id)
 
     async def drain(self) -> None:
         """Wait until the engines have no requests; they may still have some whose task was cancelled.
@@ -123,6 +131,7 @@ class GenerationClient:
     async def _exchange(self, index: int) -> Iterable[Outcome]:
         """Exchange once with an engine. An exchange that a cancelled task has left is completed first."""
         engine, lanes, outcomes = self.engines[index], self._lanes[index], list[Outcome]()
+        begun = time.perf_counter()
         try:
             if index not in self._exchanges:
                 outgoing = [self._scheduler.outgoing(lane) for lane in lanes]
@@ -137,6 +146,7 @@ class GenerationClient:
         except Exception as error:  # noqa: BLE001 - raised by `generate` of the requests that it concerns
             self._exchanges.pop(index, None)
             outcomes += self._failed(index, error)
+        self.busy_seconds += time.perf_counter() - begun
         return outcomes
 
     def _failed(self, index: int, error: Exception) -> list[Outcome]:

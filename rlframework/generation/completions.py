@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from itertools import count
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ class Completions:
 
     Belongs to the event loop that it is called in, like the client.
     """
+
+    several_versions: ClassVar[bool] = False
+    """Whether completions may be sampled with weights of several versions."""
 
     def __init__(
         self, client: GenerationClient, sampling: SamplingParams, *, max_new_tokens: int, positions: int | None

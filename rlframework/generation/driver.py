@@ -98,21 +98,27 @@ class Generation:
 
     @asynccontextmanager
     async def completions(
-        self, *, greedy: bool = False, stop_token_ids: Collection[int] = ()
+        self,
+        *,
+        greedy: bool = False,
+        stop_token_ids: Collection[int] = (),
+        kind: type[Completions] = Completions,
     ) -> AsyncIterator[Completions]:
         """Context with `Completions` of single prompts, in the event loop of `run_in_loop`.
 
         `stop_token_ids`: tokens that end a completion besides those of the run, such as the end of a turn.
         Call `prepare_for_generation` before and `finish_generation` after it. Raises a `RefitError` at its end, unless
-        an error ends it, for tokens sampled with other weights than those of `weights_version`.
+        an error ends it, for tokens sampled with other weights than those of `weights_version`, unless `kind` allows
+        several versions.
         """
         config, stops = self.config, self._stop_tokens.union(stop_token_ids)
         sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, stops)
-        completions = Completions(
+        completions = kind(
             self.client, sampling, max_new_tokens=config.max_new_tokens, positions=self._limits.positions
         )
         yield completions
-        require_version(completions.versions, self.weights_version)
+        if not kind.several_versions:
+            require_version(completions.versions, self.weights_version)
 
     @property
     def weights_version(self) -> int | None:
@@ -194,7 +200,7 @@ class RemoteGeneration(Generation):
 
     def finish_generation(self) -> bool:
         """Have engines that share a GPU with the trainer free their caches; others keep what they have computed."""
-        if self._shares_gpu:
+        if self.shares_gpu:
             run_in_loop(self.client.drain())
             self._released = all(all(engine.call("finish_generation")) for engine in self._usable())
         return True
@@ -234,7 +240,7 @@ class RemoteGeneration(Generation):
         return [engine for engine in self.client.engines if not engine.lost]
 
     @cached_property
-    def _shares_gpu(self) -> bool:
+    def shares_gpu(self) -> bool:
         """Whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
         trainer = {
             state["device"] for state in WorkerCalls(self._policy.worker_group).on_all(PolicyWorker.get_refit_state)

@@ -59,9 +59,14 @@ class Bridge:
         max_new_tokens: int,
         session: str,
         sampling: SamplingParams | None = None,
+        *,
+        share_prefix: bool = True,
     ) -> GenerationResult:
-        """Return the completion of a prompt, see `Completions.complete`. Called in the episodes' thread."""
-        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling)
+        """Return the completion of a prompt, see `Completions.complete`. Called in the episodes' thread.
+
+        `share_prefix`: whether the engine keeps what it computes for later requests of `session`.
+        """
+        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling, share_prefix)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
 
     async def gather(self) -> None:
@@ -81,11 +86,13 @@ class Bridge:
         seed: int,
         max_new_tokens: int,
         session: str,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | None,
+        share_prefix: bool,
     ) -> GenerationResult:
         self._back(session)
+        shared = session if share_prefix else None
         try:
-            return await self._completions.complete(prompt_ids, seed, max_new_tokens, session, sampling)
+            return await self._completions.complete(prompt_ids, seed, max_new_tokens, shared, sampling)
         finally:
             self._away.add(session)
 

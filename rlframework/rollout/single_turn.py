@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rlframework.algorithm import Parts
     from rlframework.generation.driver import Generation
-    from rlframework.interfaces.environment import Sample, StepOutcome
+    from rlframework.interfaces.environment import Environment, Sample, StepOutcome
 
 
 def complete(
@@ -82,30 +82,51 @@ def scored_turns(
     """
     prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
     output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy)
+    return output, texts, score_turns(parts.environment, parts.config.environment.name, samples, texts)
+
+
+def score_turns(
+    environment: Environment, name: str, samples: Sequence[Sample], texts: Sequence[str]
+) -> list[StepOutcome]:
+    """Return what the environment, called `name` in errors, makes of the completions `texts` of `samples`."""
     conversations = [
         [*sample.messages, Message(role="assistant", content=text)] for sample, text in zip(samples, texts, strict=True)
     ]
-    outcomes = parts.environment.step(samples, conversations)
-    require_numbers(outcomes, samples, parts.config.environment.name)
+    outcomes = environment.step(samples, conversations)
+    require_numbers(outcomes, samples, name)
     if not all(outcome.done for outcome in outcomes):
         raise NotSupported(
-            f"environment {parts.config.environment.name!r} continues after the first turn: return done=True from "
-            "`step`, or implement `episode` for conversations of several turns"
+            f"environment {name!r} continues after the first turn: return done=True from `step`, or implement "
+            "`episode` for conversations of several turns"
         )
-    return output, texts, outcomes
+    return outcomes
 
 
 def single_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
-    """Return the completions of `scored_turns` as a `Rollout`.
-
-    An outcome without an `accuracy` metric counts as correct if its reward is at least 1.
-    """
+    """Return the completions of `scored_turns` as a `Rollout`."""
     output, texts, outcomes = scored_turns(parts, samples, seeds, greedy=greedy)
+    return rollout_of_turns(samples, output, texts, outcomes, torch.zeros(len(samples), dtype=torch.bool))
+
+
+def rollout_of_turns(
+    samples: Sequence[Sample],
+    output: BatchedDataDict[Any],
+    texts: list[str],
+    outcomes: Sequence[StepOutcome],
+    failed: Tensor,
+) -> Rollout:
+    """Return completions and their outcomes as a `Rollout`; those that have `failed [E]` bool are not trained on.
+
+    `output`: of `Generation.generate`. An outcome without an `accuracy` metric counts as correct if its reward is at
+    least 1.
+    """
     data = training_rows(output)
+    data["sample_mask"] = (~failed).float()
     rewards = torch.tensor([float(outcome.reward) for outcome in outcomes])
     accuracies = torch.tensor([accuracy_of(outcome) for outcome in outcomes])
     lengths, truncated = output["generation_lengths"], output["truncated"]
     means = {"reward": rewards, "accuracy": accuracies, "completion_length": lengths, "truncated_fraction": truncated}
-    metrics = {name: float(values.float().mean()) for name, values in means.items()} | outcome_metrics(outcomes)
-    episodes, failed = torch.arange(len(samples)), torch.zeros(len(samples), dtype=torch.bool)
+    metrics = {name: float(values[~failed].float().mean()) for name, values in means.items()}
+    metrics |= outcome_metrics(outcome for outcome, out in zip(outcomes, failed.tolist(), strict=True) if not out)
+    episodes = torch.arange(len(samples))
     return Rollout(samples, texts, data, rewards, accuracies, lengths, truncated, metrics, episodes, failed)

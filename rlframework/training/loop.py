@@ -7,14 +7,13 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import psutil
 import torch
 
 from rlframework.algorithm import Algorithm, Parts, RunResult
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.datasets.loader import PromptLoader
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
@@ -28,6 +27,19 @@ from rlframework.training.recording import Recorder, profiling
 
 StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
 """The metrics of a step or a validation by name, and some of its samples to inspect."""
+
+
+class PositionInData(Protocol):
+    """The source of the data of each step, such as a `PromptLoader`."""
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the metrics of the position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as JSON values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
 
 
 class Timer:
@@ -65,7 +77,7 @@ class StepLoop(Algorithm):
     and creates the `loader`.
     """
 
-    loader: PromptLoader[Any]
+    loader: PositionInData
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

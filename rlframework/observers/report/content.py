@@ -22,6 +22,7 @@ from rlframework.observers.jsonl import seconds_of
 from rlframework.observers.report.runs import Run, Sample, Turn, facts_of, headlines, settings_of
 
 GROUPS = (
+    ("async", "Asynchronous training", r"^async/"),
     ("refit", "Refits of the generation engines", r"^(refit/|time/refit$|refit_seconds$)"),
     ("speed", "Speed and memory", r"^(throughput|memory|time)/"),
     ("outcome", "Reward and accuracy", r"reward|accuracy|pass[@_]|score|return|win_rate|correct"),
@@ -35,7 +36,7 @@ GROUPS = (
     ("other", "Other metrics", r""),
 )
 """Identifier, heading, and pattern of metric names; the first matching group is used."""
-ORDER = ("outcome", "optimisation", "policy", "completions", "speed", "refit", "other")
+ORDER = ("outcome", "optimisation", "policy", "completions", "speed", "refit", "async", "other")
 FIRST = (
     "reward", "accuracy", "reward_std", "shaped_reward", "loss", "policy_loss", "grad_norm", "lr", "kl", "entropy",
     "clip_fraction", "ratio", "completion_length", "truncated_fraction", "throughput/mfu",
@@ -64,6 +65,10 @@ TITLES = {
     "refit/version": "Version of the weights", "refit/probe_error": "Error of the probes' log-probabilities",
     "refit/dropped_tokens": "Cached tokens dropped", "time/refit": "Seconds per refit",
     "refit_seconds": "Seconds of the refit before a validation",
+    "async/staleness_mean": "Mean staleness of tokens, in steps", "async/staleness_max": "Largest staleness of a token",
+    "async/mixed_version_groups": "Groups with tokens of several versions",
+    "async/failed_groups": "Failed groups", "async/given_up_prompts": "Prompts given up",
+    "async/trainer_idle_fraction": "Idle time of the trainer", "async/engine_idle_fraction": "Idle time of the engines",
 }  # fmt: skip
 
 BREAKDOWNS = (

@@ -1,0 +1,223 @@
+"""Plays the groups of asynchronous training one by one, and joins those of a step into a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from rlframework.datasets.rendering import render_prompt
+from rlframework.errors import UserError
+from rlframework.generation.batch import batch_of
+from rlframework.generation.tasks import gather_or_cancel
+from rlframework.interfaces.environment import Sample, StepOutcome, has_episodes
+from rlframework.interfaces.generation import GenerationResult, WeightSpan
+from rlframework.rollout.chat_format import ChatFormat
+from rlframework.rollout.episode_thread import Bridge
+from rlframework.rollout.episodes import EpisodePlayer
+from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
+from rlframework.rollout.seeds import task_seeds
+from rlframework.rollout.single_turn import rollout_of_turns, score_turns
+
+if TYPE_CHECKING:
+    from rlframework.algorithm import Parts
+
+G = TypeVar("G")
+
+
+class GroupPlayer(ABC, Generic[G]):
+    """Plays groups: several completions, or episodes, of one sample each."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a completion besides those of the run."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.pad_id = int(parts.tokenizer.pad_token_id)
+
+    @abstractmethod
+    def begin(self, bridge: Bridge) -> None:
+        """Use `bridge` from now on. Called in the event loop that `play` is called in."""
+
+    @abstractmethod
+    async def play(self, sample: Sample, seeds: Sequence[int]) -> G:
+        """Play `sample` with each of `seeds`."""
+
+    @abstractmethod
+    def spans(self, group: G) -> Iterable[WeightSpan]:
+        """Return the spans of all sampled tokens of `group`."""
+
+    @abstractmethod
+    def rollout(self, groups: Sequence[tuple[Sample, int, G | str]]) -> Rollout:
+        """Return the rollout of samples with the number of their rows, and their groups or why these have failed."""
+
+    def close(self) -> None:
+        """End what `begin` started."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """The scored completions of a group."""
+
+    results: Sequence[GenerationResult]
+    texts: Sequence[str]
+    outcomes: Sequence[StepOutcome]
+
+
+@dataclass(eq=False)
+class _Unscored:
+    """Completions that wait until the environment scores them."""
+
+    samples: Sequence[Sample]
+    texts: Sequence[str]
+    outcomes: asyncio.Future[list[StepOutcome]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class SingleTurnPlayer(GroupPlayer[Turns]):
+    """Completes prompts. The environment scores, in a thread of its own, all that waits for it in one call."""
+
+    def begin(self, bridge: Bridge) -> None:
+        """See `GroupPlayer.begin`."""
+        self._bridge = bridge
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
+        self._unscored: list[_Unscored] = []
+        self._scoring: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """See `GroupPlayer.close`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def play(self, sample: Sample, seeds: Sequence[int]) -> Turns:
+        """See `GroupPlayer.play`."""
+        prompt, bridge = torch.tensor(render_prompt(self.parts.tokenizer, sample.messages)), self._bridge
+
+        async def one(seed: int) -> GenerationResult:
+            session = bridge.begin()
+            try:
+                await asyncio.sleep(0)  # until all groups that were admitted together have begun
+                return await bridge.complete(prompt, seed, bridge.max_new_tokens, session, share_prefix=False)
+            finally:
+                bridge.end(session)
+
+        results = await gather_or_cancel([one(seed) for seed in seeds])
+        ids = [result.token_ids.tolist() for result in results]
+        texts: list[str] = self.parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return Turns(results, texts, await self._scored([sample] * len(seeds), texts))
+
+    def spans(self, group: Turns) -> Iterable[WeightSpan]:
+        """See `GroupPlayer.spans`."""
+        return (span for result in group.results for span in result.spans)
+
+    def rollout(self, groups: Sequence[tuple[Sample, int, Turns | str]]) -> Rollout:
+        """See `GroupPlayer.rollout`."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        none = GenerationResult("", nothing, nothing.float(), "aborted", ())
+        samples, prompts, failed = list[Sample](), list[torch.Tensor](), list[bool]()
+        results, texts, outcomes = list[GenerationResult](), list[str](), list[StepOutcome]()
+        for sample, rows, group in groups:
+            if isinstance(group, str):
+                group = Turns([none] * rows, [""] * rows, [StepOutcome(0.0, metrics={"accuracy": 0.0})] * rows)
+                failed += [True] * rows
+            else:
+                failed += [False] * rows
+            samples += [sample] * rows
+            prompts += [torch.tensor(render_prompt(self.parts.tokenizer, sample.messages))] * rows
+            results += group.results
+            texts += group.texts
+            outcomes += group.outcomes
+        output = batch_of(results, prompts, self.pad_id)
+        return rollout_of_turns(samples, output, texts, outcomes, torch.tensor(failed))
+
+    async def _scored(self, samples: Sequence[Sample], texts: Sequence[str]) -> list[StepOutcome]:
+        unscored = _Unscored(samples, texts)
+        self._unscored.append(unscored)
+        if self._scoring is None or self._scoring.done():
+            self._scoring = asyncio.create_task(self._score())
+        return await unscored.outcomes
+
+    async def _score(self) -> None:
+        while self._unscored:
+            waiting, self._unscored = self._unscored, []
+            try:
+                await self._score_together(waiting)
+            except UserError as error:
+                self._reject(waiting, error)
+            except Exception as error:  # noqa: BLE001 - raised by `play` of the groups that it concerns
+                if len(waiting) == 1:
+                    self._reject(waiting, error)
+                    continue
+                for each in waiting:
+                    try:
+                        await self._score_together([each])
+                    except Exception as own:  # noqa: BLE001 - as above
+                        self._reject([each], own)
+
+    async def _score_together(self, waiting: Sequence[_Unscored]) -> None:
+        samples = [sample for each in waiting for sample in each.samples]
+        texts = [text for each in waiting for text in each.texts]
+        environment, name = self.parts.environment, self.parts.config.environment.name
+        loop = asyncio.get_running_loop()
+        outcomes = list(await loop.run_in_executor(self._thread, score_turns, environment, name, samples, texts))
+        for each in waiting:
+            own, outcomes = outcomes[: len(each.samples)], outcomes[len(each.samples) :]
+            if not each.outcomes.done():  # its group may have been cancelled
+                each.outcomes.set_result(own)
+
+    def _reject(self, waiting: Sequence[_Unscored], error: Exception) -> None:
+        for each in waiting:
+            if not each.outcomes.done():
+                each.outcomes.set_exception(error)
+
+
+class EpisodesPlayer(GroupPlayer[list[PlayedEpisode]]):
+    """Plays episodes, at most as many at once as in synchronous rollouts."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._chat = ChatFormat(parts.tokenizer)
+        self.stop_token_ids = frozenset(self._chat.turn_end_ids)
+
+    def begin(self, bridge: Bridge) -> None:
+        """See `GroupPlayer.begin`."""
+        config, client = self.parts.config.environment, self.parts.generation.client
+        self._bridge = bridge
+        self._room = asyncio.Semaphore(config.max_concurrent_episodes or client.limit * client.lanes)
+        self._player = EpisodePlayer(self.parts.environment, config, self._chat, bridge)
+
+    async def play(self, sample: Sample, seeds: Sequence[int]) -> list[PlayedEpisode]:
+        """See `GroupPlayer.play`."""
+        tasks = task_seeds([sample] * len(seeds), seeds)
+
+        async def one(seed: int, task_seed: int) -> PlayedEpisode:
+            async with self._room:
+                session = self._bridge.begin()
+                try:
+                    return await self._player.play(sample, seed, task_seed, session)
+                finally:
+                    self._bridge.end(session)
+
+        return await gather_or_cancel([one(*each) for each in zip(seeds, tasks, strict=True)])
+
+    def spans(self, group: list[PlayedEpisode]) -> Iterable[WeightSpan]:
+        """See `GroupPlayer.spans`."""
+        return (span for episode in group for row in episode.rows for span in row.spans)
+
+    def rollout(self, groups: Sequence[tuple[Sample, int, list[PlayedEpisode] | str]]) -> Rollout:
+        """See `GroupPlayer.rollout`."""
+        played = list[PlayedEpisode]()
+        for sample, rows, group in groups:
+            failed = [PlayedEpisode(sample, (), (), (), failure=group)] * rows if isinstance(group, str) else group
+            played += failed
+        return rollout_of(played, self.pad_id)
+
+
+def group_player(parts: Parts) -> GroupPlayer[Any]:
+    """Return the player of the run's environment, which has episodes or scores single turns."""
+    return EpisodesPlayer(parts) if has_episodes(parts.environment) else SingleTurnPlayer(parts)

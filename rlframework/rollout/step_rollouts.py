@@ -1,0 +1,94 @@
+"""The rollouts of training steps: synchronous, or in the background of training (`algorithm.async`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlframework.datasets.loader import PromptLoader
+from rlframework.errors import DataError
+from rlframework.interfaces.environment import Sample
+from rlframework.rollout.result import Rollout
+from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.seeds import row_seeds
+
+if TYPE_CHECKING:
+    from rlframework.algorithm import Parts
+
+
+class StepRollouts(ABC):
+    """Rollouts of `groups` samples for each step, `rows` of each. The methods are called in the driver's thread."""
+
+    def __init__(self, parts: Parts, groups: int, rows: int) -> None:
+        self._parts, self._groups, self._rows = parts, groups, rows
+
+    @abstractmethod
+    def publish(self, step: int) -> None:
+        """Give the engines the weights after training step `step`."""
+
+    @abstractmethod
+    def rollout(self, step: int, number: int) -> Rollout:
+        """Return rollout number 0, 1, ... of `step`, after `publish(step - 1)`."""
+
+    @abstractmethod
+    def take(self, step: int) -> dict[str, float]:
+        """Note that `step` is trained on the rollouts that were returned for it; return its metrics."""
+
+    @abstractmethod
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the metrics of the position in the data, as `PromptLoader.pop_metrics`."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, as JSON values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    def finish(self) -> None:
+        """Let the driver use the engines and the environment: nothing is generated until the next `rollout`."""
+
+    def close(self) -> None:
+        """End everything that was started."""
+
+
+class SynchronousRollouts(StepRollouts):
+    """Generates in the driver's thread, when a step begins."""
+
+    def __init__(self, parts: Parts, groups: int, rows: int) -> None:
+        super().__init__(parts, groups, rows)
+        self._loader: PromptLoader[Sample] = PromptLoader(parts.environment.samples("train"), groups, parts.config.seed)
+
+    def publish(self, step: int) -> None:
+        """See `StepRollouts.publish`."""
+        self._parts.generation.prepare_for_generation()
+
+    def rollout(self, step: int, number: int) -> Rollout:
+        """See `StepRollouts.rollout`."""
+        samples = [sample for sample in next(self._loader) for _ in range(self._rows)]
+        first = number * len(samples)
+        seeds = row_seeds(self._parts.config.seed, step, first + len(samples))[first:]
+        return rollout(self._parts, samples, seeds)
+
+    def take(self, step: int) -> dict[str, float]:
+        """See `StepRollouts.take`."""
+        return {}
+
+    def pop_metrics(self) -> dict[str, float]:
+        """See `StepRollouts.pop_metrics`."""
+        return self._loader.pop_metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StepRollouts.state_dict`."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `StepRollouts.load_state_dict`. Raises `DataError` for the state of an asynchronous run."""
+        if "ledger" in state:
+            raise DataError(
+                "the checkpoint is of an asynchronous run, which has drawn prompts for later steps; resume it with "
+                "algorithm.async (with max_staleness: 0, generation waits for training)"
+            )
+        self._loader.load_state_dict(state)

@@ -1,0 +1,203 @@
+"""Asynchronous runs: equal to synchronous ones without staleness, bounded with it, exact after faults and resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from probe_runs import assert_same_weights, begin, numbers_of, rows_of
+from probe_tasks import Digits
+
+from rlframework import run
+from rlframework.errors import ConfigError, DataError, UserError
+from rlframework.rollout.asynchronous import AsynchronousRollouts
+from rlframework.runner.launch import dry_run, resume
+from rlframework.training.checkpoints import checkpoints_in
+
+pytestmark = pytest.mark.slow
+
+APART = (
+    "generation.workers.group=processes",
+    "algorithm.validation={at_start: false, at_end: false, every: 0}",
+    "observers.samples=32",
+)
+STOPS = ("generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11, 12, 13]")
+GAME = (*STOPS, 'plugins=["probe_games"]', "~environment", "environment={name: two_turns, max_episode_tokens: 24}")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "the condition was not met in time"
+        time.sleep(0.01)
+
+
+def staleness(most: int, **more: object) -> str:
+    return f"algorithm.async={ {'max_staleness': most, **more} }".replace("'", "")
+
+
+def prompts_of(folder: Path) -> dict[int, Counter[str]]:
+    """The prompts that the run in `folder` trained on, by step."""
+    found: dict[int, Counter[str]] = {}
+    for row in rows_of(folder / "samples.jsonl"):
+        if row["kind"] == "train":
+            found.setdefault(row["step"], Counter())[row["prompt"]] += 1
+    return found
+
+
+def numbers(folder: Path) -> dict[int, dict[str, float]]:
+    return {
+        step: {name: value for name, value in row.items() if name != "validation/refit_seconds"}
+        for step, row in numbers_of(folder).items()
+    }
+
+
+def metric(folder: Path, name: str) -> list[float]:
+    return [row[name] for row in rows_of(folder) if name in row]
+
+
+@pytest.mark.parametrize("environment", [("algorithm.dynamic_sampling=3",), (*GAME, "environment.gather_timeout=20")])
+def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(
+    run_config: Any, tmp_path: Path, environment: tuple[str, ...]
+) -> None:
+    options = ("generation.workers.group=processes", *environment)
+    run(run_config("grpo", f"output_dir={tmp_path}/sync", *options))
+    run(run_config("grpo", f"output_dir={tmp_path}/async", *options, staleness(0)))
+    assert_same_weights(tmp_path / "sync", tmp_path / "async")
+    assert numbers(tmp_path / "sync") == numbers(tmp_path / "async")
+    assert metric(tmp_path / "async", "async/staleness_max") == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("update", ["in_flight", "drain"])
+def test_staleness_is_bounded_and_prompts_are_those_of_the_synchronous_run(
+    run_config: Any, tmp_path: Path, update: str
+) -> None:
+    steps = ("algorithm.num_steps=6",)
+    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, *steps))
+    run(run_config("grpo", f"output_dir={tmp_path}/async", *APART, *steps, staleness(2, weight_updates=update)))
+    assert prompts_of(tmp_path / "async") == prompts_of(tmp_path / "sync")
+    stale = metric(tmp_path / "async", "async/staleness_max")
+    assert len(stale) == 6
+    assert 0 < max(stale) <= 2
+    assert metric(tmp_path / "async", "train/importance_weight")  # the correction is on
+
+
+def test_a_resumed_run_has_the_prompts_of_an_uninterrupted_one(run_config: Any, tmp_path: Path) -> None:
+    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=6"))
+    options = (*APART, staleness(2), "checkpoints.every=1", f"output_dir={tmp_path}/run")
+    run(run_config("grpo", *options, "algorithm.num_steps=3"))
+    resume(tmp_path / "run", ["algorithm.num_steps=6"])
+    assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "sync")
+    assert max(metric(tmp_path / "run", "async/staleness_max")) <= 2
+
+
+def test_without_staleness_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run_config: Any, tmp_path: Path) -> None:
+    options = (*APART, "checkpoints.every=2")
+    run(run_config("grpo", f"output_dir={tmp_path}/whole", *options, "algorithm.num_steps=4"))
+    run(run_config("grpo", f"output_dir={tmp_path}/two", *options, "algorithm.num_steps=2"))  # synchronous so far
+    resume(tmp_path / "two", ["algorithm.num_steps=4", staleness(0)])
+    assert_same_weights(tmp_path / "whole", tmp_path / "two")
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "two")
+    with pytest.raises(DataError, match=r"resume it with algorithm\.async"):
+        resume(tmp_path / "two", ["algorithm.num_steps=5", "algorithm.async=null"])
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config: Any, tmp_path: Path) -> None:
+    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=12"))
+    options = (*APART, "algorithm.num_steps=12", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")
+    process = begin(run_config("grpo", *options), tmp_path / "run.yaml")
+    wait_for(lambda: len(checkpoints_in(tmp_path / "run")) > 0)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    resumed_after = int(checkpoints_in(tmp_path / "run")[-1].name.removeprefix("step-"))
+    assert 0 < resumed_after < 12
+    resume(tmp_path / "run")
+    assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "sync")
+    assert max(metric(tmp_path / "run", "async/staleness_max")) <= 2
+
+
+def test_the_loss_of_the_only_engine_changes_nothing(
+    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is replaced while the step waits, and completes the requests: the numbers of an undisturbed run."""
+    run(run_config("grpo", f"output_dir={tmp_path}/whole", *APART, staleness(0)))
+    ordinary = AsynchronousRollouts.rollout
+
+    def after_a_loss(self: AsynchronousRollouts, step: int, number: int) -> Any:
+        if step == 2:
+            (engine,) = self._parts.generation.client.engines
+            (info,) = engine.call("get_info")
+            os.kill(info["pid"], signal.SIGKILL)
+        return ordinary(self, step, number)
+
+    monkeypatch.setattr(AsynchronousRollouts, "rollout", after_a_loss)
+    run(run_config("grpo", f"output_dir={tmp_path}/lost", *APART, staleness(0)))
+    assert_same_weights(tmp_path / "whole", tmp_path / "lost")
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "lost")
+    assert metric(tmp_path / "lost", "generation/lost_engines") == [1.0]
+
+
+def test_an_environment_that_fails_costs_its_group_alone(
+    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is trained in a later step; the others stay where they are."""
+    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART))
+    first = next(iter(prompts_of(tmp_path / "sync")[1]))
+    ordinary, failed = Digits.step, list[str]()
+
+    def fails_once(self: Digits, samples: Any, conversations: Any) -> Any:
+        if any(sample.messages[-1]["content"] == first for sample in samples) and len(failed) < 2:
+            failed.append(first)  # alone, and before together with the others
+            raise RuntimeError("the reward process died")
+        return ordinary(self, samples, conversations)
+
+    monkeypatch.setattr(Digits, "step", fails_once)
+    result = run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, staleness(1)))
+    assert metric(tmp_path / "run", "async/failed_groups") == [1.0, 0.0, 0.0]
+    assert result.history[0]["train/global_valid_toks"] < result.history[1]["train/global_valid_toks"]
+    assert prompts_of(tmp_path / "run")[3][first] == 8  # due at step 1 + max_staleness + 1
+    others = prompts_of(tmp_path / "sync")
+    assert prompts_of(tmp_path / "run")[2] == others[2]
+
+
+def test_a_group_that_misses_its_deadline_has_failed(
+    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary, slow = Digits.step, list[float]()
+
+    def slow_once(self: Digits, samples: Any, conversations: Any) -> Any:
+        if not slow:
+            slow.append(4.0)
+            time.sleep(4.0)
+        return ordinary(self, samples, conversations)
+
+    monkeypatch.setattr(Digits, "step", slow_once)
+    with pytest.raises(UserError, match="all 4 groups of step 1 failed; the first: it was not complete 1 seconds"):
+        run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, staleness(0, deadline=1.0)))
+
+
+def test_configurations_that_cannot_be_asynchronous(run_config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"generation\.workers is not set.*group: processes"):
+        dry_run(run_config("grpo", staleness(1)))
+    with pytest.raises(ConfigError, match=r"generation\.workers is with group=inline"):
+        dry_run(run_config("grpo", "generation.workers.group=inline", staleness(1)))
+
+
+@pytest.mark.parametrize(("update", "mixed"), [("in_flight", True), ("drain", False)])
+def test_groups_in_progress_are_continued_with_new_weights_or_completed_before(
+    run_config: Any, tmp_path: Path, update: str, mixed: bool
+) -> None:
+    """The engine decodes 8 of the 96 rows at a time, so it is never done when a step is."""
+    long = ("generation.max_new_tokens=40", "generation.batch_size=8", "generation.max_in_flight=8")
+    run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, *long, staleness(2, weight_updates=update)))
+    found = metric(tmp_path / "run", "async/mixed_version_groups")
+    assert max(metric(tmp_path / "run", "async/staleness_max")) <= 2
+    assert len(found) == 3
+    assert (sum(found) > 0) == mixed
