@@ -1,4 +1,4 @@
-"""The repeated prompts of a group have their media once: in the batch, its shards, what workers get, and checkpoints."""
+"""The repeated prompts of a group have their media once: in batches and shards, for workers, and in checkpoints."""
 
 from __future__ import annotations
 
