@@ -19,6 +19,7 @@ from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.huggingface.model_directories import first_size, read_config
+from rlframework.huggingface.vision_models import packs_images
 from rlframework.interfaces.loss import TOKEN_SETS, LossColumn
 from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
 from rlframework.microbatches.row_groups import read_group_ids
@@ -47,8 +48,9 @@ class BatchLimits:
         """Return the limits of the model in `config`."""
         model = read_config(config.model_name, config.trust_remote_code)
         text, no_media = model.get_text_config(), None
-        if config.batching.mode == "packed":
-            no_media = "policy.batching.mode=packed takes text only; set it to dynamic or padded"
+        if config.batching.mode == "packed" and not packs_images(model):
+            kind = f"{model.model_type} models"
+            no_media = f"policy.batching.mode=packed takes text only for {kind}; set it to dynamic or padded"
         elif not (getattr(model, "sub_configs", None) or config.trust_remote_code):
             no_media = f"policy.model_name={config.model_name!r} is a model of text only; remove them"
         positions = first_size(text, "max_position_embeddings", "n_positions")
