@@ -32,7 +32,7 @@ from rlframework.workers import process_groups
 from rlframework_dtensor import gradients, offload
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
-from rlframework_dtensor.model_builder import build_model
+from rlframework_dtensor.model_builder import build_model, trains_images_only
 from rlframework_dtensor.optimizer import make_optimizer
 from rlframework_dtensor.reduction import GradientReduction
 from rlframework_dtensor.state import ModelState
@@ -58,9 +58,9 @@ class DTensorEngine(ModelState):
         self.router_loss = LoadBalancingLoss(self.model, self.data_parallel_group()) if balances else None
         self._optimizer = make_optimizer(self.model, self.config.optimizer) if init_optimizer else None
         self._host_weights, self._host_moments = HostBuffers(), HostBuffers()
-        self._reduction = self._mesh and GradientReduction(
-            self.model, self.backend_config.reduce_gradients, self.device, self._sizes.tensor
-        )
+        # the last microbatch may have no backward if only images are trained on
+        when = "microbatch" if trains_images_only(self.config) else self.backend_config.reduce_gradients
+        self._reduction = self._mesh and GradientReduction(self.model, when, self.device, self._sizes.tensor)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -112,9 +112,11 @@ class DTensorEngine(ModelState):
                 result = step(read_head_output(values, head), microbatch)
             if not forward_only:
                 assert result.loss is not None
-                # FSDP2 averages gradients over ranks; the contract is their sum
-                with trace_span(BACKWARD):
-                    (result.loss * self._sizes.gradient_ranks).backward()
+                # of text alone nothing is trained if the language model is frozen
+                if result.loss.requires_grad or not self._multimodal:
+                    # FSDP2 averages gradients over ranks; the contract is their sum
+                    with trace_span(BACKWARD):
+                        (result.loss * self._sizes.gradient_ranks).backward()
                 result.loss = None
         return result
 

@@ -1,0 +1,58 @@
+"""Contracts 1 to 3 with images: each row is computed with its own images, in every batching mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.conformance import cases
+from rlframework.conformance.contracts import FP32
+from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
+from rlframework.conformance.vision_oracle import VisionOracle
+from rlframework.plugins.types import Capability
+
+TOKENS = 80
+
+
+class Images(Suite):
+    """Rows with none, one and two images, compared with each row by itself."""
+
+    @holds(2, Capability.MULTIMODAL)
+    def test_rows_see_their_own_images(self, harness: PolicyHarness) -> None:
+        """Log-probabilities, loss and gradients of padded rows must be the oracle's, in the image encoder too."""
+        _first_step(harness, "images", {"mode": "padded"})
+
+    @holds(2, Capability.MULTIMODAL)
+    def test_images_of_different_sizes_keep_to_their_rows(self, harness: PolicyHarness) -> None:
+        """The same for images of different sizes, in microbatches of the backend's choice, packed if it packs them."""
+        _first_step(harness, "patches", {"mode": "auto", "tokens": TOKENS})
+
+    @holds(3, Capability.MULTIMODAL)
+    def test_one_part_is_trained(self, harness: PolicyHarness) -> None:
+        """A step with `policy.freeze` must change the weights of the other part only."""
+        data = cases.image_batch("images")
+        for part, frozen in (("vision", "vision_model"), ("language", "text_model")):
+            policy = harness.policy("images", freeze=part, optimizer={"lr": 1e-2})
+            before = harness.weights(policy)
+            policy.prepare_for_training()
+            policy.train(data, loss_function("nll"))
+            after = harness.weights(policy)
+            changed = {name for name in before if not before[name].equal(after[name])}
+            kept = {name for name in before if f".{frozen}." in name or (part == "language" and "lm_head" in name)}
+            harness.equal(f"weights changed with policy.freeze={part}", changed, before.keys() - kept)
+
+
+def _first_step(harness: PolicyHarness, model: str, batching: dict[str, Any]) -> None:
+    data: BatchedDataDict[Any] = cases.image_batch(model)
+    policy, oracle = harness.policy(model, batching=batching, **PROBE), VisionOracle(harness.model(model))
+    oracle.max_grad_norm = None
+    what = f"{model}, {batching['mode']}"
+    harness.values(f"log-probabilities, {what}", policy.get_logprobs(data)["logprobs"], oracle.logprobs(data))
+    before: dict[str, Tensor] = harness.weights(policy)
+    right = oracle.step(data, "nll")
+    harness.compare_step(policy, right, data, "nll", what)
+    found = harness.gradient(policy, before)
+    harness.tensors(f"gradient, {what}", found, {name: right.gradients[name] for name in found}, FP32, 10 * FP32)
