@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.models.loading import is_multimodal
 
@@ -30,3 +31,8 @@ def freeze_part(model: Any, part: str) -> None:
     """Freeze all parameters of `part`; see `modules_of_part`. Repeat after sharding, which replaces parameters."""
     for module in modules_of_part(model, part):
         module.requires_grad_(False)
+
+
+def trains_images_only(config: PolicyConfig) -> bool:
+    """Return True if rows of text train nothing, because the language model is frozen."""
+    return config.freeze == "language" or (config.lora is not None and config.lora.part == "vision")

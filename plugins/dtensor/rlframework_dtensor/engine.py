@@ -23,6 +23,7 @@ from rlframework.microbatches.on_demand import on_device, on_host
 from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
+from rlframework.models.parts import trains_images_only
 from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadOutput, HeadRequest, read_head_output
@@ -32,7 +33,7 @@ from rlframework.workers import process_groups
 from rlframework_dtensor import gradients, offload
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
-from rlframework_dtensor.model_builder import build_model, trains_images_only
+from rlframework_dtensor.model_builder import build_model
 from rlframework_dtensor.optimizer import make_optimizer
 from rlframework_dtensor.reduction import GradientReduction
 from rlframework_dtensor.state import ModelState

@@ -34,7 +34,7 @@ from rlframework.models.loading import (
     require_vocabulary,
 )
 from rlframework.models.named_tensors import named_tensors
-from rlframework.models.parts import freeze_part
+from rlframework.models.parts import freeze_part, trains_images_only
 from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.host_buffers import HostBuffers
@@ -108,19 +108,9 @@ def build_model(
     return BuiltModel(model, head, mesh, can_pack, layout)
 
 
-def trains_images_only(config: PolicyConfig) -> bool:
-    """Return True if rows of text train nothing, because the language model is frozen."""
-    return config.freeze == "language" or (config.lora is not None and config.lora.part == "vision")
-
-
 def _prepare(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer: Any, sizes: Sizes) -> None:
     """Check the model and apply everything that has to happen before it is sharded."""
     require_vocabulary(model, tokenizer)
-    if sizes.tensor > 1 and is_multimodal(model):
-        raise NotSupported(
-            f"{type(model).__name__} is multimodal, which tensor parallelism does not support; "
-            "set policy.parallelism.tensor to 1"
-        )
     if trains_images_only(config) and section.replicate > 1:
         raise NotSupported(
             "a frozen language model is not supported with replicas of the weights; set policy.dtensor.replicate to 1"

@@ -1,4 +1,4 @@
-"""Contracts 1 to 3 with images: each row is computed with its own images, in every batching mode."""
+"""Contracts 2 and 3 with images: each row is computed with its own images, in every batching mode."""
 
 from __future__ import annotations
 
