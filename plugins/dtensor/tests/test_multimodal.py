@@ -170,9 +170,8 @@ def test_packing_images_that_see_each_other_is_rejected(tmp_path):
             call(rows)
 
 
-def test_bfloat16_comes_close(family, worker, plain, rows):
-    if family not in ("llava", "qwen3_vl"):
-        return  # the casts are the same
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"], scope="module")
+def test_bfloat16_comes_close(worker, plain, rows):
     with torch.no_grad():
         expected = tiny_vlms.alone(plain, rows)
     loss, _ = expected_step(plain, rows)
@@ -224,9 +223,12 @@ UNCOUNTED = {  # rows with a zero mask
     "a rank has nothing but a dummy of text": ([1, 0, 0, 1, 0, 0, 0, 0], [4, 5, 6, 7]),
 }
 
-FEW = ("mixed", "a rank has nothing but a dummy with an image")
-RUN_ON_RANKS: dict[str, dict[str, tuple[str, ...]]] = {family: {"auto": FEW} for family in tiny_vlms.FAMILIES}
-RUN_ON_RANKS["qwen2_vl"] = dict.fromkeys(MODES, (*CASES, *UNCOUNTED))
+TENSOR = "tensor"
+"""The mode in which both ranks have all rows, and share the language model."""
+RUN_ON_RANKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "qwen2_vl": dict.fromkeys(MODES, (*CASES, *UNCOUNTED)) | {TENSOR: ("mixed",)},
+    **dict.fromkeys(("llava", "gemma3", "qwen3_vl"), {"auto": ("mixed",), TENSOR: ("mixed",)}),
+}
 """The batches of each kind, by mode; what the ranks do depends little on the kind."""
 
 RANKS = """
@@ -249,9 +251,12 @@ for family in families:
     found = {}
     for mode, names in tests.RUN_ON_RANKS[family].items():
         keys = {"batching": {"mode": mode, "tokens": 40}, "train_micro_batch_size": 2, "logprob_batch_size": 2}
+        if mode == tests.TENSOR:
+            keys["batching"]["mode"], keys["parallelism"] = "auto", {"tensor": 2}
         worker = tests.Recorder(config | keys, tests.TOKENIZER, context=context, init_reference_model=False)
         for name in names:
-            shard = tests.batch_of(family, name).slice(4 * rank, 4 * rank + 4)
+            shard = tests.batch_of(family, name)
+            shard = shard if mode == tests.TENSOR else shard.slice(4 * rank, 4 * rank + 4)
             logprobs = worker.get_logprobs(shard)["logprobs"]
             loss = worker.train(shard, NLLLoss())["global_loss"].item()
             found[name, mode] = logprobs, loss, worker.engine.gradients
@@ -273,11 +278,11 @@ def batch_of(family: str, name: str) -> BatchedDataDict[Any]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The folder with what the two ranks found, after one start of them for all families."""
+    """The folder with what the two ranks found, after one start of them for all of `RUN_ON_RANKS`."""
     folder = tmp_path_factory.mktemp("ranks")
-    for family in tiny_vlms.FAMILIES:
+    for family in RUN_ON_RANKS:
         save(family, folder)
-    families = ",".join(tiny_vlms.FAMILIES)
+    families = ",".join(RUN_ON_RANKS)
     done = run_program(RANKS, folder, families)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -299,6 +304,8 @@ def test_two_ranks_match_the_loss_and_gradients_of_one(family, plain, ranks, mod
         logprobs = tiny_vlms.alone(plain, rows)
     loss, gradients = expected_step(plain, rows)
     got = [rank[name, mode] for rank in ranks]
+    if mode == TENSOR:
+        logprobs = torch.cat([logprobs, logprobs])
     torch.testing.assert_close(torch.cat([each[0] for each in got]), logprobs, rtol=1e-5, atol=1e-5)
     for each in got:
         assert each[1] == pytest.approx(loss, rel=1e-5)
