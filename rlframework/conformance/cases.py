@@ -95,8 +95,8 @@ def _gpt2(vocabulary: int) -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes, bos_token_id=None, eos_token_id=None))
 
 
-IMAGE_TOKENS = 4
-"""Tokens of a picture of `images`; in `patches` the number depends on the size."""
+IMAGES = (1, 1, 1, 2, 0, 0, 0, 1)
+"""Pictures in each row of `image_batch`; with two ranks and three rows in a microbatch, the second begins with text."""
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 _PATCHES: dict[str, Any] = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2,
                             "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}  # fmt: skip
@@ -243,7 +243,7 @@ def with_prev_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, seed: int =
 def image_batch(model: str, *, seed: int = 0) -> BatchedDataDict[Any]:
     """Return eight rows for the model `images` or `patches`, some with one or two different pictures, row 1 masked."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [_image_row(model, count, generator) for count in (1, 1, 0, 2, 1, 0, 1, 1)]
+    rows = [_image_row(model, count, generator) for count in IMAGES]
     ids, media = [row for row, _ in rows], [found for _, found in rows]
     data = batch(len(rows), seed=seed, width=max(map(len, ids)))
     data["input_lengths"] = torch.tensor([len(row) for row in ids])

@@ -101,8 +101,8 @@ class BatchLimits:
             value.check_joinable(key)
         if self.token_types not in (None, *data) and any(value.has_media for value in media.values()):
             raise BatchKeyError(
-                f"rows with media need {self.token_types} [B, S] beside input_ids, as the model's processor makes it; the "
-                f"batch has {_keys(data)}"
+                f"rows with media need {self.token_types} [B, S] beside input_ids, as the model's processor makes it; "
+                f"the batch has {_keys(data)}"
             )
         for key in ("token_type_ids", "mm_token_type_ids") if media else ():
             shape = data["input_ids"].shape

@@ -23,12 +23,12 @@ class Images(Suite):
     @holds(2, Capability.MULTIMODAL)
     def test_rows_see_their_own_images(self, harness: PolicyHarness) -> None:
         """Log-probabilities, loss and gradients of padded rows must be the oracle's, in the image encoder too."""
-        _first_step(harness, "images", {"mode": "padded"})
+        first_image_step(harness, "images", {"mode": "padded"})
 
     @holds(2, Capability.MULTIMODAL)
     def test_images_of_different_sizes_keep_to_their_rows(self, harness: PolicyHarness) -> None:
         """The same for images of different sizes, in microbatches of the backend's choice, packed if it packs them."""
-        _first_step(harness, "patches", {"mode": "auto", "tokens": TOKENS})
+        first_image_step(harness, "patches", {"mode": "auto", "tokens": TOKENS})
 
     @holds(3, Capability.MULTIMODAL)
     def test_one_part_is_trained(self, harness: PolicyHarness) -> None:
@@ -45,7 +45,8 @@ class Images(Suite):
             harness.equal(f"weights changed with policy.freeze={part}", changed, before.keys() - kept)
 
 
-def _first_step(harness: PolicyHarness, model: str, batching: dict[str, Any]) -> None:
+def first_image_step(harness: PolicyHarness, model: str, batching: dict[str, Any]) -> None:
+    """Compare log-probabilities, loss, gradient norm and gradients of the first step on images with the oracle."""
     data: BatchedDataDict[Any] = cases.image_batch(model)
     policy, oracle = harness.policy(model, batching=batching, **PROBE), VisionOracle(harness.model(model))
     oracle.max_grad_norm = None
