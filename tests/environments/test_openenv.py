@@ -177,7 +177,14 @@ def test_a_run(run_config, tmp_path, start):
     url, log = start(*[[shown(), end] for end in ends])
     letters = character_tokenizer("".join(map(chr, range(32, 127))))
     model = make_llama(tmp_path / "m", letters, hidden=16, layers=1, heads=2, max_positions=256)
-    chosen = {"name": "openenv", "url": url, "action": "word", "observation": "text", "train_samples": 8}
+    chosen = {
+        "name": "openenv",
+        "url": url,
+        "action": "word",
+        "observation": "text",
+        "train_samples": 8,
+        "max_episode_tokens": 64,
+    }
     keys = ["~environment", "environment=" + json.dumps({**chosen, "validation_samples": 2})]
     keys += ["algorithm.num_steps=2", f"policy.model_name={model}", "generation.max_new_tokens=4"]
     history = [row for row in run(run_config("grpo", *keys)).history if "train/reward" in row]
