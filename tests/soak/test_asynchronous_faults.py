@@ -68,15 +68,16 @@ def test_nothing_is_lost_when_engines_rewards_and_the_driver_are_killed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "digits.py").write_text(REWARD)
-    rows = [{"prompt": f"{number}?", "answer": ""} for number in range(10, 10 + ROWS)]
+    rows = [{"prompt": f"{number}?", "answer": "1"} for number in range(10, 10 + ROWS)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = "{name: dataset, path: rows.jsonl, reward: 'digits:score', max_reward_failures: 1.0, validation_fraction: 0}"
+    data = "{name: dataset, path: rows.jsonl, validation_path: rows.jsonl, reward: 'digits:score'}"
+    allowed = "environment.max_reward_failures=1.0"  # what was being scored when its process was killed
     steps, every = soak.times(16, 2000), soak.times(2, 10)
     deaths = [soak.random().randrange(1, steps // 2) for _ in range(soak.times(1, 5))]
     kills = "5 7" if not soak.full else "50 70"
     options = (*SETTINGS, f"algorithm.num_steps={steps}", f"checkpoints={{every: {every}, keep_last: 2}}")
     config, out = tmp_path / "run.yaml", tmp_path / "run"
-    config.write_text(config_yaml(run_config("grpo", *options, "~environment", f"environment={data}")))
+    config.write_text(config_yaml(run_config("grpo", *options, "~environment", f"environment={data}", allowed)))
     lives, begun = 0, 0
     for death in [*sorted(deaths), None]:
         begun, lives = max(_steps(out), default=0), lives + 1
