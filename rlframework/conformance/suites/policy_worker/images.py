@@ -32,10 +32,13 @@ class Images(Suite):
 
     @holds(3, Capability.MULTIMODAL)
     def test_one_part_is_trained(self, harness: PolicyHarness) -> None:
-        """A step with `policy.freeze` must change the weights of the other part only."""
+        """A step with `policy.freeze` must change the weights of the other part only, unless it is rejected by name."""
         data = cases.image_batch("images")
         for part, frozen in (("vision", "vision_model"), ("language", "text_model")):
-            policy = harness.policy("images", freeze=part, optimizer={"lr": 1e-2})
+            keys: dict[str, Any] = {"freeze": part, "optimizer": {"lr": 1e-2}}
+            policy = harness.policy_unless_rejected("images", f"a frozen {part} part", "frozen", **keys)
+            if policy is None:
+                continue
             before = harness.weights(policy)
             policy.prepare_for_training()
             policy.train(data, loss_function("nll"))
@@ -56,4 +59,7 @@ def first_image_step(harness: PolicyHarness, model: str, batching: dict[str, Any
     right = oracle.step(data, "nll")
     harness.compare_step(policy, right, data, "nll", what)
     found = harness.gradient(policy, before)
-    harness.tensors(f"gradient, {what}", found, {name: right.gradients[name] for name in found}, FP32, 10 * FP32)
+    # the gradient of a key's bias is rounding only
+    expected = {name: one for name, one in right.gradients.items() if one.norm() > 1e-6 * right.grad_norm}
+    found = {name: found[name] for name in expected}
+    harness.tensors(f"gradient, {what}", found, expected, FP32, 10 * FP32)
