@@ -10,9 +10,8 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import Mutant, mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service, module_of
+from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
 
 PICTURES = "test_rows_see_their_own_images"
 PATCHES = "test_images_of_different_sizes_keep_to_their_rows"
@@ -61,13 +60,12 @@ def _of_another_row(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
 
 def _token_too_few(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """The last image token of a row counts for the row after it: the model sees the right number in all."""
+    """An image token of the first row with an image is one of the second's: the model sees the right number in all."""
     changed, token = rows.slice(0, rows.size), cases.image_token()
     ids = changed["input_ids"].clone()
-    for row, other in zip(chosen := _same_sizes(rows), chosen[1:], strict=False):
-        ids[row, (ids[row] == token).nonzero()[-1]] = 3
-        ids[other, (ids[other] == token).nonzero()[0] - 1] = token
-        break
+    row, other = _same_sizes(rows)[:2]
+    ids[row, (ids[row] == token).nonzero()[-1]] = 3
+    ids[other, (ids[other] == token).nonzero()[0] - 1] = token
     changed["input_ids"] = ids
     return changed
 
@@ -98,27 +96,6 @@ def patches_numbered_one_by_one(microbatching_class: Any) -> Any:
                 ids = inputs.input_ids
                 inputs.vlm_kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
             return found
-
-    return Broken
-
-
-@mutant(
-    "images_on_one_rank",
-    "The gradients that the second rank has of the image encoder are lost.",
-    PICTURES,
-    layout=Layout(data=2),
-)
-@in_engine
-def images_on_one_rank(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            if self.context.rank == 1:
-                for name, parameter in module_of(self).named_parameters():
-                    if "vision" in name and parameter.grad is not None:
-                        parameter.grad.zero_()
-            return super().clip_and_step(max_grad_norm, lr)
 
     return Broken
 
