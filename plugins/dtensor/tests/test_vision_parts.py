@@ -58,12 +58,13 @@ def test_gradients_are_those_of_the_other_part(family, worker, part):
     made = worker(freeze=part)
     assert float(made.train(rows, NLLLoss())["global_loss"][0]) == pytest.approx(loss, rel=1e-5)
     assert_gradients(made.engine.gradients, trained)
-    moments = [name for name, _ in made.engine.gather_moments()]
-    assert set(moments) >= set(trained)
-    assert not any((TOWER[family] in name) == (part == "vision") and PROJECTOR not in name for name in moments)
+    with_gradients = [name for name, one in made.engine.model.named_parameters() if one.requires_grad]
+    assert set(with_gradients) >= set(trained)
+    assert len(list(made.engine.gather_moments())) == len(with_gradients)
 
 
 @pytest.mark.parametrize("part", ["vision", "language"])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which peft reads
 def test_adapters_are_in_one_part_and_peft_reads_them(family, worker, part, tmp_path):
     """Training changes the log-probabilities, and peft computes the same with the saved adapters."""
     import peft
