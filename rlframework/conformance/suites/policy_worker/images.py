@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,8 @@ from rlframework.conformance.vision_oracle import VisionOracle
 from rlframework.plugins.types import Capability
 
 TOKENS = 80
+OTHER_NAMES = {"model.visual.": "visual.", "model.language_model.": "model."}
+"""Starts of the names of weights in memory and in files, where they differ."""
 
 
 class Images(Suite):
@@ -61,5 +64,14 @@ def first_image_step(harness: PolicyHarness, model: str, batching: dict[str, Any
     found = harness.gradient(policy, before)
     # the gradient of a key's bias is rounding only
     expected = {name: one for name, one in right.gradients.items() if one.norm() > 1e-6 * right.grad_norm}
+    expected = {_in_files(name, found): one for name, one in expected.items()}
     found = {name: found[name] for name in expected}
     harness.tensors(f"gradient, {what}", found, expected, FP32, 10 * FP32)
+
+
+def _in_files(name: str, names: Collection[str]) -> str:
+    """Return the name in files, which are `names`, of the weight `name` in memory."""
+    for start, other in OTHER_NAMES.items():
+        if name.startswith(start) and name not in names:
+            return other + name.removeprefix(start)
+    return name
