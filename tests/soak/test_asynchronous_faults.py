@@ -72,9 +72,9 @@ def test_nothing_is_lost_when_engines_rewards_and_the_driver_are_killed(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = "{name: dataset, path: rows.jsonl, validation_path: rows.jsonl, reward: 'digits:score'}"
     allowed = "environment.max_reward_failures=1.0"  # what was being scored when its process was killed
-    steps, every = soak.times(16, 2000), soak.times(2, 10)
+    steps, every = soak.times(8, 2000), soak.times(1, 10)
     deaths = [soak.random().randrange(1, steps // 2) for _ in range(soak.times(1, 5))]
-    kills = "5 7" if not soak.full else "50 70"
+    kills = "50 70" if soak.full else "3 5"
     options = (*SETTINGS, f"algorithm.num_steps={steps}", f"checkpoints={{every: {every}, keep_last: 2}}")
     config, out = tmp_path / "run.yaml", tmp_path / "run"
     config.write_text(config_yaml(run_config("grpo", *options, "~environment", f"environment={data}", allowed)))
