@@ -70,7 +70,8 @@ def test_nothing_is_lost_when_engines_rewards_and_the_driver_are_killed(
     (tmp_path / "digits.py").write_text(REWARD)
     rows = [{"prompt": f"{number}?", "answer": "1"} for number in range(10, 10 + ROWS)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = "{name: dataset, path: rows.jsonl, validation_path: rows.jsonl, reward: 'digits:score'}"
+    (tmp_path / "held.jsonl").write_text('{"prompt": "0?", "answer": "0"}\n')
+    data = "{name: dataset, path: rows.jsonl, validation_path: held.jsonl, reward: 'digits:score'}"
     allowed = "environment.max_reward_failures=1.0"  # what was being scored when its process was killed
     steps, every = soak.times(8, 2000), soak.times(1, 10)
     deaths = [soak.random().randrange(1, steps // 2) for _ in range(soak.times(1, 5))]
