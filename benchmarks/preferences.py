@@ -32,14 +32,7 @@ SETTINGS: dict[str, Any] = {
         "scheduler": {"warmup_steps": 5},
     },
 }
-OF_SCORES = {
-    "reward_model": [
-        "policy.head=score",
-        "policy.head_init=zeros",
-        "policy.optimizer.lr=1e-3",
-        "algorithm.num_steps=300",
-    ]
-}
+OF_SCORES = {"reward_model": ["policy.head=score", "policy.head_init=zeros", "policy.optimizer.lr=1e-3"]}
 """Keys of algorithms that train a head of scores, which answers nothing."""
 
 
