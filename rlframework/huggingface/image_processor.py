@@ -1,0 +1,66 @@
+"""The processor of a vision-language model: what transformers makes of its images, without its videos."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlframework.errors import DataError
+from rlframework.huggingface.hub import local_files_only, quiet_hub
+
+_NEEDED = "get_text_with_replacements"
+"""A method of processors since transformers 5.24, by which they tell what replaces the placeholder of each image."""
+
+
+def load_processor(name: str, config: Any, tokenizer: Any) -> Any:
+    """Load the processor of the model `name`, which has `config`, with `tokenizer` in place of its own.
+
+    Raises a `DataError` if transformers knows none for this kind of model, or it cannot be loaded.
+    """
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    kind = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    if kind is None:
+        raise DataError(
+            f"environment.images is set, but a {config.model_type} model takes no images that transformers has a "
+            f"processor for; set policy.model_name={name!r} to a vision-language model, or remove environment.images"
+        )
+    try:
+        with quiet_hub():
+            made = _without_videos(getattr(transformers, kind)).from_pretrained(
+                name, local_files_only=local_files_only(name)
+            )
+    except Exception as error:  # transformers raises anything, also for packages that are missing
+        raise DataError(
+            f"the image processor of policy.model_name={name!r} ({kind}) cannot be loaded: {error!s:.500}. Its files "
+            "are preprocessor_config.json or processor_config.json; some kinds need pip install "
+            "'rlframework-core[vision]'"
+        ) from error
+    if not hasattr(made, _NEEDED):
+        raise DataError(f"images need transformers 5.24 or later; this is {transformers.__version__}")
+    made.tokenizer = tokenizer
+    return made
+
+
+def _without_videos(kind: type[Any]) -> type[Any]:
+    """Return the class `kind` without a video processor, which needs packages that images do not need."""
+
+    class ImagesOnly(kind):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in kind.get_attributes() if name != "video_processor"]
+
+    return ImagesOnly
+
+
+def image_tokens(config: Any) -> list[int]:
+    """Return the tokens that stand for features of images, videos or sounds in a model of `config`; none for text."""
+    names = [f"{medium}_token_{end}" for medium in ("image", "video", "audio") for end in ("id", "index")]
+    found = {getattr(config, name, None) for name in names}
+    return sorted(token for token in found if isinstance(token, int) and token >= 0)
+
+
+def image_token(config: Any) -> int:
+    """Return the token that stands for a feature of an image in a model of `config`."""
+    found = getattr(config, "image_token_id", None)
+    return int(getattr(config, "image_token_index", None) if found is None else found)
