@@ -127,7 +127,8 @@ def _message(turn: Any, where: str, pictures: PictureReader | None) -> Message:
     further = structured_parts(given, where)
     if content is None and "tool_calls" not in further:
         raise DataError(f"{where}: needs 'role' and 'content' (or 'from' and 'value'); it has {sorted(given)}")
-    turn = {"role": _ROLES[role.lower()], "content": "" if content is None else _content(content, where, pictures), **further}
+    content = "" if content is None else _content(content, where, pictures)
+    turn = {"role": _ROLES[role.lower()], "content": content, **further}
     if further.keys() & {"tool_calls", "reasoning_content"} and turn["role"] != "assistant":
         raise DataError(f"{where}: only assistant turns have tool calls and reasoning, not {role!r}")
     return cast("Message", turn)

@@ -58,8 +58,11 @@ class ImageInputs:
 
     def __init__(self, name: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self._processor, self._config = load_processor(name, config, tokenizer), config
-        self._token, self._placeholder = image_token(config), str(self._processor.image_token)
+        self.token = image_token(config)
+        """The token that stands for a feature of an image."""
+        self._placeholder = str(self._processor.image_token)
         self._kept: OrderedDict[tuple[str, ...], ProcessedImages] = OrderedDict()
+        self._bytes = 0  # of those that are kept
         self._dims, self._types = self._probe()
 
     def processed(self, pictures: Sequence[Picture]) -> ProcessedImages:
@@ -76,9 +79,10 @@ class ImageInputs:
                     f"{error!s:.300}"
                 ) from error
             known = self._kept[key] = made
+            self._bytes += made.bytes
         self._kept.move_to_end(key)
-        while len(self._kept) > 1 and sum(each.bytes for each in self._kept.values()) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        while len(self._kept) > 1 and self._bytes > _KEPT_BYTES:
+            self._bytes -= self._kept.popitem(last=False)[1].bytes
         return known
 
     def expanded(self, texts: Sequence[str], pictures: Sequence[Picture]) -> list[str]:
@@ -101,7 +105,7 @@ class ImageInputs:
 
     def check(self, ids: Sequence[int], pictures: Sequence[Picture]) -> None:
         """Raise an `ImageError` unless the row of `ids` has a token for each feature of its images."""
-        tokens, features = list(ids).count(self._token), self.processed(pictures).features if pictures else 0
+        tokens, features = list(ids).count(self.token), self.processed(pictures).features if pictures else 0
         if features is not None and tokens != features:
             where = f"{pictures[0].where}: " if pictures else ""
             raise ImageError(
@@ -119,10 +123,6 @@ class ImageInputs:
         count = f"{len(pictures)} image{'s' if len(pictures) > 1 else ''} of {sizes} pixels"
         return count if made.features is None else f"{count}: {made.features} image tokens"
 
-    def is_image(self, ids: Tensor) -> Tensor:
-        """Return which of `ids` stand for a feature of an image, bool of the same shape."""
-        return ids == self._token
-
     def columns(self, rows: Sequence[Sequence[Picture]], input_ids: Tensor) -> dict[str, PackedTensor | Tensor]:
         """Return the columns of a batch that has `rows` of images and `input_ids [B, S]`; none if no row has images.
 
@@ -136,7 +136,7 @@ class ImageInputs:
             for name, dim in self._dims.items()
         }
         if self._types is not None:
-            found[self._types] = self.is_image(input_ids).long()
+            found[self._types] = (input_ids == self.token).long()
         return found
 
     def _process(self, images: Sequence[Any]) -> ProcessedImages:

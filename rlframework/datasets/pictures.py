@@ -1,8 +1,8 @@
 """Images in rows of data: where they come from, which turns they belong to, and decoding them.
 
-A row has images as parts of a message, in OpenAI's format (`image_url`) or that of transformers (`image`), or in columns
-of their own, as LLaVA's data has them: these take the places of `<image>` in its texts, in order. Without any such place
-they precede the first user turn. A `video` is a list of frames, and becomes that many images.
+A row has images as parts of a message, in OpenAI's format (`image_url`) or that of transformers (`image`), or in
+columns of their own, as LLaVA's data has them: these take the places of `<image>` in its texts, in order. Without any
+such place they precede the first user turn. A `video` is a list of frames, and becomes that many images.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class PictureReader:
 def decoded(picture: Picture) -> Any:
     """Return `picture` as a PIL image in RGB, upright as its EXIF data says.
 
-    Raises an `ImageError` that names its row for what cannot be read or decoded, and for more pixels than allowed, which
-    is known before anything is decoded.
+    Raises an `ImageError` that names its row for what cannot be read or decoded, and for more pixels than allowed,
+    which is known before anything is decoded.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 

@@ -371,9 +371,7 @@ def _segments(vocabulary: _Vocabulary, sample: Sample, train_on: TrainOn) -> lis
     return chat.conversation(turns, train_on)
 
 
-def _with_images(
-    segments: list[_Segment], messages: Sequence[Message], images: ImageInputs | None
-) -> list[_Segment]:
+def _with_images(segments: list[_Segment], messages: Sequence[Message], images: ImageInputs | None) -> list[_Segment]:
     """`segments` of a conversation with its images in place of their placeholders."""
     pictures = pictures_of(messages)
     if images is None:

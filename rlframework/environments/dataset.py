@@ -32,7 +32,7 @@ from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
 from rlframework.errors import DataError, ImageError
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
-from rlframework.interfaces.messages import Content, Message, TextPart, pictures_of, text_of
+from rlframework.interfaces.messages import Message, TextPart, pictures_of, text_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -275,8 +275,11 @@ def with_texts(messages: tuple[Message, ...], system: str | None, instruction: s
     users = [number for number, message in enumerate(turns) if message["role"] == "user"]
     if users and instruction:
         content = turns[users[-1]]["content"]
-        added: Content = content + instruction if isinstance(content, str) else [*content, TextPart(type="text", text=instruction)]
-        turns[users[-1]] = {"role": "user", "content": added}
+        if isinstance(content, str):
+            content += instruction
+        else:
+            content = [*content, TextPart(type="text", text=instruction)]
+        turns[users[-1]] = {"role": "user", "content": content}
     if system is not None and turns and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": system})
     return tuple(turns)

@@ -39,6 +39,7 @@ class ImageEncoder:
     def __init__(self) -> None:
         self._weights: tuple[int, int] | None = None
         self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._bytes = 0  # of those that are kept
         self.encoded = 0
         """How often the encoder was run."""
 
@@ -46,6 +47,7 @@ class ImageEncoder:
         """Encode with `model` from now on, whose weights are those of `version`; forget features of other weights."""
         if self._weights != (id(model), version):
             self._kept.clear()
+            self._bytes = 0
         self._weights = (id(model), version)
 
     @torch.no_grad()
@@ -56,10 +58,11 @@ class ImageEncoder:
             accepted = inspect.signature(base.get_image_features).parameters
             inputs = {name: each.to(device) for name, each in media.inputs.items() if name in accepted}
             self._kept[media.key] = base.get_image_features(**inputs, return_dict=True)
+            self._bytes += _bytes(self._kept[media.key])
             self.encoded += 1
         self._kept.move_to_end(media.key)
-        while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        while len(self._kept) > 1 and self._bytes > _KEPT_BYTES:
+            self._bytes -= _bytes(self._kept.popitem(last=False)[1])
         return self._kept[media.key]
 
 

@@ -279,7 +279,6 @@ class TransformersEngine(ServingEngine[_Served]):
             self._never = image_tokens(model.config)
         self._model, self._updated = model, True
 
-
     def _no_media(self, model: Any) -> str | None:
         if self._forwards.equal_lengths:
             return f"rows of {type(model).__name__} with and without padding differ, which images do not allow"

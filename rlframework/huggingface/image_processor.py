@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only, quiet_hub
 
+_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _NEEDED = "get_text_with_replacements"
 """A method of processors since transformers 5.24, by which they tell what replaces the placeholder of each image."""
 
@@ -33,13 +36,32 @@ def load_processor(name: str, config: Any, tokenizer: Any) -> Any:
     except Exception as error:  # transformers raises anything, also for packages that are missing
         raise DataError(
             f"the image processor of policy.model_name={name!r} ({kind}) cannot be loaded: {error!s:.500}. Its files "
-            "are preprocessor_config.json or processor_config.json; some kinds need pip install "
-            "'rlframework-core[vision]'"
+            "are preprocessor_config.json or processor_config.json; some kinds need further packages, such as "
+            "torchvision"
         ) from error
     if not hasattr(made, _NEEDED):
         raise DataError(f"images need transformers 5.24 or later; this is {transformers.__version__}")
     made.tokenizer = tokenizer
     return made
+
+
+def copy_processor(name: str, folder: Path) -> None:
+    """Copy the files of the processor of the model `name`, if it has any, into `folder`."""
+    from transformers.utils import cached_file
+
+    for file in _FILES:
+        found = Path(name) / file
+        if not Path(name).is_dir():
+            cached = cached_file(
+                name,
+                file,
+                local_files_only=True,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            found = Path(cached or file)
+        if found.is_file():
+            shutil.copyfile(found, folder / file)
 
 
 def _without_videos(kind: type[Any]) -> type[Any]:

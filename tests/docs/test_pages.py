@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiny_vlm_directories
 from probe_shell import run_shell
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -115,6 +116,20 @@ def test_bring_your_agent(tmp_path: Path) -> None:
         (2.0, 0.0)
     }
     assert (tmp_path / "runs/agent/model/model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_vision(tmp_path: Path) -> None:
+    """Training computes the log-probabilities that were sampled from the images, and the model is saved whole."""
+    tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
+    printed = execute(DOCS / "vision.md", tmp_path)
+    assert "<|vision_start|><|image_pad|> x 4<|vision_end|>" in printed
+    rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
+    differences = [row["train/generation_logprob_difference_max"] for row in rows if row["step"]]
+    assert len(differences) == 3
+    assert max(differences) < 1e-5
+    assert (tmp_path / "runs/grpo/model/preprocessor_config.json").exists()
 
 
 @pytest.mark.slow

@@ -155,7 +155,9 @@ def test_image_tokens_are_never_chosen(model, rows):
 
 def test_a_text_model_rejects_images(text_model):
     engine = engine_of(text_model)
-    request = GenerationRequest("a", torch.tensor([3, 4]), 0, 2, GREEDY, media={"pixel_values": torch.zeros(1, 3, 8, 8)})
+    request = GenerationRequest(
+        "a", torch.tensor([3, 4]), 0, 2, GREEDY, media={"pixel_values": torch.zeros(1, 3, 8, 8)}
+    )
     with pytest.raises(RequestError, match="request 'a' has media; LlamaForCausalLM takes text only"):
         engine.submit([request])
 
