@@ -29,7 +29,7 @@ rlframework parity dtensor dtensor:data=2 dtensor:tensor=2 dtensor:context=2 dte
 ```"""
 _ALGORITHMS_COMMAND = """```shell
 rlframework parity BACKEND BACKEND:data=2 BACKEND:tensor=2 BACKEND:context=2 --algorithm sft --algorithm grpo ... \\
-    --precision float32 --steps 3 --json FILE.json
+    --precision float32 --json FILE.json
 ```"""
 
 Outcome = Mapping[str, Any]
@@ -63,7 +63,7 @@ def _algorithms() -> list[str]:
     outcomes = report["outcomes"]
     backends = list(dict.fromkeys(one["backend"] for one in outcomes))
     rows = []
-    for algorithm, backend in itertools.product(report["settings"]["algorithms"], backends):
+    for algorithm, backend in itertools.product(dict.fromkeys(one["loss"] for one in outcomes), backends):
         if found := [one for one in outcomes if (one["loss"], one["backend"]) == (algorithm, backend)]:
             rows.append((f"`{algorithm}`", f"`{backend}`", *_worst(found)))
     layouts = {name: [one["layout"] for one in outcomes if one["backend"] == name] for name in backends}

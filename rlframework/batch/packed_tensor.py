@@ -1,13 +1,14 @@
 """`PackedTensor`: a value of a batch whose rows are tensors of different lengths, such as the images of each prompt.
 
 A model takes the tensors of all rows joined along one dimension (all patches of all images), but a batch must slice and
-shuffle them by row. So rows are stored separately and joined on request. Does not cover padding, which is for `[B,
-...]` tensors, or the meaning of each model input.
+shuffle them by row. So rows are stored separately and joined on request. Rows may share a tensor, such as the image of
+a prompt that is repeated for a group: it is stored, pickled and moved to a device once. Does not cover padding, which
+is for `[B, ...]` tensors, or the meaning of each model input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -26,7 +27,7 @@ class PackedTensor:
 
     `tensors` is a list, or a single tensor, which is one row. The tensors may differ in size on `dim_to_pack` only.
     Media are treated as immutable: no method modifies a `PackedTensor`, and results, also of repeating, slicing and
-    shuffling, share the tensors of their rows.
+    shuffling, share the tensors of their rows. Rows with one tensor keep one in pickles, copies and on a device.
     """
 
     __slots__ = ("dim_to_pack", "tensors")
@@ -112,12 +113,13 @@ class PackedTensor:
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> PackedTensor:
         """Return a PackedTensor with rows on `device`, floating-point ones as `dtype`; copies only where needed."""
         return self._of(
-            [
-                row if row is None else row.to(device, dtype if row.is_floating_point() else None)
-                for row in self.tensors
-            ],
-            self.dim_to_pack,
+            self._each(lambda row: row.to(device, dtype if row.is_floating_point() else None)), self.dim_to_pack
         )
+
+    def _each(self, change: Callable[[Tensor], Any]) -> list[Any]:
+        """Return `change` of the tensor of each row, or None; it is called once for rows with the same tensor."""
+        changed = {id(row): change(row) for row in {id(row): row for row in self.tensors if row is not None}.values()}
+        return [changed.get(id(row)) for row in self.tensors]
 
     def slice(self, indices: Sequence[int] | Tensor) -> PackedTensor:
         """Return the rows at `indices`, in that order; negative indices count from the end."""
@@ -131,8 +133,7 @@ class PackedTensor:
         return self._of([self.tensors[index] for index in wanted], self.dim_to_pack)
 
     def __getstate__(self) -> dict[str, Any]:
-        rows = [None if row is None else picklable(row) for row in self.tensors]
-        return {"tensors": rows, "dim_to_pack": self.dim_to_pack}
+        return {"tensors": self._each(picklable), "dim_to_pack": self.dim_to_pack}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.tensors, self.dim_to_pack = state["tensors"], state["dim_to_pack"]
@@ -143,7 +144,7 @@ class PackedTensor:
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedTensor:
         if _SHARED.get():
             return self
-        return self._of([None if row is None else row.clone() for row in self.tensors], self.dim_to_pack)
+        return self._of(self._each(Tensor.clone), self.dim_to_pack)
 
     def check_joinable(self, name: str = "a PackedTensor") -> None:
         """Raise `BatchError` unless the tensors of all rows differ in `dim_to_pack` only."""

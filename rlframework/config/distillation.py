@@ -2,35 +2,21 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlframework.config.algorithms import ClippedPGLossConfig, TrainOn
-from rlframework.config.base import NeedsTrust, Section
-from rlframework.config.numbers import Coefficient, Count, CountOrZero, Fraction, Limit, Seconds, Tokens, Workers
+from rlframework.config.base import Section
+from rlframework.config.endpoint import EndpointConfig
+from rlframework.config.numbers import Coefficient, Count, Fraction, Limit, Seconds, Tokens
 from rlframework.config.sections import AlgorithmConfig
 
 
-class TeacherEndpointConfig(Section):
+class TeacherEndpointConfig(EndpointConfig):
     """A teacher behind an OpenAI-compatible endpoint that returns `prompt_logprobs` by token id, as vLLM's does."""
 
-    base_url: Annotated[str, NeedsTrust("sends token ids of prompts and completions to this address")] = Field(
-        pattern=r"^https?://\S+$", description="address of the endpoint, such as http://127.0.0.1:8000/v1"
-    )
-    model: str = Field(min_length=1, description="name of the teacher at the endpoint")
-    api_key_env: Annotated[str | None, NeedsTrust("sends the value of this environment variable to base_url")] = Field(
-        None,
-        pattern=r"^[A-Za-z_]\w*$",
-        description="name of the environment variable that holds the API key, never the key; null: send no key",
-    )
-    concurrency: Workers = Field(16, description="maximum requests at the same time")
     timeout: Seconds = Field(120.0, description="seconds for one attempt at a request")
-    max_retries: CountOrZero = Field(
-        10,
-        description="retries of a request after a lost connection, a timeout, or the HTTP status 408, 409, 429 or 5xx, "
-        "with exponential back-off or after what Retry-After says",
-    )
 
 
 class DistillationLossConfig(Section):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlframework.config.base import NeedsTrust, Section
-from rlframework.config.numbers import CountOrZero, Seconds, Workers
+from rlframework.config.endpoint import EndpointConfig
+from rlframework.config.numbers import Seconds
 
 PROMPT_FIELDS = ("question", "completion", "answer")
 SCORE_PATTERN = r"(?i)\bscore\b[\s:=*]*(-?\d+(?:\.\d+)?)"
@@ -17,18 +17,9 @@ SCORE_PATTERN = r"(?i)\bscore\b[\s:=*]*(-?\d+(?:\.\d+)?)"
 Bound = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
-class JudgeConfig(Section):
+class JudgeConfig(EndpointConfig):
     """A model that scores completions, over the chat completions of an OpenAI-compatible endpoint."""
 
-    base_url: Annotated[str, NeedsTrust("sends prompts and completions to this address")] = Field(
-        pattern=r"^https?://\S+$", description="address of the endpoint, such as http://127.0.0.1:8000/v1"
-    )
-    model: str = Field(min_length=1, description="name of the model at the endpoint")
-    api_key_env: Annotated[str | None, NeedsTrust("sends the value of this environment variable to base_url")] = Field(
-        None,
-        pattern=r"^[A-Za-z_]\w*$",
-        description="name of the environment variable that holds the API key, never the key; null: send no key",
-    )
     prompt: str = Field(
         description="user message to the judge, a template with {completion} and perhaps {question} (the last message "
         "before it) and {answer} (the reference answer); write {{ and }} for braces"
@@ -43,13 +34,6 @@ class JudgeConfig(Section):
     )
     parameters: Mapping[str, Any] = Field(
         {"temperature": 0.0, "max_tokens": 512}, description="further fields of the request; replaced as a whole"
-    )
-    concurrency: Workers = Field(16, description="maximum requests at the same time")
-    timeout: Seconds = Field(60.0, description="seconds for one attempt at a request")
-    max_retries: CountOrZero = Field(
-        10,
-        description="retries of a request after a lost connection, a timeout, or the HTTP status 408, 409, 429 or 5xx, "
-        "with exponential back-off or after what Retry-After says",
     )
     deadline: Seconds = Field(300.0, description="seconds for a completion's score, with all retries and waits")
 

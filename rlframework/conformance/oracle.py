@@ -110,7 +110,11 @@ class Oracle:
     def set_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
         """Return log-probabilities of the tokens `token_sets [B, S, K]` at each position; 0 where `logprobs` is."""
         with torch.no_grad():
-            logs = self._distributions(batch, self.temperature if temperature is None else temperature)
+            return self.differentiable_set_logprobs(batch, temperature)
+
+    def differentiable_set_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """Return the same with gradient."""
+        logs = self._distributions(batch, self.temperature if temperature is None else temperature)
         chosen = logs.gather(-1, batch["token_sets"][:, 1:].long())
         return torch.nn.functional.pad(chosen, (0, 0, 1, 0)) * _real(batch)[..., None]
 

@@ -153,7 +153,7 @@ def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> Tensor:
     if positions == "all":
         long_enough: Tensor = data["input_lengths"] > 1
         return long_enough
-    if positions not in needed:
+    if not isinstance(positions, str) or positions not in needed:
         raise BatchError(f"unknown positions {positions!r}; use 'all', 'token_mask', 'loss', 'last' or 'loss_last'")
     for key in needed[positions]:
         if key not in data:

@@ -14,8 +14,9 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance import cases
 from rlframework.conformance.measure import Measurement
-from rlframework.conformance.parity import scenario as scenarios
+from rlframework.conformance.parity import oracle_steps
 from rlframework.conformance.parity.compare import compare_with_oracle, farthest, loss_measured
+from rlframework.conformance.parity.oracle_steps import oracle_outputs, oracle_step_with
 from rlframework.conformance.parity.outcome import (
     LOADED,
     LOSS,
@@ -26,7 +27,7 @@ from rlframework.conformance.parity.outcome import (
     Outcome,
 )
 from rlframework.conformance.parity.report import notes
-from rlframework.conformance.parity.scenario import Scenario, oracle_step_with, random_scenario
+from rlframework.conformance.parity.scenario import Scenario, new_oracle, random_scenario
 from rlframework.conformance.parity.update import Start, is_informative
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("wide_terminal")]
@@ -190,17 +191,19 @@ def test_of_several_steps_one_that_is_beyond_its_tolerance_is_told():
 def test_the_oracle_takes_the_step_of_a_loss_function_in_parts(model, monkeypatch):
     """A loss function applied to some rows at a time must give what the oracle's own formula gives on all rows."""
     batch = cases.batch(8)
-    whole, parts = (scenarios.new_oracle(model, 1e-4, 1.0, 1.0, {}) for _ in range(2))
-    monkeypatch.setattr(scenarios, "ELEMENTS", 3 * cases.WIDTH * parts.model.config.vocab_size)  # three rows at a time
+    whole, parts = (new_oracle(model, 1e-4, 1.0, 1.0, {}) for _ in range(2))
+    monkeypatch.setattr(
+        oracle_steps, "ELEMENTS", 3 * cases.WIDTH * parts.model.config.vocab_size
+    )  # three rows at a time
     expected = whole.step(batch, "nll")
     assert oracle_step_with(NLLLoss())(parts, batch) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-6)
     for name, weight in whole.weights().items():
         torch.testing.assert_close(parts.weights()[name], weight, rtol=1e-6, atol=1e-7)
-    assert torch.allclose(scenarios.scores(parts, batch), parts.logprobs(batch), atol=1e-6)
+    assert torch.allclose(oracle_outputs(parts, batch), parts.logprobs(batch), atol=1e-6)
 
 
 def test_a_batch_without_valid_tokens_is_no_step(model):
-    oracle = scenarios.new_oracle(model, 1e-4, 1.0, 1.0, {})
+    oracle = new_oracle(model, 1e-4, 1.0, 1.0, {})
     before = oracle.weights()
     batch = BatchedDataDict({**cases.batch(4), "sample_mask": torch.zeros(4)})
     assert oracle_step_with(NLLLoss())(oracle, batch) == (0.0, 0.0)

@@ -68,7 +68,7 @@ def _call(line: str, folder: Path, environment: Mapping[str, str], packages: str
     words = shlex.split(line)
     must_fail = words[0] == "!"
     arguments = words[2:] if must_fail else words[1:]
-    done = run_forked(_command, arguments, packages, folder=folder, environment=environment, seconds=300)
+    done = run_forked(_command, arguments, packages, folder=folder, environment=environment)
     printed = done.stdout + done.stderr
     if must_fail:
         return (0, printed) if done.returncode in (1, 2) else (1, f"{printed}\nthis must fail")

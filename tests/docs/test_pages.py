@@ -76,7 +76,6 @@ def test_what_a_page_shows_and_does_not_do_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_episodes(tmp_path: Path) -> None:
     example = next(block for block in blocks((DOCS / "episodes.md").read_text()) if block.title == "guess.py")
     assert len([line for line in example.text.splitlines() if line]) <= 15
@@ -84,7 +83,6 @@ def test_episodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_your_own_reward_function(tmp_path: Path) -> None:
     execute(DOCS / "your_own.md", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
@@ -102,7 +100,6 @@ def test_environments_with_episodes(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_bring_your_agent(tmp_path: Path) -> None:
     page = DOCS / "bring_your_agent.md"
     execute(page, tmp_path)
@@ -119,7 +116,6 @@ def test_bring_your_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_vision(tmp_path: Path) -> None:
     """Training computes the log-probabilities that were sampled from the images, and the model is saved whole."""
     tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
@@ -133,7 +129,6 @@ def test_vision(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_quickstart(tmp_path: Path) -> None:
     """GRPO with the page's own settings raises the reward: from some 0.32 over the first ten steps to some 0.51."""
     execute(DOCS / "quickstart.md", tmp_path)
@@ -146,7 +141,6 @@ def test_the_quickstart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_best_of_n(tmp_path: Path) -> None:
     """Training on the best of the model's own completions raises the accuracy on held-out prompts."""
     execute(DOCS / "best_of_n.md", tmp_path)
@@ -158,7 +152,6 @@ def test_best_of_n(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_distillation(tmp_path: Path) -> None:
     """The student comes closer to the teacher, with the teacher and with what it has stored."""
     execute(DOCS / "algorithms" / "distillation.md", tmp_path)
@@ -169,7 +162,6 @@ def test_distillation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_write_an_algorithm(tmp_path: Path) -> None:
     page = DOCS / "write_an_algorithm.md"
     execute(page, tmp_path)
@@ -191,7 +183,6 @@ def test_the_smallest_plugin(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", ["data.md", "python.md"])
 def test_data_and_python(page: str, tmp_path: Path) -> None:
     execute(DOCS / page, tmp_path)

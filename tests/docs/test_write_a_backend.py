@@ -102,7 +102,6 @@ def make_environment(home: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_page_leads_from_nothing_to_a_backend(tmp_path):
     reader = Reader(tmp_path)
     for language, title, text in BLOCKS:

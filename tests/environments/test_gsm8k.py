@@ -84,7 +84,6 @@ def test_answers_in_many_forms(gold: str, text: str, same: bool) -> None:
     assert same_answer(gold, text) is same
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "text",
     [

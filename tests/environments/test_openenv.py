@@ -16,9 +16,12 @@ from episode_play import play, says, texts
 from pydantic import ValidationError
 from websockets.sync.server import serve
 
+from rlframework import run
 from rlframework.config.episode_environments import OpenEnvConfig
 from rlframework.environments.openenv import OpenEnvEnvironment
 from rlframework.errors import RLFrameworkError
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
 
 PYTHON = os.environ.get("OPENENV_PYTHON", "")
 SHOWN = {"observation": {"text": "start", "metadata": {}}, "reward": None, "done": False}
@@ -165,6 +168,31 @@ def test_a_server_without_room_is_asked_again(start):
 def test_a_wrong_configuration(keys, problem):
     with pytest.raises(ValidationError, match=problem):
         OpenEnvConfig(**keys)
+
+
+@pytest.mark.slow
+def test_a_run(run_config, tmp_path, start):
+    """GRPO: every second episode is rewarded, and what is sent is what the model has said."""
+    ends = [{"type": "observation", "data": {**DONE, "reward": number % 2}} for number in range(200)]
+    url, log = start(*[[shown(), end] for end in ends])
+    letters = character_tokenizer("".join(map(chr, range(32, 127))))
+    model = make_llama(tmp_path / "m", letters, hidden=16, layers=1, heads=2, max_positions=256)
+    chosen = {
+        "name": "openenv",
+        "url": url,
+        "action": "word",
+        "observation": "text",
+        "train_samples": 8,
+        "max_episode_tokens": 64,
+    }
+    keys = ["~environment", "environment=" + json.dumps({**chosen, "validation_samples": 2})]
+    keys += ["algorithm.num_steps=2", f"policy.model_name={model}", "generation.max_new_tokens=4"]
+    history = [row for row in run(run_config("grpo", *keys)).history if "train/reward" in row]
+    assert all((row["train/failed_episodes"], row["train/episode_turns"]) == (0.0, 1.0) for row in history)
+    assert 0.4 < sum(row["train/reward"] for row in history) / len(history) < 0.6
+    said = {message["data"]["word"] for message in log if message["type"] == "step"}
+    rows = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    assert {row["completion"] for row in rows} <= said
 
 
 SERVER = """

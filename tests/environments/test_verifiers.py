@@ -199,7 +199,6 @@ def test_a_run(run_config, tmp_path, python):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(
     not Path(PYTHON).is_file(), reason="VERIFIERS_PYTHON is not the Python of an environment with verifiers"
 )

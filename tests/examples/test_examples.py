@@ -22,7 +22,7 @@ CONFIGURATIONS = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if 
 
 def script(program: Path, *words: object) -> str:
     """Run the script, which must succeed, and return its output."""
-    done = run_program(program, *words, seconds=300)
+    done = run_program(program, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,7 +56,6 @@ def test_the_quickstart_tells_errors_as_the_command_line_does(tmp_path, monkeypa
     assert capsys.readouterr().err == told
 
 
-@pytest.mark.timeout(400)
 def test_the_quickstart_runs_both_phases_and_draws_the_curve(tmp_path):
     short = ["sft:algorithm.num_steps=2", "grpo:algorithm.num_steps=2", "grpo:policy.scheduler.warmup_steps=0"]
     small = ["sft:policy.scheduler.warmup_steps=0", "algorithm.validation.samples=8", "observers.console=false"]
@@ -69,7 +68,6 @@ def test_the_quickstart_runs_both_phases_and_draws_the_curve(tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2]
 
 
-@pytest.mark.timeout(400)
 def test_the_policy_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_path):
     few = ["--pairs", 1, "--rows", 8, "--longest", 40, "--modes", "packed", "--lengths", "tailed"]
     few += ["--vocabulary", 30_000]
@@ -82,7 +80,6 @@ def test_the_policy_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_p
     assert written["head_bytes"]["in chunks"] < written["head_bytes"]["whole logits"] / 2
 
 
-@pytest.mark.timeout(400)
 def test_the_policy_benchmark_goes_against_a_bare_loop_of_deepspeed(tmp_path):
     few = ["--pairs", 1, "--rows", 12, "--longest", 20, "--modes", "packed", "--lengths", "even", "--no-head"]
     own = ["--backend", "deepspeed", "--keys", "zero_optimization.stage=1", "--json", tmp_path / "policy.json"]
@@ -93,7 +90,6 @@ def test_the_policy_benchmark_goes_against_a_bare_loop_of_deepspeed(tmp_path):
     assert written["settings"]["keys"] == ["zero_optimization.stage=1"]
 
 
-@pytest.mark.timeout(400)
 def test_the_generation_benchmark_writes_json(tmp_path):
     few = ["--pairs", 1, "--samples", 2, "--tokens", 8]
     script(ROOT / "benchmarks" / "generation.py", *few, "--json", tmp_path / "generation.json")
@@ -101,7 +97,6 @@ def test_the_generation_benchmark_writes_json(tmp_path):
     assert results.keys() == {"generation, fixed", "generation, ragged"}
 
 
-@pytest.mark.timeout(400)
 def test_the_benchmark_of_a_gpu_runs_on_a_cpu_and_writes_json(tmp_path):
     few = ["--device", "cpu", "--size", "tiny", "--rounds", 1, "--page", tmp_path / "gpu.md"]
     script(ROOT / "benchmarks" / "gpu.py", *few, "--json", tmp_path / "gpu.json")
@@ -134,7 +129,6 @@ def test_a_failing_part_of_the_benchmark_of_a_gpu_is_reported_and_the_others_run
     assert "Failed: `RuntimeError: CUDA error: invalid argument`" in gpu.page(data)
 
 
-@pytest.mark.timeout(400)
 def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_json(tmp_path):
     script(ROOT / "benchmarks" / "refit.py", "--mebibytes", 4, "--rounds", 1, "--json", tmp_path / "refit.json")
     written = json.loads((tmp_path / "refit.json").read_text())

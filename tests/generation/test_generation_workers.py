@@ -66,7 +66,6 @@ def other_python(tmp_path) -> str:
     return str(folder / "bin" / "python")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
 def test_an_engine_in_another_python_environment(run_config, tmp_path, alone, other_python):

@@ -15,7 +15,13 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.interfaces.loss import LossType
-from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, process_global_batch, read_mask
+from rlframework.microbatches.global_batch import (
+    check_sequence_dim,
+    check_tokens,
+    process_global_batch,
+    read_mask,
+    rows_with_targets,
+)
 
 
 def test_counts_by_hand():
@@ -110,6 +116,13 @@ def test_invalid_masks_are_rejected(values, message):
     rows = BatchedDataDict({"input_ids": torch.ones(4, 6).long(), "token_mask": MASK, "sample_mask": SAMPLES, **values})
     with pytest.raises(BatchError, match=message):
         process_global_batch(rows, None, None, batch_idx=0, batch_size=4)
+
+
+@pytest.mark.parametrize("positions", ["some", "", None, 1, []])
+def test_unknown_positions_are_rejected(positions):
+    rows = BatchedDataDict({"input_ids": torch.ones(4, 6).long(), "input_lengths": torch.full((4,), 6)})
+    with pytest.raises(BatchError, match="use 'all', 'token_mask', 'loss', 'last' or 'loss_last'"):
+        rows_with_targets(rows, positions)
 
 
 def test_masks_are_checked_against_the_rows():

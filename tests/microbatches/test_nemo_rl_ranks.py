@@ -9,7 +9,6 @@ from probe_forked import run_program
 
 pytestmark = [
     pytest.mark.xdist_group("processing"),  # all cases share one start of the two ranks
-    pytest.mark.timeout(240),  # longer than the ranks' own, so that they report what they wait for
 ]
 
 RANKS = """
@@ -102,7 +101,7 @@ if rank == 0:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    done = run_program(RANKS, folder, warnings=["ignore"], seconds=180)
+    done = run_program(RANKS, folder, warnings=["ignore"])
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

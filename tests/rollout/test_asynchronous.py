@@ -108,7 +108,6 @@ def test_without_staleness_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ru
         resume(tmp_path / "two", ["algorithm.num_steps=5", "algorithm.async=null"])
 
 
-@pytest.mark.timeout(240)
 def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config: Any, tmp_path: Path) -> None:
     run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=12"))
     options = (*APART, "algorithm.num_steps=12", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")

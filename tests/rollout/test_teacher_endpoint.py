@@ -51,7 +51,6 @@ def endpoint(base_url: str, temperature: float = 1.0, **options: Any) -> Teacher
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_served_model_gives_the_log_probabilities_of_the_model(tmp_path: Path, key: None) -> None:
     model = make_llama(tmp_path / "model", TOKENIZER, hidden=32, layers=1, heads=2)
     command = [sys.executable, "-m", "rlframework.cli", "serve", str(model), "--port", "0", "--token", KEY]

@@ -19,7 +19,7 @@ from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.runner.launch import dry_run
 from rlframework.runner.output_folder import read_contents
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 VARIABLE, KEY = "KEY_OF_JUDGE", "very-private-0123456789"
 

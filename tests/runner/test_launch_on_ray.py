@@ -12,7 +12,6 @@ pytestmark = [
     pytest.mark.xdist_group("ray"),
     pytest.mark.usefixtures("ray_session"),
     pytest.mark.slow,
-    pytest.mark.timeout(400),
 ]
 
 RAY = ("worker_group.name=ray", "worker_group.num_workers=2")

@@ -375,7 +375,6 @@ def test_rows_of_token_data_are_those_of_the_samples(tokens, tiny_llama):
 
 
 @pytest.mark.xdist_group("ray")
-@pytest.mark.timeout(400)
 def test_validation_by_loss_does_not_depend_on_the_number_of_workers(run_config, tmp_path, ray_session):
     """Three rows on two workers: one row is duplicated, and counts once."""
     held_out = write(tmp_path / "v.jsonl", [talk("seven?", "7"), talk("one?", "one"), talk("two?", "it is two")])

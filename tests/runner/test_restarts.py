@@ -145,7 +145,6 @@ def test_an_interrupted_run_does_not_restart(run_config, tmp_path, plan, monkeyp
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002"]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
 def test_on_ray_too(run_config, tmp_path, whole, plan):

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from probe_runs import begin, rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LOOPBACK = ("127.0.0.1", "::1")
 Address = tuple[str, int]

@@ -30,7 +30,7 @@ import pytest
 from faulty_engines import FAULTS
 from faulty_runs import OF_ADAPTERS, Trainer, make_model, opened, require_caught
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 BACKENDS = ("dtensor", "deepspeed", "megatron")
 ENGINE = ('plugins=["probe_tasks", "faulty_engines"]', "generation.name=faulty", "generation.workers.group=processes")

@@ -126,12 +126,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, di
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = run_program(Path(__file__), folder, port, seconds=200)
+    done = run_program(Path(__file__), folder, port)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "errors.json").read_text())
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,6 @@ NONE_SMALL = {"stage3_param_persistence_threshold": 0}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "case",
     [

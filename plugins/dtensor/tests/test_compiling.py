@@ -22,7 +22,6 @@ from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU"),
     # raised by torch's compiler itself
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from probe_forked import run_program
+from probe_forked import SECONDS, run_program
 
 MOST = 5
 
 
-def complaints(program: Path, *words: str, warnings: tuple[str, ...] = (), seconds: float) -> dict[str, Any]:
+def complaints(program: Path, *words: str, warnings: tuple[str, ...] = (), seconds: float = SECONDS) -> dict[str, Any]:
     """Return the output of `program`, which must exit with 0. `warnings`: exceptions to warnings being errors."""
     done = run_program(program, *words, warnings=["error", *warnings], seconds=seconds)
     assert done.returncode == 0, done.stderr[-6000:]

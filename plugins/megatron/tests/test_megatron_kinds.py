@@ -145,7 +145,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def compare(world: int, folder: Path, words: list[str]) -> None:
-    found = complaints(RANKS, str(world), str(folder), *words, seconds=240)
+    found = complaints(RANKS, str(world), str(folder), *words)
     assert found == {word: {} for word in words}
 
 

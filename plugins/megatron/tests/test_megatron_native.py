@@ -121,10 +121,9 @@ def test_bfloat16_weights_that_are_loaded_alone_are_the_fp32_weights_too(written
         assert torch.equal(weight, wanted[name].bfloat16().float()), name
 
 
-@pytest.mark.timeout(300)
 def test_two_ranks_resume_under_other_layouts_and_one_after_them(folder, model, written, worker_of):
     """The same numbers under each layout, to the bit; see `native_ranks.py`."""
-    assert complaints(PROGRAM, str(folder), model, *CASES, seconds=240) == {case: {} for case in CASES}
+    assert complaints(PROGRAM, str(folder), model, *CASES) == {case: {} for case in CASES}
     for case in CASES:
         worker = worker_of(case.rsplit(":")[-1])
         worker.engine.load_native(folder / case, optimizer=True)

@@ -23,7 +23,6 @@ from faulty_vllm import VLLM_FAULTS
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON does not name a Python with vLLM: make vllm"),

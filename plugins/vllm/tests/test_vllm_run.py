@@ -20,7 +20,6 @@ from rlframework.huggingface.tokenizer import character_tokenizer
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed in this environment: make vllm"),
     pytest.mark.slow,
-    pytest.mark.timeout(400),
 ]
 
 KEYS = (

@@ -15,7 +15,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.conformance import cases
 from rlframework.conformance.layouts import Layout, declared_layouts, quick_layouts
 from rlframework.conformance.parity import report
-from rlframework.conformance.parity.algorithm_scenario import algorithm_scenario
+from rlframework.conformance.parity.algorithm_scenario import algorithm_scenarios
 from rlframework.conformance.parity.compare import compare_with_oracle
 from rlframework.conformance.parity.outcome import Candidate, Outcome
 from rlframework.conformance.parity.recorded_step import (
@@ -78,7 +78,10 @@ def parity(
         if algorithms:
             sizes |= {"vocabulary": vocabulary or _vocabulary(path), "backend": candidates[0][0].backend}
             named = [KEYS.split(word) for word in dict.fromkeys(algorithms)]
-            scenarios = [algorithm_scenario(name, keys, path, manager=manager, **sizes) for name, *keys in named]
+            other = cases.model("reward", folder) if model is None else path
+            models = {"language": path, "score": other, "value": other}
+            found = [algorithm_scenarios(name, keys, models, manager=manager, **sizes) for name, *keys in named]
+            scenarios = [scenario for each in found for scenario in each]
         else:
             scenarios = [random_scenario(kind, path, vocabulary=vocabulary, **sizes) for kind in LOSSES]
         scenarios = [scenario.with_settings(variant, keys) for variant, keys in variants for scenario in scenarios]

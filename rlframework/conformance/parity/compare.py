@@ -71,14 +71,26 @@ def compare_with_oracle(
 
 
 def _measured(scenario: Scenario, candidate: Candidate, policy: InspectedPolicy, folder: Path) -> Outcome:
-    logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in scenario.batches]
+    outputs = [outputs_of(policy, batch) for batch in scenario.batches]
     policy.prepare_for_training()
     steps = [step(policy, scenario, batch) for batch in scenario.batches[:1]]
     first = last = weights_of(policy, folder / "weights")
     if later := [step(policy, scenario, batch) for batch in scenario.batches[1:]]:
         steps, last = steps + later, weights_of(policy, folder / "weights")
-    outcome = compare_results(scenario, candidate, logprobs, steps, (first, last))
-    return replace(outcome, observed=Observed(logprobs, steps))
+    outcome = compare_results(scenario, candidate, outputs, steps, (first, last))
+    return replace(outcome, observed=Observed(outputs, steps))
+
+
+def outputs_of(policy: InspectedPolicy, batch: Any) -> Tensor:
+    """Return log-probabilities or values, `[B, S]`, or scores, `[B]`, by the policy's head."""
+    head = policy.config.policy.head
+    if head == "language":
+        found: Tensor = policy.get_logprobs(batch)["logprobs"]
+    elif head == "value":
+        found = policy.get_values(batch)["values"]
+    else:
+        found = policy.score(batch)["scores"]
+    return found
 
 
 def first_line(error: BaseException) -> str:
@@ -128,8 +140,8 @@ def _events(
     start = scenario.answers.start
     names = len(start.weights)
     loaded = _beyond(_loaded(weights_of(policy, folder / "weights"), start.weights))
-    logprobs = [policy.get_logprobs(batch)["logprobs"] for batch in scenario.batches]
-    yield 0, [logprobs_measured(logprobs, scenario.answers.logprobs)[LOGPROBS]], loaded, names
+    outputs = [outputs_of(policy, batch) for batch in scenario.batches]
+    yield 0, [logprobs_measured(outputs, scenario.answers.outputs)[LOGPROBS]], loaded, names
     policy.prepare_for_training()
     for number, batch in enumerate(scenario.batches, start=1):
         got, expected = step(policy, scenario, batch), scenario.oracle_step(oracle, batch)
@@ -202,7 +214,7 @@ def compare_results(
     answers = scenario.answers
     pairs = list(enumerate(zip(steps, answers.steps[: len(steps)], strict=True), start=1))
     measurements = {
-        **logprobs_measured(logprobs, answers.logprobs[: len(logprobs)]),
+        **logprobs_measured(logprobs, answers.outputs[: len(logprobs)]),
         LOSS: farthest([loss_measured(scenario, number, got[0], want[0]) for number, (got, want) in pairs]),
         NORM: farthest([norm_measured(number, got[1], want[1]) for number, (got, want) in pairs]),
     }

@@ -6,17 +6,18 @@ process; `StoredGeneration` answers prompts with tokens that depend on their see
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance import cases
-from rlframework.conformance.parity.scenario import oracle_step_with, scores
+from rlframework.conformance.parity.oracle_steps import oracle_loss, oracle_outputs, oracle_step_with
 from rlframework.errors import NotSupported
 from rlframework.generation.batch import batch_of
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
-from rlframework.interfaces.loss import LossInput
+from rlframework.interfaces.loss import TOKEN_SETS, LossInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,24 +34,38 @@ Batch = BatchedDataDict[Any]
 class OraclePolicy:
     """A policy of one worker that the oracle computes; it keeps the batch of each optimizer step, and the loss.
 
-    `new_oracle` creates the oracle, and once more the reference policy.
+    `new_oracle` creates the oracle, and once more the reference policy, when it is needed.
     """
 
     data_parallel_size = 1
 
     def __init__(self, config: RunConfig, new_oracle: Callable[[], Oracle]) -> None:
         self.config, self.capabilities = config, frozenset[str]()
-        self._oracle, self._reference = new_oracle(), new_oracle()
+        self._oracle, self._new_oracle = new_oracle(), new_oracle
         self.batches: list[Batch] = []
         """The batches of the optimizer steps so far."""
         self.loss: LossFunction | None = None
         """The loss of all of them; None before the first."""
+
+    def disturb(self, noise: float) -> None:
+        """Add random numbers to the weights, with `noise` times the standard deviation of each tensor."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in self._oracle.model.parameters():
+                weight += noise * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
 
     def prepare_for_training(self) -> None:
         """Do nothing: the oracle is always ready."""
 
     def prepare_for_lp_inference(self) -> None:
         """Do nothing: the oracle is always ready."""
+
+    @cached_property
+    def _reference(self) -> Oracle:
+        return self._new_oracle()
+
+    def rest(self) -> None:
+        """Do nothing: there is nothing to free."""
 
     def get_logprobs(self, data: Batch, micro_batch_size: int | None = None, positions: str = "all") -> Batch:
         """See `PolicyWorker.get_logprobs`."""
@@ -62,12 +77,33 @@ class OraclePolicy:
         """See `PolicyWorker.get_reference_policy_logprobs`."""
         return BatchedDataDict({"reference_logprobs": _scored(self._reference, data, positions)})
 
+    def get_values(self, data: Batch, micro_batch_size: int | None = None, positions: str = "all") -> Batch:
+        """See `PolicyWorker.get_values`."""
+        return BatchedDataDict({"values": _counted(oracle_outputs(self._oracle, data, "value"), data, positions)})
+
+    def score(self, data: Batch, micro_batch_size: int | None = None) -> Batch:
+        """See `PolicyWorker.score`."""
+        return BatchedDataDict({"scores": oracle_outputs(self._oracle, data, "score")})
+
+    def get_topk_logits(
+        self, data: Batch, k: int, micro_batch_size: int | None = None, positions: str = "all"
+    ) -> Batch:
+        """See `PolicyWorker.get_topk_logits`."""
+        logits, indices = self._oracle.top_logits(data, k)
+        first = self._oracle.set_logprobs({**data, TOKEN_SETS: indices[..., :1]})[..., 0]
+        found = {"topk_logits": logits, "topk_indices": indices, "topk_normalizers": logits[..., 0] - first}
+        return BatchedDataDict({name: _counted(values, data, positions) for name, values in found.items()})
+
+    def get_token_set_logprobs(self, data: Batch, micro_batch_size: int | None = None, positions: str = "all") -> Batch:
+        """See `PolicyWorker.get_token_set_logprobs`."""
+        return BatchedDataDict({"set_logprobs": _counted(self._oracle.set_logprobs(data), data, positions)})
+
     def train(self, data: Batch, loss_fn: LossFunction, gbs: int | None = None) -> dict[str, Any]:
         """Take the optimizer steps of `Policy.train`, and keep their batches."""
         if self.loss is not None and self.loss is not loss_fn:
             raise NotSupported("it trains one policy with several losses, and parity compares the steps of one")
-        if loss_fn.input_type != LossInput.LOGPROBS:
-            raise NotSupported(f"its loss reads {loss_fn.input_type}, not log-probabilities")
+        if loss_fn.input_type == LossInput.LOGITS:
+            raise NotSupported("its loss reads whole rows of logits, which are not compared")
         self.loss = loss_fn
         rows = gbs or self.config.policy.train_global_batch_size
         batches = [_copy(data.slice(start, start + rows)) for start in range(0, data.size, rows)]
@@ -87,12 +123,11 @@ class OraclePolicy:
 
     def _step(self, batch: Batch, loss: LossFunction) -> tuple[float, float, float, dict[str, float]]:
         """Take one step; return its loss, gradient norm, number of tokens, and the loss's metrics before it."""
-        mask = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:]
-        rows: Batch = BatchedDataDict({**batch, "entropy": self._oracle.entropy(batch)[:, 1:] * mask})
-        values = _scored(self._oracle, batch, "loss")[:, 1:]
-        _, metrics = loss(values, rows, batch["sample_mask"].sum(), mask.sum())
+        tokens = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].sum()
+        with torch.no_grad():
+            _, metrics = oracle_loss(self._oracle, batch, loss, batch["sample_mask"].sum(), tokens)
         total, norm = oracle_step_with(loss)(self._oracle, batch)
-        return total, norm, float(mask.sum()), {name: float(value) for name, value in metrics.items()}
+        return total, norm, float(tokens), {name: float(value) for name, value in metrics.items()}
 
 
 class StoredGeneration:
@@ -140,10 +175,15 @@ class StoredGeneration:
 
 
 def _scored(oracle: Oracle, data: Batch, positions: str) -> Tensor:
-    found = scores(oracle, data)
+    return _counted(oracle_outputs(oracle, data), data, positions)
+
+
+def _counted(found: Tensor, data: Batch, positions: str) -> Tensor:
+    """Return `found [B, S, ...]` with zeros in place of what is not asked for."""
+    mask = torch.ones(found.shape[:2])
     if positions != "all":
-        found = found * data["token_mask"]
-    return found * data["sample_mask"][:, None] if positions == "loss" else found
+        mask = data["token_mask"] * (data["sample_mask"][:, None] if positions == "loss" else 1.0)
+    return found.where(mask.reshape(*mask.shape, *[1] * (found.dim() - 2)) != 0, 0)
 
 
 def _copy(batch: Batch) -> Batch:

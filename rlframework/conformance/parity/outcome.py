@@ -57,9 +57,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Observed:
-    """A backend's results: log-probabilities of each batch, then loss and gradient norm of each step."""
+    """A backend's results: what its head returns for each batch, then loss and gradient norm of each step."""
 
-    logprobs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
     steps: Steps
 
 

@@ -27,8 +27,9 @@ from rlframework.config.yaml_text import Tree
 from rlframework.configure import restore_config
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.parity.compare import compare_results, logprobs_measured, loss_measured, norm_measured
+from rlframework.conformance.parity.oracle_steps import oracle_step_with
 from rlframework.conformance.parity.outcome import LOSS, NORM, Candidate, Observed, Outcome
-from rlframework.conformance.parity.scenario import Scenario, oracle_step_with
+from rlframework.conformance.parity.scenario import Scenario
 from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.loss import LossInput
 from rlframework.plugins.loading import load_target
@@ -258,7 +259,7 @@ def run_outcome(recorded: RecordedStep, scenario: Scenario) -> Outcome:
     logprobs = list(recorded.logprobs.split(rows))
     candidate = run_candidate(recorded)
     if recorded.result is None:
-        found: dict[str, Measurement] = logprobs_measured(logprobs, scenario.answers.logprobs)
+        found: dict[str, Measurement] = logprobs_measured(logprobs, scenario.answers.outputs)
         reason = f"the step failed in the run: {recorded.failure}"
         return Outcome(candidate, scenario.name, found, reason=reason, is_run=True)
     outcome = compare_results(scenario, candidate, logprobs, _first_step(recorded), None)
@@ -274,7 +275,7 @@ def _first_step(recorded: RecordedStep) -> list[tuple[float, float]]:
 def against_run(recorded: RecordedStep, scenario: Scenario, observed: Observed) -> dict[str, Measurement]:
     """Compare a backend with the run's own figures: log-probabilities and the first optimizer step."""
     rows = scenario.batches[0].size
-    found = logprobs_measured(observed.logprobs, list(recorded.logprobs.split(rows)))
+    found = logprobs_measured(observed.outputs, list(recorded.logprobs.split(rows)))
     if recorded.result is not None:
         (loss, norm), (own_loss, own_norm) = observed.steps[0], _first_step(recorded)[0]
         found[LOSS] = loss_measured(scenario, 1, loss, own_loss)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
@@ -15,9 +14,9 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.conformance import cases
 from rlframework.conformance.oracle import Oracle
+from rlframework.conformance.parity.oracle_steps import OracleStepFunction, oracle_outputs
 from rlframework.conformance.parity.update import Start
 from rlframework.errors import DataError
-from rlframework.interfaces.loss import needs_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,12 +33,6 @@ TEMPERATURE = 0.8
 
 LR = 1e-4
 """Learning rate that the tolerances of weights are for."""
-
-ELEMENTS = 2**26
-"""Number of logits that the oracle holds at a time in a step with a given loss function."""
-
-OracleStepFunction = Callable[[Oracle, BatchedDataDict[Any]], tuple[float, float]]
-"""Takes one step of the oracle on a batch; returns the loss before it and the gradient norm before clipping."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +65,21 @@ class Scenario:
         vars(other)["answers"] = self.answers  # the oracle's results do not depend on the settings
         return other
 
+    @property
+    def head(self) -> str:
+        """The model's head, as `policy.head`."""
+        return str(self.settings.get("head", "language"))
+
     def oracle(self) -> Oracle:
         """Create a new oracle."""
-        return new_oracle(self.model, self.lr, self.temperature, self.max_grad_norm, self.optimizer)
+        head = None if self.head == "language" else self.settings.get("head_init", "checkpoint")
+        return new_oracle(self.model, self.lr, self.temperature, self.max_grad_norm, self.optimizer, head)
 
     @cached_property
     def answers(self) -> Answers:
         """The oracle's results, computed on first use."""
         oracle = self.oracle()
-        logprobs = [scores(oracle, batch) for batch in self.batches]
+        outputs = [oracle_outputs(oracle, batch, self.head) for batch in self.batches]
         before = oracle.weights()
         steps: list[tuple[float, float]] = []
         gradients: dict[str, Tensor] = {}
@@ -88,7 +87,7 @@ class Scenario:
         for batch in self.batches:
             steps.append(self.oracle_step(oracle, batch))
             gradients, first = gradients or _gradients(oracle), first or oracle.weights()
-        return Answers(logprobs, steps, Start.of(before, gradients), first, oracle.weights())
+        return Answers(outputs, steps, Start.of(before, gradients), first, oracle.weights())
 
     @property
     def slack(self) -> float:
@@ -98,12 +97,12 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Answers:
-    """Log-probabilities of each batch under the initial weights, loss and norm of each step, and weights.
+    """What the head returns for each batch under the initial weights, loss and norm of each step, and weights.
 
-    `start`: before the first step, `first`: after it, `weights`: after all steps.
+    `outputs`: see `oracle_outputs`. `start`: before the first step, `first`: after it, `weights`: after all steps.
     """
 
-    logprobs: list[Tensor]
+    outputs: list[Tensor]
     steps: list[tuple[float, float]]
     start: Start
     first: dict[str, Tensor]
@@ -119,13 +118,22 @@ def _gradients(oracle: Oracle) -> dict[str, Tensor]:
 
 
 def new_oracle(
-    model: Path | str, lr: float, temperature: float, max_grad_norm: float | None, optimizer: Mapping[str, Any]
+    model: Path | str,
+    lr: float,
+    temperature: float,
+    max_grad_norm: float | None,
+    optimizer: Mapping[str, Any],
+    head: str | None = None,
 ) -> Oracle:
-    """Create an oracle with a scenario's settings. `optimizer`: betas, eps and weight decay, if not the defaults."""
+    """Create an oracle with a scenario's settings. `optimizer`: betas, eps and weight decay, if not the defaults.
+
+    `head`: see `Oracle`.
+    """
     try:
-        return Oracle(model, lr=lr, temperature=temperature, max_grad_norm=max_grad_norm, **optimizer)
+        return Oracle(model, lr=lr, temperature=temperature, max_grad_norm=max_grad_norm, head=head, **optimizer)
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{model} cannot be loaded as a causal language model for the oracle: {error}") from error
+        kind = "causal language model" if head is None else "model with one number per token"
+        raise DataError(f"{model} cannot be loaded as a {kind} for the oracle: {error}") from error
 
 
 def random_scenario(kind: str, model: Path | str, *, steps: int, rows: int, vocabulary: int | None = None) -> Scenario:
@@ -151,57 +159,3 @@ def _with_prev_logprobs(
         batch = cases.with_prev_logprobs(raw, oracle.logprobs(raw), seed)
         oracle_step(oracle, batch)
         yield batch
-
-
-# -- the oracle with a given loss function, some rows at a time -------------------------------------------------------
-
-
-def scores(oracle: Oracle, batch: BatchedDataDict[Any]) -> Tensor:
-    """Return the log-probabilities of a batch of any size, `[B, S]`."""
-    return torch.cat([oracle.logprobs(rows) for rows in _row_slices(oracle, batch)])
-
-
-def oracle_step_with(loss: LossFunction) -> OracleStepFunction:
-    """Return a step function that applies `loss` to the oracle's log-probabilities, so only engines are compared.
-
-    By the contract of losses, the sum over shards of a batch equals the loss of the batch, if groups stay whole. A
-    batch without valid tokens and a non-finite gradient take no step.
-    """
-
-    def oracle_step(oracle: Oracle, batch: BatchedDataDict[Any]) -> tuple[float, float]:
-        mask = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].float()
-        tokens, sequences = mask.sum(), batch["sample_mask"].float().sum()
-        if not tokens:
-            return 0.0, 0.0
-        oracle.model.zero_grad()
-        slices = [batch] if needs_groups(loss) else _row_slices(oracle, batch)
-        total = sum(_backward(oracle, rows, loss, sequences, tokens) for rows in slices)
-        gradients = [parameter.grad for parameter in oracle.model.parameters() if parameter.grad is not None]
-        norm = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
-        if torch.tensor(norm).isfinite():
-            oracle.descend(total)
-        return total, norm
-
-    return oracle_step
-
-
-def _backward(
-    oracle: Oracle, rows: BatchedDataDict[Any], loss: LossFunction, sequences: Tensor, tokens: Tensor
-) -> float:
-    """Add the gradient of some rows and return their share of the loss."""
-    wanted = (rows["token_mask"] * rows["sample_mask"][:, None])[:, 1:] != 0
-    temperature = oracle.temperature if loss.at_sampling_temperature else 1.0
-    logprobs = oracle.differentiable_logprobs(rows, temperature)[:, 1:]
-    if loss.wants_entropy:
-        rows = BatchedDataDict({**rows, "entropy": oracle.entropy(rows, temperature)[:, 1:] * wanted})
-    value, _ = loss(torch.where(wanted, logprobs, 0.0), rows, sequences, tokens)
-    value.backward()
-    return float(value.detach())
-
-
-def _row_slices(oracle: Oracle, batch: BatchedDataDict[Any]) -> Iterator[BatchedDataDict[Any]]:
-    vocabulary = oracle.model.get_output_embeddings().weight.shape[0]
-    count = max(1, ELEMENTS // (batch["input_ids"].shape[1] * vocabulary))
-    for start in range(0, batch.size, count):
-        rows: BatchedDataDict[Any] = batch.slice(start, min(start + count, batch.size))
-        yield rows

@@ -1,6 +1,7 @@
 """A small data set from which every algorithm can make batches: sums with a right answer, a wrong one, and rewards.
 
-A sample is a prompt for rollouts, a completion for supervised training, and a pair for training on preferences. The
+A sample is a prompt for rollouts, a completion for supervised training, a pair with a margin for training on
+preferences, and an answer with labelled steps. The
 reward is a checksum of the answer's text, so it differs between answers of any model, and never depends on a machine.
 """
 
@@ -39,4 +40,6 @@ def _sample(name: str, first: int, second: int) -> Sample:
     total = first + second
     wrong = f"{total + 1}?" if total % 2 else f"{total - 10} or"
     prompt = Message(role="user", content=f"{first}+{second}=")
-    return Sample(name, (prompt,), str(total), completion=str(total), metadata={"rejected": wrong})
+    steps = {"steps": [f"{first}", f"{total}"], "labels": [1.0, float(total % 2)]}
+    metadata = {"rejected": wrong, "margin": total % 7 / 7, **steps}
+    return Sample(name, (prompt,), str(total), completion=str(total), metadata=metadata)

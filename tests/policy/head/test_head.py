@@ -422,7 +422,6 @@ def test_products_of_half_precision_are_summed_in_full(most, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # raised by torch's compiler itself
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -443,7 +442,6 @@ def test_compiled_chunks_match_the_formula(temperature, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # raised by torch's compiler itself
 def test_the_gradient_of_the_logits_is_one_compiled_kernel_for_all_shapes():

@@ -15,7 +15,7 @@ import pytest
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 

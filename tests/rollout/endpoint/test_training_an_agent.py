@@ -133,7 +133,6 @@ def earned(turns: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_grpo_trains_a_model_to_call_the_tool_of_an_agent(warm: Any, tmp_path: Path) -> None:
     CALLED.clear()
     config = warm("algorithm.num_steps=8", "policy.optimizer.lr=3e-4", "observers.samples=32")

@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
-    pytest.mark.timeout(200),
 ]
 SECRETS = {"PLANTED_SECRET": "hunter2-hunter2", "HF_TOKEN": "hunter3-hunter3", "NCCL_API_KEY": "hunter4-hunter4"}
 NAMED = {"NAMED_TOKEN": "hunter5-hunter5"}

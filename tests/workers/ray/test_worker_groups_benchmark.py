@@ -15,7 +15,6 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "worker_groups.py"
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped, and looked at, on Linux only")
 def test_the_worker_group_benchmark(tmp_path):
