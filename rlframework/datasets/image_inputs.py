@@ -124,12 +124,10 @@ class ImageInputs:
         return count if made.features is None else f"{count}: {made.features} image tokens"
 
     def columns(self, rows: Sequence[Sequence[Picture]], input_ids: Tensor) -> dict[str, PackedTensor | Tensor]:
-        """Return the columns of a batch that has `rows` of images and `input_ids [B, S]`; none if no row has images.
+        """Return the columns of a batch that has `rows` of images and `input_ids [B, S]`, also if no row has any.
 
         Rows with the same images share their tensors. Token types are `[B, S]` int64, 1 at image tokens.
         """
-        if not any(rows):
-            return {}
         made = [self.processed(pictures) if pictures else None for pictures in rows]
         found: dict[str, PackedTensor | Tensor] = {
             name: PackedTensor([None if row is None else row.tensors[name] for row in made], dim)

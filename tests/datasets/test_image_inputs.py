@@ -183,7 +183,7 @@ def test_rows_with_the_same_images_share_their_tensors(tokenizer, images):
             assert first is copy
             assert none is None
             assert other is not first
-    assert images.columns([(), ()], torch.zeros(2, 3, dtype=torch.int64)) == {}
+    assert images.columns([()], torch.zeros(1, 3, dtype=torch.int64)).keys() == columns.keys()
 
 
 def test_placeholders_in_texts_and_images_that_are_cut_off_are_errors(tokenizer, images):
