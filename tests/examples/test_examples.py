@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from rlframework.errors import ConfigError, WorkerError
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SKLEARN_DOUBLE = Path(__file__).parent / "sklearn_double"
 CONFIGURATIONS = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.name != "smollm2.yaml")
 
 
@@ -169,14 +167,17 @@ def test_the_calculator_trains_on_episodes(tmp_path):
     assert 0.2 < calling < 0.3
 
 
-def test_the_digits_are_read_from_images(tmp_path, monkeypatch):
+def test_the_digits_are_read_from_images(tmp_path):
     """At a small size, with drawn digits in place of those of scikit-learn; no held-out image is trained on."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SKLEARN_DOUBLE), os.environ.get("PYTHONPATH", "")]))
+    example, double = str(ROOT / "examples/digits/run.py"), str(Path(__file__).parent / "sklearn_double")
+    program = f"import runpy, sys; sys.path.insert(0, {double!r}); runpy.run_path({example!r}, run_name='__main__')"
     small = ["num_steps=1", "prompts_per_step=2", "samples_per_prompt=2", "validation.samples=4"]
     words = [*(f"grpo:algorithm.{key}" for key in small), "grpo:policy.train_global_batch_size=4"]
     words += ["sft:policy.scheduler.warmup_steps=0", "grpo:policy.scheduler.warmup_steps=0"]
     words += ["sft:algorithm.num_steps=1", "sft:algorithm.validation.samples=4"]
-    printed = script(ROOT / "examples/digits/run.py", "--output", tmp_path, *words)
+    done = run_program(program, "--output", tmp_path, *words, seconds=300)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     assert [line.split()[0] for line in printed.splitlines() if "held-out accuracy" in line] == ["sft", "grpo"]
     data = tmp_path / "seed-0" / "data"
     train, held_out = (

@@ -13,6 +13,7 @@ from rlframework.config.sections import TransformersGenerationConfig
 from rlframework.errors import RequestError
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.image_processor import image_tokens
+from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 
@@ -127,9 +128,8 @@ def test_rows_go_on_with_new_weights(family, rows):
     engine.submit(requests)
     engine.poll(0.0)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "vision" in name or "visual" in name:
-                weight.mul_(1.5)
+        for weight in _tower(model):
+            weight.mul_(1.5)
     engine.attach(model, 2)
     results = served(engine)
     longer = finished(rows, results, family)
@@ -142,6 +142,36 @@ def test_rows_go_on_with_new_weights(family, rows):
         got = result.logprobs[first:]
         wanted = expected[row, length + first : length + len(result.logprobs)]
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_refit_covers_the_vision_tower(family, rows, tmp_path):
+    """The engine's own module, with weights under their names in files; the second update changes the tower alone."""
+    from safetensors.torch import load_file
+
+    model = tiny_vlms.make_model(family)
+    with quiet_transformers():
+        model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    config = TransformersGenerationConfig(max_new_tokens=8)
+    engine = TransformersEngine(config, TOKENIZER, model_name=str(tmp_path), device="cpu", precision="float32")
+    for version in (1, 2):
+        engine.begin_weight_update(version, {name: (tuple(w.shape), w.dtype) for name, w in weights.items()})
+        engine.load_weights(weights.items())
+        engine.finish_weight_update()
+        engine.submit(requests_of(rows, GREEDY))
+        results = served(engine)
+        with torch.no_grad():
+            expected = tiny_vlms.alone(model, finished(rows, results, family))
+            for row, length in enumerate(rows["input_lengths"].tolist()):
+                got = results[f"{row}:0"].logprobs
+                torch.testing.assert_close(got, expected[row, length : length + len(got)], rtol=1e-5, atol=1e-5)
+            tower = [name for name in weights if "vision" in name or "visual" in name]
+            for tensor in (*(weights[name] for name in tower), *_tower(model)):
+                tensor.mul_(1.5)
+
+
+def _tower(model: Any) -> list[torch.Tensor]:
+    return [weight for name, weight in model.named_parameters() if "vision" in name or "visual" in name]
 
 
 def test_image_tokens_are_never_chosen(model, rows):
