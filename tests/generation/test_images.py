@@ -77,6 +77,18 @@ def finished(rows: BatchedDataDict[Any], results: dict[str, GenerationResult], f
     return longer
 
 
+def require_logprobs(model: Any, rows: BatchedDataDict[Any], results: dict[str, GenerationResult], family: str) -> None:
+    """The log-probabilities of `results` are those of plain forwards of the finished rows, from version 2 on if any."""
+    with torch.no_grad():
+        expected = tiny_vlms.alone(model, finished(rows, results, family))
+    for row, length in enumerate(rows["input_lengths"].tolist()):
+        result = results[f"{row}:0"]
+        first = result.spans[-1].start
+        got = result.logprobs[first:]
+        wanted = expected[row, length + first : length + len(result.logprobs)]
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_greedy_is_generate(family, model, rows):
     engine = engine_of(model)
     engine.submit(requests_of(rows, GREEDY))
@@ -104,20 +116,17 @@ def test_logprobs_are_those_of_the_trainer(family, model, rows, batch_size):
     engine = engine_of(model, batch_size=batch_size)
     engine.submit(requests_of(rows, SAMPLED))
     results = served(engine)
-    longer = finished(rows, results, family)
-    with torch.no_grad():
-        expected = tiny_vlms.alone(model, longer)
-    for row, length in enumerate(rows["input_lengths"].tolist()):
-        got = results[f"{row}:0"].logprobs
-        torch.testing.assert_close(got, expected[row, length : length + len(got)], rtol=1e-5, atol=1e-5)
+    require_logprobs(model, rows, results, family)
 
 
-def test_each_image_is_encoded_once_per_group(model, rows):
+def test_each_image_is_encoded_once_per_group(family, model, rows):
     """Groups of four share their images, also where only three rows are decoded at a time."""
     engine = engine_of(model, batch_size=3)
-    engine.submit(requests_of(rows, SAMPLED, copies=4))
-    assert len(served(engine)) == 20
+    engine.submit(requests_of(rows, SamplingParams(), copies=4))
+    results = served(engine)
     assert engine._encoder.encoded == sum(count > 0 for count in IMAGES)
+    for copy in range(4):
+        require_logprobs(model, rows, {f"{row}:0": results[f"{row}:{copy}"] for row in range(len(IMAGES))}, family)
 
 
 def test_rows_go_on_with_new_weights(family, rows):
@@ -132,16 +141,8 @@ def test_rows_go_on_with_new_weights(family, rows):
             weight.mul_(1.5)
     engine.attach(model, 2)
     results = served(engine)
-    longer = finished(rows, results, family)
-    with torch.no_grad():
-        expected = tiny_vlms.alone(model, longer)
-    for row, length in enumerate(rows["input_lengths"].tolist()):
-        result = results[f"{row}:0"]
-        first = next((span.start for span in result.spans if span.version == 2), None)
-        assert first is not None
-        got = result.logprobs[first:]
-        wanted = expected[row, length + first : length + len(result.logprobs)]
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert all(result.spans[-1].version == 2 for result in results.values())
+    require_logprobs(model, rows, results, family)
 
 
 def test_a_refit_covers_the_vision_tower(family, rows, tmp_path):
@@ -160,11 +161,8 @@ def test_a_refit_covers_the_vision_tower(family, rows, tmp_path):
         engine.finish_weight_update()
         engine.submit(requests_of(rows, GREEDY))
         results = served(engine)
+        require_logprobs(model, rows, results, family)
         with torch.no_grad():
-            expected = tiny_vlms.alone(model, finished(rows, results, family))
-            for row, length in enumerate(rows["input_lengths"].tolist()):
-                got = results[f"{row}:0"].logprobs
-                torch.testing.assert_close(got, expected[row, length : length + len(got)], rtol=1e-5, atol=1e-5)
             tower = [name for name in weights if "vision" in name or "visual" in name]
             for tensor in (*(weights[name] for name in tower), *_tower(model)):
                 tensor.mul_(1.5)
