@@ -56,10 +56,10 @@ def template_message(message: Message, *, mappings: bool = True) -> dict[str, An
     Arguments that are not a JSON object stay text, as the model wrote them. Reasoning has both names that templates
     use, `reasoning_content` and `thinking`.
     """
-    content: Any = text_of(message)
-    if pictures_of([message]):
-        content = [part if part["type"] == "text" else {"type": "image"} for part in message["content"]]
-    plain: dict[str, Any] = {"role": message["role"], "content": content}
+    parts = message["content"]
+    plain: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
+    if not isinstance(parts, str) and pictures_of([message]):
+        plain["content"] = [part if part["type"] == "text" else {"type": "image"} for part in parts]
     plain |= {key: message[key] for key in ("tool_call_id", "name") if key in message}
     if "reasoning_content" in message:
         plain["reasoning_content"] = plain["thinking"] = message["reasoning_content"]

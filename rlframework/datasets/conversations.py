@@ -25,7 +25,7 @@ from rlframework.config.environments import ColumnsConfig
 from rlframework.datasets.pictures import KINDS, PictureReader
 from rlframework.datasets.tool_rows import read_tools, structured_parts
 from rlframework.errors import DataError
-from rlframework.interfaces.messages import Content, ContentPart, Message, ToolSpec, text_of
+from rlframework.interfaces.messages import Content, ContentPart, Message, TextPart, ToolSpec, text_of
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -145,7 +145,7 @@ def _content(content: Any, where: str, pictures: PictureReader | None) -> Conten
             given = {key: value for key, value in part.items() if not is_missing(value)}
             found += pictures.parts(given, f"{where}, part {number}")
         else:
-            found.append({"type": "text", "text": _text([part], f"{where}, part {number}")})
+            found.append(TextPart(type="text", text=_text([part], f"{where}, part {number}")))
     return found
 
 

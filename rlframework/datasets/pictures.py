@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlparse
 
 from rlframework.config.images import ImagesConfig
 from rlframework.errors import ConfigError, ImageError
-from rlframework.interfaces.messages import ContentPart, Message
+from rlframework.interfaces.messages import ContentPart, ImagePart, Message, TextPart
 from rlframework.interfaces.pictures import Picture
 
 PLACEHOLDER = "<image>"
@@ -56,8 +56,8 @@ class PictureReader:
             if isinstance(value, str) and part.get("base64") == value:
                 value = f"data:;base64,{value}"
         if value is None:
-            return [{"type": "text", "text": PLACEHOLDER}]
-        return [{"type": "image", "image": picture} for picture in self.of(value, where)]
+            return [TextPart(type="text", text=PLACEHOLDER)]
+        return [ImagePart(type="image", image=picture) for picture in self.of(value, where)]
 
     def placed(self, turns: Sequence[Message], supply: Sequence[Picture], where: str) -> list[Message]:
         """Return `turns` with the images of `supply` in place of each `PLACEHOLDER`; raise unless the numbers agree."""
@@ -72,7 +72,7 @@ class PictureReader:
         placed = [_with_images(turn, left) for turn in turns] if places else list(turns)
         if left:
             assert user is not None
-            given: list[ContentPart] = [{"type": "image", "image": picture} for picture in left]
+            given = [ImagePart(type="image", image=picture) for picture in left]
             placed[user] = {**placed[user], "content": [*given, *_parts(placed[user])]}
         for number, turn in enumerate(placed):
             if turn["role"] == "assistant" and any(part["type"] == "image" for part in _parts(turn)):
@@ -148,7 +148,7 @@ def _name(picture: Picture) -> str:
 
 def _parts(turn: Message) -> Sequence[ContentPart]:
     content = turn["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [TextPart(type="text", text=content)] if isinstance(content, str) else content
 
 
 def _text(part: ContentPart) -> str:
@@ -167,9 +167,9 @@ def _with_images(turn: Message, supply: deque[Picture]) -> Message:
             continue
         for number, text in enumerate(texts):
             if number:
-                parts.append({"type": "image", "image": supply.popleft()})
+                parts.append(ImagePart(type="image", image=supply.popleft()))
             if text := text.strip():
-                parts.append({"type": "text", "text": text})
+                parts.append(TextPart(type="text", text=text))
     return {**turn, "content": parts}
 
 

@@ -29,7 +29,7 @@ class Media:
         found = hashlib.blake2b(digest_size=16)
         for name in sorted(inputs):
             found.update(f"{name} {inputs[name].dtype} {tuple(inputs[name].shape)} ".encode())
-            found.update(inputs[name].contiguous().view(torch.uint8).numpy())
+            found.update(inputs[name].contiguous().view(torch.uint8).numpy().tobytes())
         return cls(inputs, found.hexdigest())
 
 

@@ -67,12 +67,10 @@ def copy_processor(name: str, folder: Path) -> None:
 def _without_videos(kind: type[Any]) -> type[Any]:
     """Return the class `kind` without a video processor, which needs packages that images do not need."""
 
-    class ImagesOnly(kind):  # type: ignore[misc]
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return [name for name in kind.get_attributes() if name != "video_processor"]
+    def get_attributes(cls: Any) -> list[str]:
+        return [name for name in kind.get_attributes() if name != "video_processor"]
 
-    return ImagesOnly
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(get_attributes)})
 
 
 def image_tokens(config: Any) -> list[int]:
