@@ -119,8 +119,7 @@ def test_bring_your_agent(tmp_path: Path) -> None:
 def test_vision(tmp_path: Path) -> None:
     """Training computes the log-probabilities that were sampled from the images, and the model is saved whole."""
     tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
-    printed = execute(DOCS / "vision.md", tmp_path)
-    assert "<|vision_start|><|image_pad|> x 4<|vision_end|>" in printed
+    execute(DOCS / "vision.md", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
     differences = [row["train/generation_logprob_difference_max"] for row in rows if row["step"]]
     assert len(differences) == 3
