@@ -155,6 +155,30 @@ def _mismatch(report: Report) -> list[str]:
     return [said, table(("engine's dtype", "tokens", *columns.values()), rows)]
 
 
+def _asynchrony(report: Report) -> list[str]:
+    bounds = sorted({one["bound"] for one in report["rules"]})
+    head = ("engines", *(f"K = {bound}" for bound in bounds))
+    rows = [
+        (str(engines), *(f"{one['throughput']:.1%}" for one in report["engines"] if one["engines"] == engines))
+        for engines in sorted({one["engines"] for one in report["engines"]})
+    ]
+    parts = ["Throughput of the ledger, relative to asynchrony without a bound:", table(head, rows)]
+    for load, longest in dict.fromkeys((one["rows_per_place"], one["longest"]) for one in report["rules"]):
+        found: dict[str, list[str]] = {}
+        for one in report["rules"]:
+            if (one["rows_per_place"], one["longest"]) == (load, longest):
+                dropped = f", {one['dropped']:.0%} dropped" if one["dropped"] else ""
+                text = f"{one['throughput']:.0%}, {one['staleness_max']} stale{dropped}"
+                found.setdefault(one["rule"], []).append(text)
+        engines = report["rules"][0]["engines"]
+        parts += [
+            f"{engines} engines, {load:g} rows of a step for each place, the longest {longest:g} times the mean:",
+            table(("rule", *head[1:]), [(name, *cells) for name, cells in found.items()]),
+        ]
+    parts.append("By rule: throughput, largest staleness, and groups that were dropped.")
+    return [*parts, "![throughput, staleness and dropped groups by bound and rule](asynchrony.png)"]
+
+
 SCRIPTS: Mapping[str, tuple[str, Callable[[Report], list[str]]]] = {
     "policy": ("python benchmarks/policy.py --pairs 9 --lengths even tailed --json docs/results/policy.json", _policy),
     "packing": (
@@ -173,6 +197,11 @@ SCRIPTS: Mapping[str, tuple[str, Callable[[Report], list[str]]]] = {
         """python benchmarks/mismatch.py examples/grpo_smollm2_addition.yaml algorithm.num_steps=4 \\
     --json docs/results/mismatch.json""",
         _mismatch,
+    ),
+    "asynchrony": (
+        """python benchmarks/asynchrony.py \\
+    --json docs/results/asynchrony.json --plot docs/results/asynchrony.png""",
+        _asynchrony,
     ),
 }
 """Script name to the command that wrote its JSON and the function that renders its tables."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from broken_ledgers import BROKEN, TrustsEngines
 from ledger_worlds import Facts, Schedule, World, random_schedule, synchronous
 
 from rlframework.errors import DataError, LedgerError
@@ -69,6 +70,33 @@ def test_random_schedules(request: pytest.FixtureRequest) -> None:
         seen["extended"] += any(group.slot >= world.schedule.groups for group in world.facts.trained)
     assert all(seen[name] >= count // 50 for name in ("stale", "mixed", "failed", "again", "crashed", "extended")), seen
     assert seen["given up"]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_the_guarantees_detect_a_broken_ledger(broken: type[Ledger[int, Any]]) -> None:
+    """In at least one of the schedules, which have failures and crashes; a sound ledger keeps them in all of these."""
+    stuck = broken is TrustsEngines
+    crashes = [frozenset()] if stuck else [frozenset({event}) for event in range(10, 60, 5)]
+    schedules = [
+        Schedule(world=7, time=3, max_staleness=1, failing=0 if stuck else 20, crashes=at, crash_at_once=True)
+        for at in crashes
+    ]
+    for schedule in schedules:
+        check(World(schedule).run())
+
+    def detects(schedule: Schedule) -> bool:
+        try:
+            check(World(replace(schedule, stuck=stuck), ledger=broken).run())
+        except (AssertionError, LedgerError):
+            return True
+        return False
+
+    assert any(map(detects, schedules))
+
+
+def test_weights_that_an_engine_did_not_get_end_the_run() -> None:
+    with pytest.raises(LedgerError, match=r"tokens of version 0; it was admitted with .*did not get the weights"):
+        World(Schedule(world=7, time=3, max_staleness=1, stuck=True)).run()
 
 
 @pytest.mark.parametrize("number", range(20))

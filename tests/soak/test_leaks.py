@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from probe_forked import begin_forked
+from probe_usage import growth
 
 from rlframework import run
 from rlframework.configure import config_yaml, load_config
@@ -57,16 +57,6 @@ def _run(config: str, temporary: str) -> None:
     tempfile.tempdir = None
     torch.set_num_threads(1)
     run(load_config(config))
-
-
-def growth(rows: list[dict[str, float]], name: str) -> float:
-    """By how much `name` grows with each step, from the median of the second third of the run to that of the last."""
-    third = len(rows) // 3
-    middle, last = rows[third : 2 * third], rows[-third:]
-    steps = last[0]["step"] - middle[0]["step"]
-    return (
-        statistics.median(row.get(name, 0.0) for row in last) - statistics.median(row.get(name, 0.0) for row in middle)
-    ) / steps
 
 
 @pytest.mark.parametrize("group", GROUPS)

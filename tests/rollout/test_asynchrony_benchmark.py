@@ -1,0 +1,53 @@
+"""The simulation of benchmarks/asynchrony.py: by hand, its goal at a small size, and its files."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def asynchrony(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark's module, with one engine instead of 16."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("asynchrony")
+    for name in ("EASY", "HARD"):
+        monkeypatch.setattr(module, name, replace(getattr(module, name), engines=1))
+    return module
+
+
+@pytest.mark.parametrize(("bound", "seconds"), [(0, 1.0 + 0.5 + 0.25), (1, 1.0 + 0.25), (2, 1.0 + 0.25)])
+def test_steps_by_hand(asynchrony: Any, bound: int, seconds: float) -> None:
+    """Rows of length 1 in as many places; training takes 0.5, and a refit, which stops the engines, 0.25."""
+    cluster = replace(asynchrony.EASY, rows_per_place=1.0, sigma=0.0, trainer=0.5, refit=0.25, steps=14)
+    run = asynchrony.play(cluster, asynchrony.Tickets, bound, 0)
+    assert run.step_time == pytest.approx(seconds)
+    assert max(run.staleness) == min(bound, 1)  # the trainer waits for each step, so no group waits for the trainer
+
+
+def test_the_goal_is_reached_while_other_rules_exceed_the_bound_or_drop(asynchrony: Any) -> None:
+    """`measure` itself raises if the ledger breaks its bound or drops a group."""
+    easy, hard = (replace(each, engines=2, steps=20) for each in (asynchrony.EASY, asynchrony.HARD))
+    assert asynchrony.measure(easy, 2, "rlframework", 2)["throughput"] >= 0.95
+    found = {name: asynchrony.measure(hard, 1, name, 1) for name in asynchrony.RULES}
+    assert {name for name, one in found.items() if one["staleness_max"] > 1} == {"AReaL", "verl"}
+    assert {name for name, one in found.items() if one["dropped_complete"]} == {"prime-rl"}
+
+
+@pytest.mark.slow
+def test_its_files(asynchrony: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"asynchrony.py --steps 11 --seeds 1 --engines 1 --json {tmp_path}/a.json --plot {tmp_path}/a.svg"
+    monkeypatch.setattr(sys, "argv", words.split())
+    monkeypatch.setattr(asynchrony, "machine", dict)  # imports torch and transformers for their versions
+    asynchrony.main()
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [len(found[name]) for name in ("engines", "load", "rules")] == [5, 24, 50]
+    assert "<svg" in (tmp_path / "a.svg").read_text()
