@@ -29,11 +29,15 @@ def config(request, tmp_path):
             made.save(tmp_path / name)
         rows.append({"prompt": f"{'<image>' * len(images)} {number}?", "images": images, "answer": str(number)})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
-        f"algorithm: {{name: sft, num_steps: 1}}\nenvironment: {{name: dataset, path: {tmp_path}/rows.jsonl, images: {{}}, "
-        f"check: exact}}\npolicy: {{model_name: {model}, train_global_batch_size: 4, optimizer: {{lr: 0.1}}}}\n"
-        f"generation: {{max_new_tokens: 5}}\noutput_dir: {tmp_path}/run\nobservers: {{console: false}}\n"
-    )
+    sections = {
+        "algorithm": {"name": "sft", "num_steps": 1},
+        "environment": {"name": "dataset", "path": f"{tmp_path}/rows.jsonl", "images": {}, "check": "exact"},
+        "policy": {"model_name": str(model), "train_global_batch_size": 4, "optimizer": {"lr": 0.1}},
+        "generation": {"max_new_tokens": 5},
+        "observers": {"console": False},
+        "output_dir": f"{tmp_path}/run",
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(sections))
     return load_config(tmp_path / "run.yaml")
 
 
