@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlframework.datasets.tools_as_text import tools_as_text
@@ -99,14 +100,15 @@ def _apply(
     return str(tokenizer.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=prompt))
 
 
+@lru_cache(maxsize=16)
 def _writes_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the template writes contents that are texts; some of vision-language models skip all but parts."""
     if "'type'" not in template and '"type"' not in template:
         return True
     try:
         return _PROBE in _apply(tokenizer, [{"role": "user", "content": _PROBE}], (), prompt=False)
-    except Exception:  # noqa: BLE001 - as above
-        return False
+    except Exception:  # noqa: BLE001 - a template that rejects this conversation may take others
+        return True
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
