@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
 """The keys, for a type checker: `BatchedDataDict[MyTypedDict]`. Not checked at run time."""
 
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
@@ -314,7 +314,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 if isinstance(value, PackedTensor) and (value.has_media or not as_tensors):
                     cast = value.to(dtype=pixel_dtype)
                     found[key] = cast.as_tensor(wanted) if as_tensors else cast.to(wanted)
-                elif key in _TOKEN_TYPES and isinstance(value, torch.Tensor):
+                elif key in TOKEN_TYPES and isinstance(value, torch.Tensor):
                     found[key] = value.to(wanted)
         return found
 

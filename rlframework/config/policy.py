@@ -122,6 +122,11 @@ class LoraConfig(Section):
         ("q_proj", "k_proj", "v_proj", "o_proj"),
         description="linear layers to adapt, given by the last components of their names",
     )
+    part: Literal["all", "vision", "language"] = Field(
+        "all",
+        description="the part of a vision-language model in which layers are adapted. vision: its image encoder; "
+        "language: its language model",
+    )
     seed: Seed = Field(0, description="seed for the initialization of A; B is initialized to 0")
     refit: Literal["merged", "adapters"] = Field(
         "merged",
@@ -201,9 +206,23 @@ class PolicyConfig(Section):
     )
     offload: OffloadConfig = OffloadConfig()
     lora: LoraConfig | None = None
+    freeze: Literal["vision", "language"] | None = Field(
+        None,
+        description="the part of a vision-language model that is not trained. vision: its image encoder; language: its "
+        "language model, with embedding and head; null: all weights are trained",
+    )
     trust_remote_code: Annotated[bool, NeedsTrust("runs Python code from the model's files")] = Field(
         False, description="allow running Python code that is part of the model's files"
     )
+
+    @model_validator(mode="after")
+    def _trains_adapters_or_a_part(self) -> "PolicyConfig":
+        if self.freeze is not None and self.lora is not None:
+            raise ValueError(
+                f"freeze is {self.freeze}, but with lora only adapters are trained; remove freeze and set "
+                "lora.part to adapt one part"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_a_new_head(self) -> "PolicyConfig":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.files import replacing_directory
 from rlframework.huggingface.model_directories import quiet_transformers
 
@@ -94,6 +95,46 @@ def _gpt2(vocabulary: int) -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes, bos_token_id=None, eos_token_id=None))
 
 
+IMAGES = (1, 1, 1, 2, 0, 0, 0, 1)
+"""Pictures in each row of `image_batch`; with two ranks and three rows in a microbatch, the second begins with text."""
+_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+_PATCHES: dict[str, Any] = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2,
+                            "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}  # fmt: skip
+
+
+def image_token() -> int:
+    """Return the token that stands for a part of an image: the first after those of `tokenizer`."""
+    return len(tokenizer())
+
+
+def _images(vocabulary: int) -> Any:
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+
+    config = SmolVLMConfig(
+        vision_config={**_VISION, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4},
+        text_config={"model_type": "llama", "vocab_size": vocabulary + 1, **_SIZES},
+        image_token_id=vocabulary,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    return SmolVLMForConditionalGeneration(config)
+
+
+def _patches(vocabulary: int) -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    rotary = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
+    config = Qwen2VLConfig(
+        vision_config=_PATCHES,
+        text_config={"vocab_size": vocabulary + 1, **_SIZES, "rope_parameters": rotary},
+        image_token_id=vocabulary,
+        video_token_id=vocabulary + 1,
+        vision_start_token_id=vocabulary + 1,
+        vision_end_token_id=vocabulary + 1,
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
 MODELS: Mapping[str, Callable[[int], Any]] = {
     "untied": _rotary("Llama", **_DROPOUT),
     "tied": _rotary("Llama", **_DROPOUT, tie_word_embeddings=True),
@@ -109,6 +150,8 @@ MODELS: Mapping[str, Callable[[int], Any]] = {
     "lengths": _rotary("Llama", rope_parameters=_TWO_SETS),
     "caps": _rotary("Gemma2", head_dim=8, query_pre_attn_scalar=12, sliding_window=WINDOW, **_CAPS),
     "sinks": _rotary("GptOss", head_dim=8, sliding_window=WINDOW, rope_parameters=_YARN, **_FEW_EXPERTS),
+    "images": _images,
+    "patches": _patches,
 }
 """Models by purpose.
 
@@ -118,7 +161,8 @@ each see in part. `experts` is a mixture that sends each token to two of four ex
 and one with a window, which the layer passes to its attention; in `windows_of_the_mask` it is in the mask only.
 `router_noise` multiplies the inputs of its routers by random numbers in training. The frequencies of the rotary
 embeddings of `lengths` are others for rows of more than `SHORT` tokens. `caps` squashes the scores of attention and the
-logits, and `sinks` has a further score for each head of attention.
+logits, and `sinks` has a further score for each head of attention. `images` takes pictures of one size, and `patches`
+pictures of any size, whose parts it numbers by height and width.
 """
 
 
@@ -194,3 +238,42 @@ def with_prev_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, seed: int =
     """Set `prev_logprobs` near `logprobs`, so that some ratios are clipped and others are not."""
     noise = 0.15 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed))
     return BatchedDataDict({**data, "prev_logprobs": logprobs + noise * (logprobs != 0)})
+
+
+def image_batch(model: str, *, seed: int = 0) -> BatchedDataDict[Any]:
+    """Return eight rows for the model `images` or `patches`, some with one or two different pictures, row 1 masked."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [_image_row(model, count, generator) for count in IMAGES]
+    ids, media = [row for row, _ in rows], [found for _, found in rows]
+    data = batch(len(rows), seed=seed, width=max(map(len, ids)))
+    data["input_lengths"] = torch.tensor([len(row) for row in ids])
+    data["input_ids"] = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=5)
+    real = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
+    is_image = data["input_ids"] == image_token()
+    data["token_mask"] = (real & ~is_image).float()
+    if model == "patches":
+        data["mm_token_type_ids"] = is_image.int()
+    for name in ("pixel_values", "image_grid_thw")[: 1 + (model == "patches")]:
+        data[name] = PackedTensor([found.get(name) for found in media], dim_to_pack=int(model == "images"))
+    return data
+
+
+def _image_row(model: str, images: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the tokens of a row, and its pictures joined."""
+
+    def draw(least: int, most: int) -> int:
+        return int(torch.randint(least, most, (), generator=generator))
+
+    tokens: list[int] = []
+    pixels, grids = [], []
+    for _ in range(images):
+        height, width = (2 * draw(1, 4), 2 * draw(1, 4)) if model == "patches" else (4, 4)
+        shape = (height * width, 3 * 2 * 4 * 4) if model == "patches" else (1, 1, 3, 16, 16)
+        pixels.append(torch.randn(shape, generator=generator))
+        grids.append(torch.tensor([[1, height, width]]))
+        tokens += [*(draw(3, image_token()) for _ in range(draw(1, 4))), *[image_token()] * (height * width // 4)]
+    tokens += [draw(3, image_token()) for _ in range(draw(3, 8))]
+    media = {}
+    if images:
+        media = {"pixel_values": torch.cat(pixels, int(model == "images")), "image_grid_thw": torch.cat(grids)}
+    return torch.tensor(tokens), media

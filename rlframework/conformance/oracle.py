@@ -35,6 +35,9 @@ class Oracle:
     losses that read them, and training work.
     """
 
+    auto_class = "AutoModelForCausalLM"
+    """The class of transformers that loads a model with a language head."""
+
     def __init__(
         self,
         path: Any,
@@ -49,11 +52,11 @@ class Oracle:
         router_loss: float = 0.0,
         head: str | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+        import transformers
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        kind: Any = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
+        kind: Any = getattr(transformers, self.auto_class if head is None else "AutoModelForSequenceClassification")
         labels = {} if head is None else {"num_labels": 1}
         self.model = kind.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", trust_remote_code=False, **labels

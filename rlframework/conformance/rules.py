@@ -53,10 +53,13 @@ class Requirement:
 
         In layouts with expert parallelism only tests of mixtures run; otherwise these run with one worker only. Tensor-
         parallel plans depend on the architecture, so learned positions, whose model is GPT-2, are not tested with them.
+        Rows with images are tested with data parallelism only.
         """
         if self.alone and layout.workers > 1:
             return False
         if layout.tensor > 1 and Capability.LEARNED_POSITIONS in self.capabilities:
+            return False
+        if layout.workers > layout.data and Capability.MULTIMODAL in self.capabilities:
             return False
         if layout.expert > 1 or (Capability.EXPERT_PARALLEL in self.capabilities and layout.workers > 1):
             return layout.expert > 1 and Capability.EXPERT_PARALLEL in self.capabilities

@@ -28,12 +28,14 @@ class MicrobatchRule:
     `count_multiple`, `count_minimum`: constraints on their number, from a pipeline schedule. `pad_multiple`: sequence
     lengths are padded to a multiple of this, for context and sequence parallelism. `few_shapes`: rows and lengths are
     padded further, so that model inputs have one of few shapes; a GPU's kernels and allocator keep something for each.
+    `packs_media`: rows with media may be packed.
     """
 
     count_multiple: int = 1
     count_minimum: int = 1
     pad_multiple: int = 1
     few_shapes: bool = False
+    packs_media: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class ProcessedInputs:
     - `position_ids [n, L]` int64, which restart at 0 with each sequence of a packed row; None if the model computes its
       own;
     - `flash_attn_kwargs`: boundaries of the sequences in a packed row, for kernels that take them; `{}` otherwise;
-    - `vlm_kwargs`: images and other media, under the names of the model's forward;
+    - `vlm_kwargs`: images and other media, in the order of the rows, under the names of the model's forward; types of
+      tokens are `[1, L]` for a packed row;
     - `cp_buffers`, `seq_index [1, L]`: tensors that torch's context parallelism shards in place. The context
       parallelism of this framework does not use them.
     """

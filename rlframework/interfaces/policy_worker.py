@@ -72,8 +72,8 @@ class WorkerInfo(TypedDict):
 
     `memory_bytes` now and `peak_memory_bytes` since the worker was built or `reset_peak_memory_stats`, on a CPU of the
     whole process. The driver plans microbatches for all ranks from `batching` (padded, dynamic or packed; default
-    padded), `preferred_tokens` (tokens of a microbatch if the configuration sets none), and `pad_multiple` and
-    `few_shapes`, as in `MicrobatchRule`. `peak_reserved_bytes`: peak of the memory that torch's allocator holds.
+    padded), `preferred_tokens` (tokens of a microbatch if the configuration sets none), `pad_multiple`, `few_shapes`
+    and `packs_media`, as in `MicrobatchRule`. `peak_reserved_bytes`: peak of the memory that torch's allocator holds.
     `peak_bytes_by_phase`: on a GPU, peaks in training, scoring, generation, refit and other. `bytes_by_part`: on a GPU,
     weights, optimizer and gradients at the last optimizer step, and activations, which are the rest of the peak in
     training.
@@ -95,6 +95,7 @@ class WorkerInfo(TypedDict):
     preferred_tokens: NotRequired[int]
     pad_multiple: NotRequired[int]
     few_shapes: NotRequired[bool]
+    packs_media: NotRequired[bool]
 
 
 class RefitState(TypedDict):

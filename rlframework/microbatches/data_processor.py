@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlframework.batch.batched_data_dict import TOKEN_TYPES
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import balanced_microbatches, get_packer
 from rlframework.errors import BatchError
@@ -54,7 +55,7 @@ class MicrobatchProcessor(DataProcessor):
         """See `DataProcessor.microbatches`."""
         packed, padding = plan.mode == "packed", Padding.of(plan, rule)
         groups = rows_by_microbatch(data, plan, rows_with_targets(data, positions), padding)
-        if packed:
+        if packed and not rule.packs_media:
             _require_text(data)
 
         def make(index: int) -> Microbatch:
@@ -126,9 +127,10 @@ def make_microbatch(
     before = 0 if positions in ("last", "loss_last") else 1  # the token that predicts the target
     multimodal, bounds = has_media(selected), None
     if packed:
-        _require_text(selected)
         inputs, bounds = packed_inputs(input_ids, lengths, padding.packed(int(lengths.sum())))
         head_positions = bounds[row] + column - before
+        if multimodal:
+            inputs.vlm_kwargs = packed_media(selected, real, inputs.seq_len)
     else:
         inputs = padded_inputs(_pad_rows(input_ids, replace(padding, few=False) if multimodal else padding))
         head_positions = row * inputs.seq_len + column - before
@@ -145,6 +147,15 @@ def make_microbatch(
         scatter=row * width + column,
         cu_seqlens=None if bounds is None else bounds.cpu(),
     )
+
+
+def packed_media(rows: BatchedDataDict[Any], real: Tensor, length: int) -> dict[str, Tensor]:
+    """Return the media of `rows`, joined, and types of their `real` tokens for a packed row: `[1, length]`."""
+    media = rows.get_multimodal_dict(as_tensors=True)
+    for key in media.keys() & TOKEN_TYPES:
+        types = media[key].masked_select(real)
+        media[key] = pad(types, (0, length - len(types)))[None]
+    return media
 
 
 def _require_text(data: BatchedDataDict[Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rlframework.config.policy import LoraConfig
 from rlframework.errors import ConfigError
 from rlframework.models.named_tensors import ADAPTER, external_name
+from rlframework.models.parts import modules_of_part
 from rlframework.policy.engine import Engine, WeightSpec, no_adapters
 from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
 
@@ -31,8 +32,9 @@ def inject(model: Any, lora: LoraConfig) -> None:
     import peft
 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [name for name, _ in model.named_modules() if name]
+    names = _names_in_part(model, lora.part)
     linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one not in ends}
+    chosen = []
     for target in lora.target_modules:
         found = {name for name in names if f".{name}".endswith(f".{target}")}
         if not found or found - linear:
@@ -41,16 +43,25 @@ def inject(model: Any, lora: LoraConfig) -> None:
                 f"policy.lora.target_modules names {target!r}, which is not a linear layer of {type(model).__name__}; "
                 f"layers that can have adapters: {known}"
             )
+        chosen += sorted(found)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # floats work too
         lora_dropout=0.0,
-        target_modules=list(lora.target_modules),
+        target_modules=list(lora.target_modules) if lora.part == "all" else chosen,
         bias="none",
         init_lora_weights=False,
     )
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     freeze(model)
+
+
+def _names_in_part(model: Any, part: str) -> list[str]:
+    """The names of the modules of `part` of a vision-language model, or of "all"."""
+    if part == "all":
+        return [name for name, _ in model.named_modules() if name]
+    inside = {id(one) for module in modules_of_part(model, part) for one in module.modules()}
+    return [name for name, module in model.named_modules() if id(module) in inside]
 
 
 def freeze(model: nn.Module) -> None:

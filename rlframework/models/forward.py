@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from rlframework.batch.batch_rows import copy_to
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import PaddedRows, RowLayout, Segments, attention, chunk_sizes
+from rlframework.models.media_positions import packed_positions
 from rlframework.models.rotary import length_dependent, lengths_given, positions_without_padding, sequence_lengths
 from rlframework.models.scores import PLAIN, Scores
 from rlframework.models.varlen import KernelCall, varlen_usable
@@ -73,7 +74,8 @@ def forward(
     processed = microbatch.processed_inputs
     inputs: dict[str, Any] = {"input_ids": processed.input_ids, "use_cache": False, **processed.vlm_kwargs}
     if microbatch.cu_seqlens is not None:
-        inputs |= {"position_ids": processed.position_ids, "row_layout": Segments(microbatch.cu_seqlens.tolist())}
+        bounds = microbatch.cu_seqlens.tolist()
+        inputs |= {"position_ids": packed_positions(model, microbatch), "row_layout": Segments(bounds)}
     elif length_dependent(config_of(model)):
         assert processed.position_ids is not None
         lengths = microbatch.data_dict["input_lengths"]

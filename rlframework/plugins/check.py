@@ -32,6 +32,7 @@ _NEEDS: tuple[tuple[str, Capability | Mapping[str, Capability], str], ...] = (
     ("policy.offload.optimizer", Capability.CPU_OFFLOAD, "Set it to false"),
     ("policy.optimizer.name", {"muon": Capability.MUON}, "Set it to adamw"),
     ("policy.lora", Capability.LORA, "Remove the section"),
+    ("policy.freeze", Capability.MULTIMODAL, "Remove it"),
     ("checkpoints.every", Capability.PORTABLE_OPTIMIZER_STATE, "Set it to 0"),
     ("checkpoints.format", CAPABILITY_OF_FORM, "Set it to portable"),
 )

@@ -59,6 +59,8 @@ class Capability(StrEnum):
     """Muon on whole matrices, in every layout: `policy.optimizer.name=muon`."""
     LORA = "lora"
     """Low-rank adapters and their files: `policy.lora`."""
+    MULTIMODAL = "multimodal"
+    """Rows with images, for vision-language models, and training of one part: `policy.freeze`."""
     REFERENCE_MODEL = "reference_model"
     """Keeping the initial weights, for `get_reference_policy_logprobs`."""
     SCORING = "scoring"

@@ -32,7 +32,7 @@ class BatchBalancer:
 
     `mode`: how workers make microbatches, padded, dynamic or packed. `preferred_tokens`: default tokens per microbatch.
     `cost`: cost of a row as a function of its tokens. `pad_multiple`: multiple to which the engine pads lengths.
-    `few_shapes`: see `MicrobatchRule`.
+    `few_shapes`, `packs_media`: see `MicrobatchRule`.
     """
 
     ranks: int
@@ -41,6 +41,7 @@ class BatchBalancer:
     cost: TokenCost
     pad_multiple: int = 1
     few_shapes: bool = False
+    packs_media: bool = False
 
     def shard(
         self,
@@ -61,7 +62,7 @@ class BatchBalancer:
         padded microbatches are planned too, balanced by rows. Raises a `BatchError` for groups that exceed one.
         """
         work, ids = rows_with_targets(data, positions), None
-        mode = "dynamic" if self.mode == "packed" and has_media(data) else self.mode
+        mode = "dynamic" if self.mode == "packed" and has_media(data) and not self.packs_media else self.mode
         if grouped_rows is not None:
             work, ids = with_whole_groups(work, data), read_group_ids(data)
         lengths = data["input_lengths"] * work

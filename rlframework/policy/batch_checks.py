@@ -19,6 +19,7 @@ from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.huggingface.model_directories import first_size, read_config
+from rlframework.huggingface.vision_models import TOKEN_TYPES, packs_images
 from rlframework.interfaces.loss import TOKEN_SETS, LossColumn
 from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
 from rlframework.microbatches.row_groups import read_group_ids
@@ -35,24 +36,27 @@ class BatchLimits:
     """Sizes of a model's input; None where its configuration does not say.
 
     `vocabulary`: the number of tokens that it has embeddings for. `positions`: the longest row, in tokens.
-    `no_media`: why rows may have no media, such as images; None if they may.
+    `no_media`: why rows may have no media, such as images; None if they may. `token_types`: the column that rows with
+    media need, which tells their tokens from text; None if the model needs none.
     """
 
     vocabulary: int | None = None
     positions: int | None = None
     no_media: str | None = None
+    token_types: str | None = None
 
     @classmethod
     def of(cls, config: PolicyConfig) -> BatchLimits:
         """Return the limits of the model in `config`."""
         model = read_config(config.model_name, config.trust_remote_code)
         text, no_media = model.get_text_config(), None
-        if config.batching.mode == "packed":
-            no_media = "policy.batching.mode=packed takes text only; set it to dynamic or padded"
+        if config.batching.mode == "packed" and not packs_images(model):
+            kind = f"{model.model_type} models"
+            no_media = f"policy.batching.mode=packed takes text only for {kind}; set it to dynamic or padded"
         elif not (getattr(model, "sub_configs", None) or config.trust_remote_code):
             no_media = f"policy.model_name={config.model_name!r} is a model of text only; remove them"
         positions = first_size(text, "max_position_embeddings", "n_positions")
-        return cls(first_size(text, "vocab_size"), positions, no_media)
+        return cls(first_size(text, "vocab_size"), positions, no_media, TOKEN_TYPES.get(model.model_type))
 
     def check(
         self,
@@ -95,6 +99,11 @@ class BatchLimits:
             if value.has_media and self.no_media is not None:
                 raise BatchError(f"{key} has media, but {self.no_media}")
             value.check_joinable(key)
+        if self.token_types not in (None, *data) and any(value.has_media for value in media.values()):
+            raise BatchKeyError(
+                f"rows with media need {self.token_types} [B, S] beside input_ids, as the model's processor makes it; "
+                f"the batch has {_keys(data)}"
+            )
         for key in ("token_type_ids", "mm_token_type_ids") if media else ():
             shape = data["input_ids"].shape
             if key in data and not (is_integral(data[key]) and data[key].shape == shape):

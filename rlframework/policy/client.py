@@ -145,6 +145,7 @@ class Policy:
             TokenCost() if hidden is None else TokenCost.for_hidden_size(hidden),
             info.get("pad_multiple", 1),
             info.get("few_shapes", False),
+            info.get("packs_media", False),
         )
 
     @cached_property

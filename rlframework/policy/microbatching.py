@@ -36,13 +36,14 @@ class Microbatching:
     def mode(self, data: Rows | None = None) -> str:
         """Return how rows are grouped: "padded", "dynamic" or "packed".
 
-        With `data`, `auto` does not choose packing for multimodal rows.
+        With `data`, `auto` does not choose packing for multimodal rows that the engine cannot pack.
         """
         mode = self.engine.config.batching.mode
         if mode != "auto":
             return mode
         preferred = self.engine.preferred_batching()
-        return "dynamic" if preferred == "packed" and data is not None and has_media(data) else preferred
+        multimodal = preferred == "packed" and data is not None and has_media(data)
+        return "dynamic" if multimodal and not self.engine.microbatch_rule().packs_media else preferred
 
     def global_batch(self, data: Rows, loss_fn: LossFunction, index: int, rows: int | None) -> GlobalBatch:
         """Return this rank's rows of global batch `index`, and its counts: `DataProcessor.process_global_batch`."""

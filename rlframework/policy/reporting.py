@@ -54,6 +54,7 @@ class Reporting:
             "preferred_tokens": self._engine.preferred_tokens(),
             "pad_multiple": rule.pad_multiple,
             "few_shapes": rule.few_shapes,
+            "packs_media": rule.packs_media,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
 

@@ -34,6 +34,7 @@ CASES = [
     ({"offload": {"optimizer": True}}, 1, "policy.offload.optimizer", Capability.CPU_OFFLOAD),
     ({"optimizer": {"name": "muon"}}, 1, "policy.optimizer.name", Capability.MUON),
     ({"lora": {"rank": 4}}, 1, "policy.lora", Capability.LORA),
+    ({"freeze": "vision"}, 1, "policy.freeze", Capability.MULTIMODAL),
     ({"head": "score"}, 1, "policy.head", Capability.SCORING),
     ({"head": "value"}, 1, "policy.head", Capability.SCORING),
     ({"checkpoints": {"every": 5}}, 1, "checkpoints.every", Capability.PORTABLE_OPTIMIZER_STATE),

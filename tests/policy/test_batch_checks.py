@@ -199,11 +199,19 @@ def test_the_limits_of_a_model_and_its_media(tiny_llama: Any, tmp_path: Any) -> 
     with pytest.raises(BatchError, match=r"pixels has media, but policy.model_name=.* is a model of text only"):
         check(images, BatchLimits(no_media=limits.no_media))
     check(batch(pixels=PackedTensor([None, None], 0)), BatchLimits(no_media=limits.no_media))
-    tiny_vlms.make_model("llava").config.save_pretrained(tmp_path)
-    check(images, BatchLimits(no_media=BatchLimits.of(PolicyConfig(model_name=str(tmp_path))).no_media))
-    packed = BatchLimits.of(PolicyConfig(model_name=str(tmp_path), batching={"mode": "packed"}))
-    with pytest.raises(BatchError, match=r"pixels has media, but policy.batching.mode=packed takes text only"):
-        check(images, BatchLimits(no_media=packed.no_media))
+
+    def limits_of(kind: str, mode: str) -> BatchLimits:
+        tiny_vlms.make_model(kind).config.save_pretrained(tmp_path)
+        found = BatchLimits.of(PolicyConfig(model_name=str(tmp_path), batching={"mode": mode}))
+        return BatchLimits(no_media=found.no_media, token_types=found.token_types)
+
+    check(images, limits_of("llava", "auto"))
+    check(images, limits_of("llava", "packed"))
+    with pytest.raises(BatchError, match=r"packed takes text only for gemma3 models; set it to dynamic or padded"):
+        check(images, limits_of("gemma3", "packed"))
+    for kind, column in (("gemma3", "token_type_ids"), ("qwen2_vl", "mm_token_type_ids")):
+        with pytest.raises(BatchError, match=f"rows with media need {column}"):
+            check(images, limits_of(kind, "auto"))
 
 
 def test_values_carry_no_gradients_to_the_loss() -> None:

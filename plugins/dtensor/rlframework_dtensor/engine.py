@@ -1,7 +1,7 @@
 """The reference training engine: any Hugging Face causal language model, on CPU (gloo) and GPU (NCCL).
 
 Sharded by FSDP2 or HSDP, tensor and sequence parallelism, context and expert parallelism over one mesh (`mesh`). Also
-supports vision-language models, in padded and dynamic microbatches, LoRA with peft's layers, and reward models.
+supports vision-language models, LoRA with peft's layers, and reward models.
 
 Implements the primitives of `rlframework.policy.engine.Engine`: the training step here, weights and moments in `state`.
 """
@@ -16,18 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlframework.huggingface.vision_models import packs_images
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.microbatches.aligned_media import align_media
 from rlframework.microbatches.on_demand import on_device, on_host
 from rlframework.models.forward import ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import is_multimodal
+from rlframework.models.parts import trains_images_only
 from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadOutput, HeadRequest, read_head_output
 from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
 from rlframework.workers import process_groups
-from rlframework_dtensor import gradients, media, offload
+from rlframework_dtensor import gradients, offload
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.model_builder import build_model
@@ -56,9 +59,9 @@ class DTensorEngine(ModelState):
         self.router_loss = LoadBalancingLoss(self.model, self.data_parallel_group()) if balances else None
         self._optimizer = make_optimizer(self.model, self.config.optimizer) if init_optimizer else None
         self._host_weights, self._host_moments = HostBuffers(), HostBuffers()
-        self._reduction = self._mesh and GradientReduction(
-            self.model, self.backend_config.reduce_gradients, self.device, self._sizes.tensor
-        )
+        # the last microbatch may have no backward if only images are trained on
+        when = "microbatch" if trains_images_only(self.config) else self.backend_config.reduce_gradients
+        self._reduction = self._mesh and GradientReduction(self.model, when, self.device, self._sizes.tensor)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -70,7 +73,7 @@ class DTensorEngine(ModelState):
         if not forward_only:
             self.model.zero_grad(set_to_none=True)
             if self._multimodal:
-                aligned = media.align_media(on_host(microbatches), self.data_parallel_group())
+                aligned = align_media(on_host(microbatches), self.data_parallel_group())
                 microbatches = on_device(aligned, self.device)
             if self.router_loss is not None:
                 step = self._with_router_loss(step, microbatches, head)
@@ -110,9 +113,11 @@ class DTensorEngine(ModelState):
                 result = step(read_head_output(values, head), microbatch)
             if not forward_only:
                 assert result.loss is not None
-                # FSDP2 averages gradients over ranks; the contract is their sum
-                with trace_span(BACKWARD):
-                    (result.loss * self._sizes.gradient_ranks).backward()
+                # of text alone nothing is trained if the language model is frozen
+                if result.loss.requires_grad or not self._multimodal:
+                    # FSDP2 averages gradients over ranks; the contract is their sum
+                    with trace_span(BACKWARD):
+                        (result.loss * self._sizes.gradient_ranks).backward()
                 result.loss = None
         return result
 
@@ -138,7 +143,8 @@ class DTensorEngine(ModelState):
         multiple = 1 if self._context is None else self._context.pad_multiple
         # sequence parallelism needs the same number of tokens on each rank
         multiple *= self._sizes.tensor if self.config.parallelism.sequence else 1
-        return MicrobatchRule(pad_multiple=multiple, few_shapes=self.device.type != "cpu")
+        packs_media = self._packs and packs_images(self.model.config)
+        return MicrobatchRule(pad_multiple=multiple, few_shapes=self.device.type != "cpu", packs_media=packs_media)
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rlframework.config.policy import LoraConfig, PolicyConfig
+from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters
@@ -34,6 +34,7 @@ from rlframework.models.loading import (
     require_vocabulary,
 )
 from rlframework.models.named_tensors import named_tensors
+from rlframework.models.parts import freeze_part, trains_images_only
 from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.host_buffers import HostBuffers
@@ -97,6 +98,8 @@ def build_model(
         experts.shard_experts(model, mesh.expert)
     if config.lora is not None:
         adapters.freeze(model)
+    if config.freeze is not None:
+        freeze_part(model, config.freeze)
     head = HeadPatch(model, head_rows)
     apply_fsdp(model, mesh, config, section.reshard_after_forward)
     load_pretrained_weights(model, layout, config, choice, device)
@@ -108,23 +111,18 @@ def build_model(
 def _prepare(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer: Any, sizes: Sizes) -> None:
     """Check the model and apply everything that has to happen before it is sharded."""
     require_vocabulary(model, tokenizer)
-    if sizes.tensor > 1 and is_multimodal(model):
+    if trains_images_only(config) and section.replicate > 1:
         raise NotSupported(
-            f"{type(model).__name__} is multimodal, which tensor parallelism does not support; "
-            "set policy.parallelism.tensor to 1"
+            "a frozen language model is not supported with replicas of the weights; set policy.dtensor.replicate to 1"
         )
     if config.lora is not None:
-        _inject_adapters(model, config.lora)
+        adapters.inject(model, config.lora)
+    if config.freeze is not None:
+        freeze_part(model, config.freeze)
     if config.activation_checkpointing:
         checkpoint_activations(model, config.activation_checkpointing)
     if section.compile:
         compile_blocks(model)
-
-
-def _inject_adapters(model: Any, section: LoraConfig) -> None:
-    if is_multimodal(model):
-        raise NotSupported(f"{type(model).__name__} is multimodal, which LoRA does not support; unset policy.lora")
-    adapters.inject(model, section)
 
 
 def compile_blocks(model: Any, compiler: str = "inductor") -> None:

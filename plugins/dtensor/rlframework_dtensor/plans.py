@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from rlframework.errors import ConfigError, NotSupported
+from rlframework.models.loading import is_multimodal
 from rlframework_dtensor.styles import (
     REPLICATED,
     SEQUENCE,
@@ -51,21 +52,34 @@ def make_plan(model: Any, *, sequence: bool, custom: str | None) -> Plan:
 
     `sequence`: hidden states are sharded along the sequence between the sharded modules. `custom`: an import path.
     """
+    kind, base = model.config.get_text_config().model_type, _base(model)
     if custom is not None:
         plan = _custom(custom)
-    elif model.config.model_type in NORMS:
-        plan = _family(model.base_model_prefix, model.config.model_type, sequence)
-    elif model.config.model_type == "gpt2":
-        plan = _gpt2(model.base_model_prefix, sequence)
+    elif sequence and is_multimodal(model):
+        raise NotSupported(
+            f"there is no sequence-parallel plan for {type(model).__name__}, which is multimodal; set "
+            "policy.parallelism.sequence to false"
+        )
+    elif kind in NORMS:
+        plan = _family(base, kind, sequence)
+    elif kind == "gpt2":
+        plan = _gpt2(base, sequence)
     elif sequence:
         raise NotSupported(
-            f"there is no sequence-parallel plan for {model.config.model_type!r} (there is one for "
+            f"there is no sequence-parallel plan for {kind!r} (there is one for "
             f"{', '.join([*NORMS, 'gpt2'])}); set policy.parallelism.sequence to false, or {KEY}"
         )
     else:
-        plan = _own(model)
+        plan = _own(model, base)
     _require_modules(model, plan)
     return plan
+
+
+def _base(model: Any) -> str:
+    """The path of the module with the blocks: of a multimodal model that of its language model, the rest is whole."""
+    if not is_multimodal(model):
+        return str(model.base_model_prefix)
+    return next(name for name, module in model.named_modules() if module is model.get_decoder())
 
 
 def _family(base: str, kind: str, sequence: bool) -> Plan:
@@ -107,17 +121,17 @@ def _along_the_sequence(first_block: str, last_norm: str, norms: list[str]) -> P
     return plan
 
 
-def _own(model: Any) -> Plan:
+def _own(model: Any, base: str) -> Plan:
     """The plan in the model's own configuration, without the embedding, which is always sharded over the vocabulary."""
-    embedding = [name for name, module in model.base_model.named_modules() if module is model.get_input_embeddings()]
-    own = getattr(model.config, "base_model_tp_plan", None) or {}
+    blocks, config = model.get_submodule(base), model.config.get_text_config()
+    embedding = [name for name, module in blocks.named_modules() if module is model.get_input_embeddings()]
+    own = getattr(config, "base_model_tp_plan", None) or {}
     plan = {path: word for path, word in own.items() if path not in embedding}
     if not plan:
         raise NotSupported(
-            f"there is no tensor-parallel plan for {model.config.model_type!r}; set policy.parallelism.tensor "
-            f"to 1, or {KEY}"
+            f"there is no tensor-parallel plan for {config.model_type!r}; set policy.parallelism.tensor to 1, or {KEY}"
         )
-    styles = {f"{model.base_model_prefix}.{path}": _style(path, word) for path, word in plan.items()}
+    styles = {f"{base}.{path}": _style(path, word) for path, word in plan.items()}
     _require_whole_gradients(model, styles)
     return styles
 

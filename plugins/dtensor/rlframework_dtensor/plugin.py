@@ -38,6 +38,7 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
                     Capability.PORTABLE_OPTIMIZER_STATE,
                     Capability.MUON,
                     Capability.LORA,
+                    Capability.MULTIMODAL,
                     Capability.SHARDED_CHECKPOINTS,
                 }
             ),

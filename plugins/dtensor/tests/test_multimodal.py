@@ -17,6 +17,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.errors import BatchError, DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.huggingface.vision_models import PACKS_IMAGES
 from rlframework_dtensor.engine import DTensorEngine
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("multimodal")]  # the tw
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
 IMAGES = [1, 0, 2, 0, 0, 1, 3, 1]
 MODES = ["padded", "dynamic", "auto"]
+"""`auto` packs rows of the kinds that can be packed."""
 
 
 @pytest.fixture(scope="module", params=tiny_vlms.FAMILIES)
@@ -62,6 +64,11 @@ class RecordingEngine(DTensorEngine):
     """Keeps the whole gradients where a step would be taken, and takes none."""
 
     gradients: dict[str, torch.Tensor]
+    packed: bool
+
+    def forward_backward(self, microbatches: Any, *args: Any, **how: Any) -> Any:
+        self.packed = all(one.cu_seqlens is not None for one in microbatches)
+        return super().forward_backward(microbatches, *args, **how)
 
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         with_gradient = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -121,25 +128,20 @@ def assert_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_logprobs_match_each_row_alone(worker, plain, rows, mode):
+def test_logprobs_loss_and_gradients_match_each_row_alone(family, worker, plain, rows, mode):
     with torch.no_grad():
         expected = tiny_vlms.alone(plain, rows)
-    made = worker(mode)
+    made = worker(mode, activation_checkpointing=mode == "auto")
     torch.testing.assert_close(made.get_logprobs(rows)["logprobs"], expected, rtol=1e-5, atol=1e-5)
     order = [6, 1, 0, 7, 3, 2, 4, 5]
     shuffled = made.get_logprobs(rows.select_indices(order))["logprobs"]
     torch.testing.assert_close(shuffled, expected[order], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_loss_and_gradients_match_each_row_alone(worker, plain, rows, mode):
     loss, gradients = expected_step(plain, rows)
     assert any("vision" in name or "visual" in name for name in gradients)
-    for checkpointing in (False, True):
-        made = worker(mode, activation_checkpointing=checkpointing)
-        result = made.train(rows, NLLLoss())
-        assert float(result["global_loss"][0]) == pytest.approx(loss, rel=1e-5)
-        assert_gradients(made.engine.gradients, gradients)
+    result = made.train(rows, NLLLoss())
+    assert made.engine.packed == (mode == "auto" and family in PACKS_IMAGES)
+    assert float(result["global_loss"][0]) == pytest.approx(loss, rel=1e-5)
+    assert_gradients(made.engine.gradients, gradients)
 
 
 def test_rows_of_text_are_packed(family, worker, plain, rows):
@@ -156,8 +158,11 @@ def test_rows_of_text_are_packed(family, worker, plain, rows):
     assert_gradients(made.engine.gradients, gradients)  # and none for the vision tower
 
 
-def test_packing_images_is_rejected(worker, rows):
-    made = worker("packed")
+def test_packing_images_that_see_each_other_is_rejected(tmp_path):
+    rows = tiny_vlms.make_rows("gemma3", IMAGES)
+    folder = str(save("gemma3", tmp_path))
+    config = {"model_name": folder, "batching": {"mode": "packed"}, "train_global_batch_size": 8}
+    made = DTensorPolicyWorker(config, TOKENIZER, init_reference_model=False)
     for call in (made.get_logprobs, lambda batch: made.train(batch, NLLLoss())):
         with pytest.raises(
             BatchError, match=r"multimodal rows .*pixel_values.* cannot be packed; set policy\.batching"
@@ -165,6 +170,7 @@ def test_packing_images_is_rejected(worker, rows):
             call(rows)
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"], scope="module")
 def test_bfloat16_comes_close(worker, plain, rows):
     with torch.no_grad():
         expected = tiny_vlms.alone(plain, rows)
@@ -217,6 +223,14 @@ UNCOUNTED = {  # rows with a zero mask
     "a rank has nothing but a dummy of text": ([1, 0, 0, 1, 0, 0, 0, 0], [4, 5, 6, 7]),
 }
 
+TENSOR = "tensor"
+"""The mode in which both ranks have all rows, and share the language model."""
+RUN_ON_RANKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "qwen2_vl": dict.fromkeys(MODES, (*CASES, *UNCOUNTED)) | {TENSOR: ("mixed",)},
+    **{family: {"auto": ("mixed",), TENSOR: ("mixed",)} for family in ("llava", "gemma3", "qwen3_vl")},
+}
+"""The batches of each kind, by mode; what the ranks do depends little on the kind."""
+
 RANKS = """
 import datetime, os, sys
 from pathlib import Path
@@ -235,15 +249,17 @@ context = WorkerContext(rank=rank, world_size=2, local_rank=rank)
 for family in families:
     config = {"model_name": str(folder / family), "train_global_batch_size": 8, "optimizer": {"lr": 1e-3}}
     found = {}
-    for mode, size in (("padded", 2), ("dynamic", 0)):
-        batching = {"mode": mode, "tokens": 40}
-        keys = {"batching": batching, "train_micro_batch_size": size or 1, "logprob_batch_size": 2}
+    for mode, names in tests.RUN_ON_RANKS[family].items():
+        keys = {"batching": {"mode": mode, "tokens": 40}, "train_micro_batch_size": 2, "logprob_batch_size": 2}
+        if mode == tests.TENSOR:
+            keys["batching"]["mode"], keys["parallelism"] = "auto", {"tensor": 2}
         worker = tests.Recorder(config | keys, tests.TOKENIZER, context=context, init_reference_model=False)
-        for name in (*tests.CASES, *tests.UNCOUNTED):
-            shard = tests.batch_of(family, name).slice(4 * rank, 4 * rank + 4)
+        for name in names:
+            shard = tests.batch_of(family, name)
+            shard = shard if mode == tests.TENSOR else shard.slice(4 * rank, 4 * rank + 4)
             logprobs = worker.get_logprobs(shard)["logprobs"]
             loss = worker.train(shard, NLLLoss())["global_loss"].item()
-            found[f"{name}, {mode} {size}"] = logprobs, loss, worker.engine.gradients
+            found[name, mode] = logprobs, loss, worker.engine.gradients
         worker.shutdown()
     torch.save(found, folder / f"{family}-{rank}.pt")
 dist.barrier()
@@ -262,11 +278,11 @@ def batch_of(family: str, name: str) -> BatchedDataDict[Any]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The folder with what the two ranks found, after one start of them for all families."""
+    """The folder with what the two ranks found, after one start of them for all of `RUN_ON_RANKS`."""
     folder = tmp_path_factory.mktemp("ranks")
-    for family in tiny_vlms.FAMILIES:
+    for family in RUN_ON_RANKS:
         save(family, folder)
-    families = ",".join(tiny_vlms.FAMILIES)
+    families = ",".join(RUN_ON_RANKS)
     done = run_program(RANKS, folder, families)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -277,14 +293,19 @@ def ranks(family, ran):
     return [torch.load(ran / f"{family}-{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("cut", ["padded 2", "dynamic 0"])
-@pytest.mark.parametrize("name", [*CASES, *UNCOUNTED])
-def test_two_ranks_match_the_loss_and_gradients_of_one(family, plain, ranks, name, cut):
+@pytest.mark.parametrize(
+    ("family", "mode", "name"),
+    [(family, mode, name) for family, modes in RUN_ON_RANKS.items() for mode, names in modes.items() for name in names],
+    scope="module",
+)
+def test_two_ranks_match_the_loss_and_gradients_of_one(family, plain, ranks, mode, name):
     rows = batch_of(family, name)
     with torch.no_grad():
         logprobs = tiny_vlms.alone(plain, rows)
     loss, gradients = expected_step(plain, rows)
-    got = [rank[f"{name}, {cut}"] for rank in ranks]
+    got = [rank[name, mode] for rank in ranks]
+    if mode == TENSOR:
+        logprobs = torch.cat([logprobs, logprobs])
     torch.testing.assert_close(torch.cat([each[0] for each in got]), logprobs, rtol=1e-5, atol=1e-5)
     for each in got:
         assert each[1] == pytest.approx(loss, rel=1e-5)
@@ -297,20 +318,23 @@ def _images(name: str) -> list[int]:
     return UNCOUNTED[name][0] if name in UNCOUNTED else CASES[name]
 
 
-def test_media_of_two_kinds(family):
+@pytest.mark.parametrize("packed", [False, True])
+def test_media_of_two_kinds(packed):
     """If ranks have images and videos, a microbatch gets a row for each kind that it lacks."""
+    from rlframework.microbatches import aligned_media as media
     from rlframework.microbatches.data_processor import make_microbatch
-    from rlframework_dtensor import media
 
-    rows = tiny_vlms.make_rows(family, [1, 0, 1]).select_indices([0, 1, 2])
+    rows = tiny_vlms.make_rows("qwen2_vl", [1, 0, 1]).select_indices([0, 1, 2])
     films = PackedTensor([None, None, torch.ones(2, 2)], dim_to_pack=0)
     rows["films"] = films
     sample = media._shortest("films", [make_microbatch(rows, torch.tensor([0, 1, 2]), packed=False, positions="all")])
     length = int(rows["input_lengths"][2])
     assert sample["input_ids"].tolist() == [rows["input_ids"][2, :length].tolist()]
-    text = make_microbatch(rows, torch.tensor([1]), packed=False, positions="all")
+    text = make_microbatch(rows, torch.tensor([1]), packed=packed, positions="all")
     grown = media._with_media(text, {"films"}, {"films": sample})
-    assert grown.processed_inputs.input_ids.shape[0] == 2
+    own = int(rows["input_lengths"][1])
+    assert grown.processed_inputs.input_ids.shape == ((1, own + length) if packed else (2, max(own, length)))
+    assert grown.cu_seqlens is None or grown.cu_seqlens.tolist() == [0, own, own + length]
     assert grown.processed_inputs.vlm_kwargs["films"].shape == (2, 2)
     own = grown.processed_inputs.input_ids.flatten()[grown.head_positions + 1]
     assert torch.equal(own, text.targets)

@@ -185,6 +185,9 @@ def _lora_problems(config: RunConfig, section: MegatronConfig) -> Iterator[Probl
     yield from lora_problems(config)
     if config.policy.lora is None:
         return
+    if config.policy.lora.part != "all":
+        message = "the backend trains models of text only, which have no parts."
+        yield Problem("policy.lora.part", message, "Set it to all.")
     if config.policy.parallelism.expert > 1:
         message = "LoRA with expert parallelism is not supported: it has not been validated."
         yield Problem("policy.parallelism.expert", message, "Set it to 1.")

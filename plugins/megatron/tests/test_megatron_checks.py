@@ -228,10 +228,11 @@ def test_parameter_offload_is_rejected_on_a_gpu_and_ignored_on_a_cpu(problems):
         ({"parallelism": {"expert": 2}}, "policy.parallelism.expert"),
         ({"megatron": {"transformer_engine": True}}, "policy.megatron.transformer_engine"),
         ({"head": "score"}, "policy.lora"),
+        ({"lora": {"part": "vision"}}, "policy.lora.part"),
     ],
 )
 def test_what_does_not_combine_with_adapters_is_rejected(problems, keys, key):
-    (found,) = problems(MIXTURE, workers=2, lora={}, **keys)
+    (found,) = problems(MIXTURE, workers=2, **{"lora": {}, **keys})
     assert found.key == key
 
 
@@ -284,6 +285,7 @@ def test_workers_reject_the_same_splits(read, model, workers, parallelism, secti
 MODELS = [
     ({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4}, "gpt2"),
     ({"model_type": "gemma", **SIZES, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ({"model_type": "qwen2_vl"}, "qwen2_vl"),
 ]
 
 

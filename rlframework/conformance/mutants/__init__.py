@@ -21,6 +21,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "policy_worker.grouping",
         "policy_worker.row_groups",
         "policy_worker.kinds",
+        "policy_worker.images",
         "policy_worker.context",
         "policy_worker.tensor",
         "policy_worker.training",

@@ -9,6 +9,7 @@ from rlframework.conformance.suites.policy_worker.experts import Experts
 from rlframework.conformance.suites.policy_worker.failures import Failures
 from rlframework.conformance.suites.policy_worker.grouping import Grouping
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness
+from rlframework.conformance.suites.policy_worker.images import Images
 from rlframework.conformance.suites.policy_worker.kinds import Kinds
 from rlframework.conformance.suites.policy_worker.muon import MuonOptimizer
 from rlframework.conformance.suites.policy_worker.native import Native
@@ -27,6 +28,7 @@ class PolicyWorkerSuite(
     Grouping,
     GroupedRows,
     Kinds,
+    Images,
     Training,
     TokenSets,
     MuonOptimizer,

@@ -35,6 +35,7 @@ REJECTED_BY_CONFIGURATION: Mapping[Capability, Mapping[str, Any]] = {
     Capability.SCORING: {"head": "score"},
     Capability.MUON: {"optimizer": {"name": "muon"}},
     Capability.LORA: {"lora": {"rank": 4}},
+    Capability.MULTIMODAL: {"freeze": "vision"},
 }
 """Keys of `policy` that require a capability; without it the configuration is rejected before a process starts."""
 

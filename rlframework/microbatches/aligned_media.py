@@ -1,10 +1,10 @@
-"""Backward passes in which some ranks have images and others have none.
+"""Microbatches of which some ranks have images and others have none.
 
-FSDP reduces the gradients of a group of weights in one collective whose size depends on which weights have a gradient.
-On a rank without images the weights of the vision tower have none, and ranks whose collectives differ in size hang or
-mix up gradients. So if any rank has images at a step, a microbatch without images gets an extra row with an
-image: no head runs on that row, and the gradients that it contributes are zero. If no rank has images, the weights have
-no gradient on any rank, as in a single process.
+FSDP and ZeRO reduce the gradients of a group of weights in one collective whose size depends on which weights have a
+gradient, and ZeRO-3 also gathers each weight where a rank needs it. On a rank without images the vision tower does not
+run, and ranks whose collectives differ hang or mix up gradients. So if any rank has images at a step, a microbatch
+without images gets an extra row or sequence with an image: no head runs on it, and the gradients that it contributes
+are zero. If no rank has images, the weights have no gradient on any rank, as in a single process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.interfaces.data_processor import Microbatch
-from rlframework.microbatches.model_inputs import padded_inputs
+from rlframework.microbatches.data_processor import packed_media
+from rlframework.microbatches.global_batch import real_tokens
+from rlframework.microbatches.model_inputs import packed_inputs, padded_inputs
 
 Rows = BatchedDataDict[Any]
 
@@ -81,21 +83,33 @@ def _shortest(key: str, microbatches: Sequence[Microbatch]) -> Rows:
 
 
 def _model_inputs(rows: Rows) -> dict[str, Any]:
-    return {"input_ids": rows["input_ids"], **rows.get_multimodal_dict()}
+    return {
+        "input_ids": rows["input_ids"],
+        "input_lengths": rows["input_lengths"],
+        **rows.get_multimodal_dict(),
+    }
 
 
 def _with_media(microbatch: Microbatch, keys: set[str], samples: dict[str, Rows | None]) -> Microbatch:
-    """Append rows, without head positions, for the media in `keys` that `microbatch` lacks."""
+    """Append rows or sequences, without head positions, for the media in `keys` that `microbatch` lacks."""
     device = microbatch.processed_inputs.input_ids.device
     parts, has = [_model_inputs(microbatch.data_dict)], _media(microbatch.data_dict)
     if has - keys:  # a dummy: zero its tokens, so that none is an image placeholder
-        parts, has = [{k: torch.zeros_like(v) for k, v in parts[0].items() if isinstance(v, torch.Tensor)}], set()
+        lengths = {"input_lengths": parts[0]["input_lengths"]}
+        tensors = {key: value for key, value in parts[0].items() if isinstance(value, torch.Tensor)}
+        parts, has = [{key: torch.zeros_like(value) for key, value in tensors.items()} | lengths], set()
     for key in sorted(keys - has):
         sample = samples[key]
         assert sample is not None
         parts.append(sample.to(device).data)
     joined: Rows = BatchedDataDict.from_batches(parts, allow_missing_packed_tensors=True)
-    inputs = padded_inputs(joined["input_ids"])
+    real = real_tokens(joined)
+    input_ids = joined["input_ids"].where(real, 0)
+    if microbatch.cu_seqlens is not None:
+        inputs, bounds = packed_inputs(input_ids, joined["input_lengths"])
+        inputs.vlm_kwargs = packed_media(joined, real, inputs.seq_len)
+        return replace(microbatch, processed_inputs=inputs, cu_seqlens=bounds.cpu())
+    inputs = padded_inputs(input_ids)
     inputs.vlm_kwargs, inputs.position_ids = joined.get_multimodal_dict(as_tensors=True, device=device), None
     row = torch.div(microbatch.head_positions, microbatch.processed_inputs.seq_len, rounding_mode="floor")
     shift = inputs.seq_len - microbatch.processed_inputs.seq_len

@@ -1,0 +1,77 @@
+"""Contracts 2 and 3 with images: each row is computed with its own images, in every batching mode."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.conformance import cases
+from rlframework.conformance.contracts import FP32
+from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
+from rlframework.conformance.vision_oracle import VisionOracle
+from rlframework.plugins.types import Capability
+
+TOKENS = 80
+OTHER_NAMES = {"model.visual.": "visual.", "model.language_model.": "model."}
+"""Starts of the names of weights in memory and in files, where they differ."""
+
+
+class Images(Suite):
+    """Rows with none, one and two images, compared with each row by itself."""
+
+    @holds(2, Capability.MULTIMODAL)
+    def test_rows_see_their_own_images(self, harness: PolicyHarness) -> None:
+        """Log-probabilities, loss and gradients of padded rows must be the oracle's, in the image encoder too."""
+        first_image_step(harness, "images", {"mode": "padded"})
+
+    @holds(2, Capability.MULTIMODAL)
+    def test_images_of_different_sizes_keep_to_their_rows(self, harness: PolicyHarness) -> None:
+        """The same for images of different sizes, in microbatches of the backend's choice, packed if it packs them."""
+        first_image_step(harness, "patches", {"mode": "auto", "tokens": TOKENS})
+
+    @holds(3, Capability.MULTIMODAL)
+    def test_one_part_is_trained(self, harness: PolicyHarness) -> None:
+        """A step with `policy.freeze` must change the weights of the other part only, unless it is rejected by name."""
+        data = cases.image_batch("images")
+        for part, frozen in (("vision", "vision_model"), ("language", "text_model")):
+            keys: dict[str, Any] = {"freeze": part, "optimizer": {"lr": 1e-2}}
+            policy = harness.policy_unless_rejected("images", f"a frozen {part} part", "frozen", **keys)
+            if policy is None:
+                continue
+            before = harness.weights(policy)
+            policy.prepare_for_training()
+            policy.train(data, loss_function("nll"))
+            after = harness.weights(policy)
+            changed = {name for name in before if not before[name].equal(after[name])}
+            kept = {name for name in before if f".{frozen}." in name or (part == "language" and "lm_head" in name)}
+            harness.equal(f"weights changed with policy.freeze={part}", changed, before.keys() - kept)
+
+
+def first_image_step(harness: PolicyHarness, model: str, batching: dict[str, Any]) -> None:
+    """Compare log-probabilities, loss, gradient norm and gradients of the first step on images with the oracle."""
+    data: BatchedDataDict[Any] = cases.image_batch(model)
+    policy, oracle = harness.policy(model, batching=batching, **PROBE), VisionOracle(harness.model(model))
+    oracle.max_grad_norm = None
+    what = f"{model}, {batching['mode']}"
+    harness.values(f"log-probabilities, {what}", policy.get_logprobs(data)["logprobs"], oracle.logprobs(data))
+    before: dict[str, Tensor] = harness.weights(policy)
+    right = oracle.step(data, "nll")
+    harness.compare_step(policy, right, data, "nll", what)
+    found = harness.gradient(policy, before)
+    # the gradient of a key's bias is rounding only
+    expected = {name: one for name, one in right.gradients.items() if one.norm() > 1e-6 * right.grad_norm}
+    expected = {_in_files(name, found): one for name, one in expected.items()}
+    found = {name: found[name] for name in expected}
+    harness.tensors(f"gradient, {what}", found, expected, FP32, 10 * FP32)
+
+
+def _in_files(name: str, names: Collection[str]) -> str:
+    """Return the name in files, which are `names`, of the weight `name` in memory."""
+    for start, other in OTHER_NAMES.items():
+        if name.startswith(start) and name not in names:
+            return other + name.removeprefix(start)
+    return name
