@@ -36,7 +36,7 @@ def _features_of_a_tile(config: Any) -> int | None:
     if kind == "internvl":
         return int(patches * config.downsample_ratio**2)
     if kind == "llava":
-        return patches + (config.vision_feature_select_strategy == "full")
+        return int(patches + (config.vision_feature_select_strategy == "full"))
     return int(patches // config.scale_factor**2)
 
 

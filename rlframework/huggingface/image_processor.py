@@ -20,9 +20,10 @@ def load_processor(name: str, config: Any, tokenizer: Any) -> Any:
     Raises a `DataError` if transformers knows none for this kind of model, or it cannot be loaded.
     """
     import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto import processing_auto
 
-    kind = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    known: Any = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
+    kind = known.get(config.model_type)
     if kind is None:
         raise DataError(
             f"environment.images is set, but a {config.model_type} model takes no images that transformers has a "
@@ -47,7 +48,7 @@ def load_processor(name: str, config: Any, tokenizer: Any) -> Any:
 
 def copy_processor(name: str, folder: Path) -> None:
     """Copy the files of the processor of the model `name`, if it has any, into `folder`."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     for file in _FILES:
         found = Path(name) / file
@@ -82,5 +83,5 @@ def image_tokens(config: Any) -> list[int]:
 
 def image_token(config: Any) -> int:
     """Return the token that stands for a feature of an image in a model of `config`."""
-    found = getattr(config, "image_token_id", None)
-    return int(getattr(config, "image_token_index", None) if found is None else found)
+    found: Any = getattr(config, "image_token_id", None)
+    return int(config.image_token_index if found is None else found)
