@@ -49,8 +49,10 @@ def rows_of(parts: Parts) -> Rows:
     elif getattr(algorithm, "token_data", None) is not None:
         lengths = TokenData(algorithm.token_data).lengths.tolist()
     else:
-        how: Any = getattr(algorithm, "train_on", "all"), getattr(algorithm, "max_tokens", None)
-        lengths = [len(ids) for ids, _ in render_samples(parts.tokenizer, _selected(parts), *how, parts.images)]
+        train_on: Any = getattr(algorithm, "train_on", "all")
+        cut: Any = getattr(algorithm, "max_tokens", None)
+        rows = render_samples(parts.tokenizer, _selected(parts), train_on, cut, parts.images)
+        lengths = [len(ids) for ids, _ in rows]
     return Rows(count, sum(lengths) / len(lengths), max(lengths), generated)
 
 
