@@ -1,10 +1,10 @@
 """How much throughput does a hard bound on staleness cost, by the bound and by the rule that keeps it?
 
 In virtual time, with the ledger itself: 1 to 256 engines, groups of 8 completions of log-normal length (sigma 1), a
-trainer that needs as long for a step as the engines if none of them waits, which is the hardest case, and refits of 1%
-of that. Each rule sees the same lengths. Throughput is relative to asynchrony without a bound, in which a step takes
-the groups that are complete first, so that only the slower side limits it. Staleness is that of the first token of a
-group. Nothing is measured on this machine: the results depend on the seeds alone.
+trainer that needs as long for a step as the engines if none of them waits, and refits of 1% of that. Each rule sees the
+same lengths. Throughput is relative to asynchrony without a bound, in which a step takes the groups that are complete
+first, so that only the slower side limits it. Staleness is that of the first token of a group. Nothing is measured on
+this machine: the results depend on the seeds alone.
 """
 
 from __future__ import annotations
