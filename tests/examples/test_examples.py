@@ -13,6 +13,8 @@ from probe_forked import run_program
 
 from rlframework import config_schema, create_manager, load_config
 from rlframework.errors import ConfigError, WorkerError
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +97,30 @@ def test_the_generation_benchmark_writes_json(tmp_path):
     script(ROOT / "benchmarks" / "generation.py", *few, "--json", tmp_path / "generation.json")
     results = json.loads((tmp_path / "generation.json").read_text())["results"]
     assert results.keys() == {"generation, fixed", "generation, ragged"}
+
+
+def test_the_benchmarks_of_learning_train_what_is_missing(tmp_path):
+    """From a model of random weights in the place of the quickstart's; a second call trains nothing."""
+    place = tmp_path / "seed-0"
+    make_llama(place / "sft" / "model", character_tokenizer("0123456789+="), hidden=16, layers=1, heads=2)
+    few = ["--seeds", 0, "--output", tmp_path, "--json", tmp_path / "found.json", "algorithm.num_steps=1"]
+    printed = script(ROOT / "benchmarks" / "preferences.py", "--algorithms", "dpo,reward_model", *few)
+    assert "dpo            pairs  50.0% -> " in printed
+    results = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert [row["step"] for row in results["dpo"][0]["pairs"]] == [0, 1]
+    assert len(results["dpo"][0]["answers"]) == 2
+    pairs = [json.loads(line) for line in (place / "preferences" / "pairs.jsonl").read_text().splitlines()]
+    assert len(pairs) > 5000
+    for pair in pairs:
+        assert str(sum(map(int, pair["prompt"].rstrip("=").split("+")))) == pair["chosen"] != pair["rejected"]
+    few += ["algorithm.prompts_per_step=2", "policy.train_global_batch_size=16", "algorithm.validation.samples=4"]
+    few += ["policy.scheduler.warmup_steps=0"]
+    script(ROOT / "benchmarks" / "algorithms.py", "--algorithms", "cispo:verl", *few)
+    assert (tmp_path / "algorithms.png").stat().st_size > 10_000
+    written = (place / "cispo-verl" / "model" / "model.safetensors").stat().st_mtime_ns
+    printed = script(ROOT / "benchmarks" / "algorithms.py", "--algorithms", "cispo:verl", *few)
+    assert "cispo:verl" in printed
+    assert (place / "cispo-verl" / "model" / "model.safetensors").stat().st_mtime_ns == written
 
 
 def test_the_benchmark_of_a_gpu_runs_on_a_cpu_and_writes_json(tmp_path):
