@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.config.sections import RunConfig
+    from rlframework.datasets.image_inputs import ImageInputs
     from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Environment
     from rlframework.observers.dispatch import Observers
@@ -23,7 +24,8 @@ class Parts:
     """The components of a run that an algorithm uses.
 
     `checkpoint` is the one to resume from, or None for a new run. `models` has the further policies of the run by the
-    names of their sections: `critic`, `teacher`, `reward_model`.
+    names of their sections: `critic`, `teacher`, `reward_model`. `images` makes the model's inputs of images, or is
+    None if rows have none (`environment.images`).
     """
 
     config: RunConfig
@@ -34,6 +36,7 @@ class Parts:
     observers: Observers
     checkpoint: Path | None = None
     models: Mapping[str, Policy] = field(default_factory=dict)
+    images: ImageInputs | None = None
 
     @property
     def trained(self) -> dict[str, Policy]:

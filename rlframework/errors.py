@@ -21,6 +21,10 @@ class DataError(UserError):
     """A dataset or model directory cannot be used. The message names the file and, if possible, the line."""
 
 
+class ImageError(DataError):
+    """An image of a row cannot be used, or the row has another number of images than places for them."""
+
+
 class BatchError(UserError, ValueError, AssertionError):
     """A batch has the wrong shape, size or keys. Also an `AssertionError`, for code written for NeMo-RL."""
 

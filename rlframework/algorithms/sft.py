@@ -22,6 +22,7 @@ from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.interfaces.environment import Environment, Sample, Split
 from rlframework.interfaces.loss import LossFunction
+from rlframework.interfaces.messages import pictures_of
 from rlframework.observers.services import flatten
 from rlframework.plugins.user_defined import load_loss
 from rlframework.secrets import hide_secrets
@@ -102,11 +103,16 @@ class SFT(StepLoop):
         """Return the batch of `samples` of `split`: one conversation per row, with a mask on the trained tokens."""
         rendered = self.render(samples)
         self.inputs.fits(split, [len(ids) for ids, _ in rendered], samples)
-        return _batch(pad_rendered(rendered, self.parts.tokenizer.pad_token_id))
+        batch = _batch(pad_rendered(rendered, self.parts.tokenizer.pad_token_id))
+        if self.parts.images is not None:
+            pictures = [pictures_of(sample.messages) for sample in samples]
+            batch.update(self.parts.images.columns(pictures, batch["input_ids"]))
+        return batch
 
     def render(self, samples: Sequence[Sample]) -> list[tuple[list[int], list[bool]]]:
         """Return the token ids and mask of each sample, as configured."""
-        return render_samples(self.parts.tokenizer, samples, self.config.train_on, self.config.max_tokens)
+        config, parts = self.config, self.parts
+        return render_samples(parts.tokenizer, samples, config.train_on, config.max_tokens, parts.images)
 
 
 def open_token_data(config: SFTConfig, parts: Parts) -> TokenData:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, Section, import_path
+from rlframework.config.images import ImagesConfig
 from rlframework.config.judge import JudgeConfig
 from rlframework.config.numbers import Coefficient, Fraction, Seconds, Steps, Workers
 from rlframework.config.sections import EnvironmentConfig
@@ -112,6 +113,8 @@ class ColumnsConfig(Section):
     answer: str = Field("answer", description="column with the reference answer for `check`")
     text: str = Field("text", description="column with plain text, all of it trained on")
     tools: str = Field("tools", description="column with the tools that the conversation may call: a list, or as JSON")
+    image: str = Field("image", description="column with an image: path, bytes, or as `datasets` stores it")
+    images: str = Field("images", description="column with a list of images, after that of `image`")
 
     @cached_property
     def renamed(self) -> tuple[str, ...]:
@@ -218,6 +221,7 @@ class DatasetConfig(RowsConfig):
     max_samples: Steps | None = Field(None, description="use only this many of the first training rows")
     max_validation_samples: Steps = Field(1024, description="maximum validation samples, held out or given")
     columns: ColumnsConfig = ColumnsConfig()
+    images: ImagesConfig | None = Field(None, description="how to read images; null: rows have none")
     instruction: str = Field("", description="text appended to the last user turn")
     check: Literal["none", "exact", "math"] = Field(
         "none",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.further_policies import in_section
 from rlframework.config.hints import key_paths, peer_hint, unknown_key_hint
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
@@ -125,7 +127,8 @@ def _null_characters(given: Any, keys: Keys, tree: Tree) -> Iterator[Problem]:
 
 def check_run(config: RunConfig) -> Iterator[Problem]:
     """Yield the conflicts between keys that exist for every choice of plugins."""
-    for problem in (*_conflicts(config), *_step_conflicts(config), *_generation_conflicts(config)):
+    conflicts = _conflicts, _step_conflicts, _generation_conflicts, _image_conflicts
+    for problem in chain.from_iterable(find(config) for find in conflicts):
         yield replace(problem, given=attrgetter(problem.key)(config))
 
 
@@ -220,3 +223,26 @@ def _generation_conflicts(config: RunConfig) -> Iterator[Problem]:
     if workers.group == config.worker_group.name == "inline" and config.generation.refit.transport == "collective":
         message = "must be auto or ipc when trainer and engine are both inline: a process group needs several processes"
         yield Problem("generation.refit.transport", message)
+
+
+def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
+    """What rows with images do not go with: they must never be trained on without their images."""
+    environment, algorithm = config.environment, config.algorithm
+    if getattr(environment, "images", None) is None:
+        return
+    if environment.name != "dataset":
+        yield Problem("environment.images", f"is for environment.name=dataset, and it is {environment.name}")
+    if type(algorithm) not in (SFTConfig, GRPOConfig):
+        yield Problem(
+            "environment.images", f"is for sft, grpo and its presets, not for algorithm.name={algorithm.name}"
+        )
+    if getattr(algorithm, "token_data", None) is not None:
+        yield Problem("algorithm.token_data", "must be null with environment.images: token data has no images")
+    if getattr(algorithm, "asynchronous", None) is not None:
+        yield Problem("environment.images", "must be null with algorithm.async, which sends no images to its engines")
+    if config.further_policies:
+        names = ", ".join(config.further_policies)
+        yield Problem("environment.images", f"must be null with further policies ({names}), which get no images")
+    if config.generation.name != "transformers":
+        message = f"is for generation.name=transformers, and it is {config.generation.name}"
+        yield Problem("environment.images", message)

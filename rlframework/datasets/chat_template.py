@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlframework.datasets.tools_as_text import tools_as_text
 from rlframework.errors import DataError
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
+from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, pictures_of, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_PROBE = "content"
+"""A content, to find out whether a template writes texts."""
 
 
 def apply_template(
@@ -30,9 +34,11 @@ def apply_template(
     if not messages:
         raise DataError("a chat template needs at least one message")
     failed: Exception | None = None
-    for given, listed in _forms(template_text(tokenizer) or "", messages, tools):
+    template = template_text(tokenizer) or ""
+    in_parts = bool(pictures_of(messages)) or not _writes_texts(tokenizer, template)
+    for given, listed in _forms(template, messages, tools):
         try:
-            return _apply(tokenizer, given, listed, prompt)
+            return _apply(tokenizer, list(map(_with_parts, given)) if in_parts else given, listed, prompt)
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             failed = error
     raise _rejected(messages, failed) from failed
@@ -45,12 +51,16 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def template_message(message: Message, *, mappings: bool = True) -> dict[str, Any]:
-    """Return `message` as templates read it: contents as text, the arguments of tool calls as `mappings` or as text.
+    """Return `message` as templates read it: contents as text, or as parts if they have images, the arguments of tool
+    calls as `mappings` or as text.
 
     Arguments that are not a JSON object stay text, as the model wrote them. Reasoning has both names that templates
     use, `reasoning_content` and `thinking`.
     """
+    parts = message["content"]
     plain: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
+    if not isinstance(parts, str) and pictures_of([message]):
+        plain["content"] = [part if part["type"] == "text" else {"type": "image"} for part in parts]
     plain |= {key: message[key] for key in ("tool_call_id", "name") if key in message}
     if "reasoning_content" in message:
         plain["reasoning_content"] = plain["thinking"] = message["reasoning_content"]
@@ -88,6 +98,23 @@ def _apply(
 ) -> str:
     given: list[Any] | None = list(tools) or None
     return str(tokenizer.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=prompt))
+
+
+@lru_cache(maxsize=16)
+def _writes_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether the template writes contents that are texts; some of vision-language models skip all but parts."""
+    if "'type'" not in template and '"type"' not in template:
+        return True
+    try:
+        return _PROBE in _apply(tokenizer, [{"role": "user", "content": _PROBE}], (), prompt=False)
+    except Exception:  # noqa: BLE001 - a template that rejects this conversation may take others
+        return True
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with its text as a part."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:

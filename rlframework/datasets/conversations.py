@@ -9,8 +9,8 @@
 | text | `text`: plain text, all of it trained on |
 
 The first shape whose columns a row has is used; shapes with a renamed column come first. Messages may have tool calls
-and reasoning as in OpenAI's format, and a column `tools` the tools that the conversation has. Contents are texts;
-images and audio are rejected, never dropped silently.
+and reasoning as in OpenAI's format, and a column `tools` the tools that the conversation has. Contents are texts, and
+images if they are asked for; other parts are rejected, never dropped silently.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from decimal import Decimal
 from typing import Any, cast
 
 from rlframework.config.environments import ColumnsConfig
+from rlframework.datasets.pictures import KINDS, PictureReader
 from rlframework.datasets.tool_rows import read_tools, structured_parts
 from rlframework.errors import DataError
-from rlframework.interfaces.messages import Message, ToolSpec, text_of
+from rlframework.interfaces.messages import Content, ContentPart, Message, TextPart, ToolSpec, text_of
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -48,10 +49,12 @@ class Conversation:
     tools: tuple[ToolSpec, ...] = ()
 
 
-def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> Conversation:
+def conversation_of(
+    row: Mapping[str, Any], columns: ColumnsConfig, where: str, pictures: PictureReader | None = None
+) -> Conversation:
     """Return the conversation in `row`. Raises a `DataError` that begins with `where` if the row does not fit.
 
-    Numbers are converted to text; null and NaN count as missing.
+    Numbers are converted to text; null and NaN count as missing. `pictures`: reads the images; None: there may be none.
     """
     row = {name: None if is_missing(value) else value for name, value in row.items()}
     shape = _shape(row, columns, where)
@@ -59,13 +62,17 @@ def conversation_of(row: Mapping[str, Any], columns: ColumnsConfig, where: str) 
     if shape == columns.text:
         turns: list[Message] = [{"role": "assistant", "content": _text(row[shape], place)}]
     elif shape in (columns.messages, columns.conversations):
-        turns = _messages(row[shape], place)
+        turns = _messages(row[shape], place, pictures)
     else:
-        turns = read_turns(row[shape], "user", place)
+        turns = read_turns(row[shape], "user", place, pictures)
         replies = (columns.completion, columns.answer)  # the gold answer if there is no other
         reply = next((name for name in replies if name != shape and row.get(name) is not None), None)
         if reply is not None:
             turns += read_turns(row[reply], "assistant", f"{where}, column {reply!r}")
+    if pictures is not None:
+        columns_of_images = [name for name in (columns.image, columns.images) if row.get(name) is not None]
+        supply = [image for name in columns_of_images for image in pictures.of(row[name], f"{where}, column {name!r}")]
+        turns = pictures.placed(turns, supply, where)
     answer = row.get(columns.answer)
     gold = None if answer is None else _plain(answer, f"{where}, column {columns.answer!r}")
     tools = read_tools(row.get(columns.tools), f"{where}, column {columns.tools!r}")
@@ -91,24 +98,24 @@ def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:
     )
 
 
-def read_turns(value: Any, role: str, where: str) -> list[Message]:
+def read_turns(value: Any, role: str, where: str, pictures: PictureReader | None = None) -> list[Message]:
     """Return one side of a conversation: a list of messages, or a text or number, which becomes a turn of `role`.
 
     Raises a `DataError` that begins with `where` for anything else.
     """
     if isinstance(value, list):
-        return _messages(value, where)
+        return _messages(value, where, pictures)
     return [{"role": role, "content": _plain(value, where)}]
 
 
-def _messages(value: Any, where: str) -> list[Message]:
+def _messages(value: Any, where: str, pictures: PictureReader | None = None) -> list[Message]:
     if not isinstance(value, list) or not value:
         given = "an empty list" if value == [] else type(value).__name__
         raise DataError(f"{where}: must be a list of messages, not {given}")
-    return [_message(turn, f"{where}, turn {number}") for number, turn in enumerate(value)]
+    return [_message(turn, f"{where}, turn {number}", pictures) for number, turn in enumerate(value)]
 
 
-def _message(turn: Any, where: str) -> Message:
+def _message(turn: Any, where: str, pictures: PictureReader | None) -> Message:
     if not isinstance(turn, Mapping):
         raise DataError(f"{where}: must be an object with 'role' and 'content', not {type(turn).__name__}")
     given = {key: value for key, value in turn.items() if not is_missing(value)}  # Arrow adds absent keys as null
@@ -120,10 +127,26 @@ def _message(turn: Any, where: str) -> Message:
     further = structured_parts(given, where)
     if content is None and "tool_calls" not in further:
         raise DataError(f"{where}: needs 'role' and 'content' (or 'from' and 'value'); it has {sorted(given)}")
-    turn = {"role": _ROLES[role.lower()], "content": "" if content is None else _text(content, where), **further}
+    content = "" if content is None else _content(content, where, pictures)
+    turn = {"role": _ROLES[role.lower()], "content": content, **further}
     if further.keys() & {"tool_calls", "reasoning_content"} and turn["role"] != "assistant":
         raise DataError(f"{where}: only assistant turns have tool calls and reasoning, not {role!r}")
     return cast("Message", turn)
+
+
+def _content(content: Any, where: str, pictures: PictureReader | None) -> Content:
+    """`content` as text, or as parts if it has images and there may be some."""
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    if pictures is None or not any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts):
+        return _text(content, where)
+    found: list[ContentPart] = []
+    for number, part in enumerate(parts):
+        if isinstance(part, Mapping) and part.get("type") in KINDS:
+            given = {key: value for key, value in part.items() if not is_missing(value)}
+            found += pictures.parts(given, f"{where}, part {number}")
+        else:
+            found.append(TextPart(type="text", text=_text([part], f"{where}, part {number}")))
+    return found
 
 
 def _text(content: Any, where: str) -> str:
@@ -134,7 +157,8 @@ def _text(content: Any, where: str) -> str:
         kinds = sorted({str(part.get("type")) for part in content} - {"text"})
         if not kinds and all(isinstance(part.get("text"), str) for part in content):
             return _without_surrogates("".join(part["text"] for part in content), where)
-        raise DataError(f"{where}: content parts of type {kinds} are not supported, only text")
+        images = "; for images, set environment.images={}" if set(kinds) <= set(KINDS) else ""
+        raise DataError(f"{where}: content parts of type {kinds} are not supported, only text{images}")
     raise DataError(f"{where}: the content must be text, not {type(content).__name__}")
 
 

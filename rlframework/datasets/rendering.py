@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -22,10 +22,12 @@ from rlframework.datasets.conversations import lone_surrogate
 from rlframework.datasets.tools_as_text import tools_as_text
 from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
-from rlframework.interfaces.messages import Message, ToolSpec, text_of
+from rlframework.interfaces.messages import Message, ToolSpec, pictures_of, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlframework.datasets.image_inputs import ImageInputs
 
 Rendered = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained on."""
@@ -35,17 +37,24 @@ _PROBE = "\ue000answer\ue001"
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec] = (),
+    images: ImageInputs | None = None,
 ) -> list[int]:
     """Return the ids that the model continues with the next assistant turn; `tools` are those that it may call.
 
     With a chat template, they include its generation prompt. Without one, the contents are concatenated after the
-    beginning-of-sequence token, if the tokenizer adds one. Raises a `DataError` for an empty prompt.
+    beginning-of-sequence token, if the tokenizer adds one. `images`: puts the images of the messages in their places.
+    Raises a `DataError` for an empty prompt.
     """
     chat = _Chat(_Vocabulary(tokenizer), tools)
-    [(ids, _)] = _render(tokenizer, [[chat.prefix(messages), _Segment(chat.prompt(messages), trained=False)]])
+    segments = [chat.prefix(messages), _Segment(chat.prompt(messages), trained=False)]
+    [(ids, _)] = _render(tokenizer, [_with_images(segments, messages, images)])
     if not ids:
         raise DataError(f"the prompt {list(messages)!r} has no token; give at least one message with text")
+    if images is not None:
+        images.check(ids, pictures_of(messages))
     return ids
 
 
@@ -95,7 +104,7 @@ def render_conversation(
     other assistant turn, and for `assistant` with a template that rewrites earlier turns.
     """
     chat = _Chat(_Vocabulary(tokenizer), tools)
-    return _render(tokenizer, [chat.conversation(messages, train_on)])[0]
+    return _render(tokenizer, [_with_images(chat.conversation(messages, train_on), messages, None)])[0]
 
 
 def render_samples(
@@ -103,20 +112,30 @@ def render_samples(
     samples: Sequence[Sample],
     train_on: TrainOn = "last",
     max_tokens: int | None = None,
+    images: ImageInputs | None = None,
 ) -> list[Rendered]:
     """Apply `render_conversation` to each sample's messages and completion, tokenising them together for speed.
 
     A sample without messages is plain text: its completion and the end-of-sequence token, all trained on. Rows longer
-    than `max_tokens` are truncated at the end. Errors begin with the sample's id.
+    than `max_tokens` are truncated at the end. `images`: puts the images of the messages in their places. Errors begin
+    with the sample's id.
     """
     vocabulary = _Vocabulary(tokenizer)
+
+    def rendered(some: Sequence[Sample]) -> list[Rendered]:
+        segments = [_with_images(_segments(vocabulary, each, train_on), each.messages, images) for each in some]
+        rows = [(ids[:max_tokens], mask[:max_tokens]) for ids, mask in _render(tokenizer, segments)]
+        if images is not None:
+            for (ids, _), each in zip(rows, some, strict=True):
+                images.check(ids, pictures_of(each.messages))
+        return rows
+
     try:
-        rows = _render(tokenizer, [_segments(vocabulary, sample, train_on) for sample in samples])
-        return [(ids[:max_tokens], mask[:max_tokens]) for ids, mask in rows]
+        return rendered(samples)
     except DataError as error:
         for sample in samples:  # find the sample to blame
             try:
-                _render(tokenizer, [_segments(vocabulary, sample, train_on)])
+                rendered([sample])
             except DataError as cause:
                 raise DataError(f"sample {sample.id!r}: {cause}") from error
         raise
@@ -350,6 +369,17 @@ def _segments(vocabulary: _Vocabulary, sample: Sample, train_on: TrainOn) -> lis
     if sample.completion:
         turns.append({"role": "assistant", "content": sample.completion})
     return chat.conversation(turns, train_on)
+
+
+def _with_images(segments: list[_Segment], messages: Sequence[Message], images: ImageInputs | None) -> list[_Segment]:
+    """`segments` of a conversation with its images in place of their placeholders."""
+    pictures = pictures_of(messages)
+    if images is None:
+        if pictures:
+            raise DataError("the conversation has images, which are not supported here, only in SFT and GRPO")
+        return segments
+    texts = images.expanded([segment.text for segment in segments], pictures)
+    return [replace(segment, text=text) for segment, text in zip(segments, texts, strict=True)]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[_Segment]]) -> list[Rendered]:

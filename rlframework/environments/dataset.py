@@ -9,6 +9,7 @@ row, and copies of its rows may stay in training.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import conversation_of
 from rlframework.datasets.loader import Source, shuffled
+from rlframework.datasets.pictures import PictureReader, decoded
 from rlframework.datasets.rendering import has_answer
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import JoinedRows, Rows
@@ -28,9 +30,11 @@ from rlframework.datasets.sources.splits import open_splits
 from rlframework.environments.math_answers import is_comparable, same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
-from rlframework.errors import DataError
+from rlframework.errors import DataError, ImageError
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.messages import Message, TextPart, pictures_of, text_of
+
+_LOG = logging.getLogger(__name__)
 
 SCANNED = 100_000
 PROBED = 2_000
@@ -79,17 +83,19 @@ class DatasetEnvironment(VerifiableEnvironment):
         self._config = config
         self._unanswered: list[int] = []
         train, validation = self._open()
+        self._validation = validation
         self.scores = config.scores_completions
         self._reward = reward_of(config)
-        keys = self._keys(train)
+        numbers, keys = self._keys(train)
         if validation is None:
             kept, held_out = self._hold_out(keys, seed)
+            held_out = numbers[held_out]
             validation = train
         else:
-            held_out = np.arange(len(validation))[: config.max_validation_samples]
-            out = [_key(self._sample(validation, number)) for number in held_out.tolist()]
             known = len(train) <= SCANNED  # else keys are row numbers
+            held_out, out = self._scan(validation, np.arange(len(validation))[: config.max_validation_samples])
             kept = np.flatnonzero(~np.isin(keys, np.array(out if known else [], np.uint64)))
+        kept = numbers[kept]
         if not len(kept):
             raise DataError(f"{config.source}: no training row is left, because every prompt is also in validation")
         kept, mixture = self._limited(train, kept)
@@ -159,7 +165,7 @@ class DatasetEnvironment(VerifiableEnvironment):
 
     def _sample(self, rows: Rows, number: int) -> Sample:
         where, row = rows.where(number), rows[number]
-        conversation = conversation_of(row, self._config.columns, where)
+        conversation = conversation_of(row, self._config.columns, where, self._pictures(rows))
         own = self._reward is not None
         answer = conversation.answer or ""
         if conversation.answer is None and self._config.check != "none":
@@ -199,22 +205,67 @@ class DatasetEnvironment(VerifiableEnvironment):
         out = np.isin(keys, different[shuffled(len(different), seed, 0)[:count]])
         return np.flatnonzero(~out), np.flatnonzero(out)
 
-    def _keys(self, rows: Rows) -> npt.NDArray[np.uint64]:
-        """A key per row, equal for equal prompts; for data too large to scan, the row number, after probing rows."""
+    def _keys(self, rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """The rows that can be used, and a key of each, equal for equal prompts.
+
+        For data too large to scan, all rows, and their numbers as keys, after probing some.
+        """
         every = np.arange(len(rows))
-        scanned = every if len(rows) <= SCANNED else np.linspace(0, len(rows) - 1, PROBED, dtype=np.int64)
-        keys = []
-        for number in scanned.tolist():
-            sample = self._sample(rows, number)
-            keys.append(_key(sample))
-            if not has_answer(sample):
+        if len(rows) <= SCANNED:
+            numbers, keys = self._scan(rows, every, note=True)
+            return numbers, np.array(keys, np.uint64)
+        self._scan(rows, np.linspace(0, len(rows) - 1, PROBED, dtype=np.int64), note=True)
+        return every, every.astype(np.uint64)
+
+    def _scan(
+        self, rows: Rows, numbers: npt.NDArray[np.int64], *, note: bool = False
+    ) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """Make the samples of `numbers`, and decode their images; return the rows that can be used, and their keys.
+
+        `note`: keep the numbers of rows without an answer. Rows whose images cannot be used are counted in the log, or
+        raise, as `environment.images.invalid` says.
+        """
+        images = self._config.images
+        usable, keys, problems = list[int](), list[int](), list[ImageError]()
+        for number in numbers.tolist():
+            try:
+                sample = self._sample(rows, number)
+                keys.append(_key(sample))
+            except ImageError as error:
+                if images is None or images.invalid == "error":
+                    raise
+                problems.append(error)
+                continue
+            usable.append(number)
+            if note and not has_answer(sample):
                 self._unanswered.append(number)
-        return np.array(keys if scanned is every else every, np.uint64)
+        if problems:
+            count = f"{len(problems):,} of {len(numbers):,} rows"
+            _LOG.warning("%s are left out, because their images cannot be used; the first: %s", count, problems[0])
+        return np.array(usable, np.int64), keys
+
+    def _pictures(self, rows: Rows) -> PictureReader | None:
+        """What reads the images of `rows`; None if rows have none."""
+        config = self._config
+        if config.images is None:
+            return None
+        path = config.validation_path if rows is self._validation and config.validation_path else config.path
+        return PictureReader(config.images, _folder(path))
+
+
+def _folder(path: str | None) -> Path:
+    """The folder that relative paths in the data `path` start from: its own, or the current one if it has none."""
+    given = Path(path or ".").expanduser()
+    return given if given.is_dir() else given.parent
 
 
 def _key(sample: Sample) -> int:
+    """A hash of the prompt without system messages, equal for equal texts and images. Decodes the images."""
     asked = [text_of(message) for message in sample.messages if message["role"] != "system"]
     text = " ".join(" ".join(asked or [sample.completion]).lower().split())
+    for picture in pictures_of(sample.messages):
+        decoded(picture)
+        text += f" {picture.digest}"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
@@ -223,7 +274,12 @@ def with_texts(messages: tuple[Message, ...], system: str | None, instruction: s
     turns = list(messages)
     users = [number for number, message in enumerate(turns) if message["role"] == "user"]
     if users and instruction:
-        turns[users[-1]] = {"role": "user", "content": text_of(turns[users[-1]]) + instruction}
+        content = turns[users[-1]]["content"]
+        if isinstance(content, str):
+            content += instruction
+        else:
+            content = [*content, TextPart(type="text", text=instruction)]
+        turns[users[-1]] = {"role": "user", "content": content}
     if system is not None and turns and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": system})
     return tuple(turns)

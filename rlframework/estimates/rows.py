@@ -42,14 +42,17 @@ def rows_of(parts: Parts) -> Rows:
     policy, answer = parts.config.policy, parts.config.generation.max_new_tokens
     count, generated = rows_per_step(parts.config)
     if generated:
-        lengths = [len(render_prompt(parts.tokenizer, sample.messages)) + answer for sample in _selected(parts)]
+        prompts = [render_prompt(parts.tokenizer, each.messages, images=parts.images) for each in _selected(parts)]
+        lengths = [len(prompt) + answer for prompt in prompts]
         limit = model_positions(policy.model_name, policy.trust_remote_code) or max(lengths)
         lengths = [min(length, limit) for length in lengths]
     elif getattr(algorithm, "token_data", None) is not None:
         lengths = TokenData(algorithm.token_data).lengths.tolist()
     else:
-        how: Any = getattr(algorithm, "train_on", "all"), getattr(algorithm, "max_tokens", None)
-        lengths = [len(ids) for ids, _ in render_samples(parts.tokenizer, _selected(parts), *how)]
+        train_on: Any = getattr(algorithm, "train_on", "all")
+        cut: Any = getattr(algorithm, "max_tokens", None)
+        rows = render_samples(parts.tokenizer, _selected(parts), train_on, cut, parts.images)
+        lengths = [len(ids) for ids, _ in rows]
     return Rows(count, sum(lengths) / len(lengths), max(lengths), generated)
 
 

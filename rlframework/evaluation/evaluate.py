@@ -108,7 +108,7 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
         }
         for row, sample in enumerate(scored.samples)
     ]
-    rows = (json.dumps(plain_json(line), ensure_ascii=False, allow_nan=False) for line in lines)
+    rows = (json.dumps(plain_json(line), ensure_ascii=False, allow_nan=False, default=str) for line in lines)
     file.writelines(printable(row) + "\n" for row in rows)
     file.flush()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.errors import BatchError, RLFrameworkError
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
 
@@ -47,14 +48,16 @@ def requests_of(
     """Return a request for each row, with ids that are unique in all processes.
 
     `data`: `input_ids [B, S]` of any integer dtype, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64, all
-    64 bits significant. `stop_tokens`: all tokens that end a completion. Raises `BatchError` for missing seeds and an
-    empty prompt.
+    64 bits significant; and `PackedTensor`s, the media of each row. `stop_tokens`: all tokens that end a completion.
+    Raises `BatchError` for missing seeds and an empty prompt.
     """
     prompts, seeds = _unpadded_prompts(data)
+    packed = {name: value.tensors for name, value in data.items() if isinstance(value, PackedTensor)}
+    media = [{name: rows[row] for name, rows in packed.items() if rows[row] is not None} for row in range(len(seeds))]
     sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, stop_tokens)
     batch = uuid.uuid4().hex
     return [
-        GenerationRequest(f"{batch}:{row}", prompt, seed, config.max_new_tokens, sampling)
+        GenerationRequest(f"{batch}:{row}", prompt, seed, config.max_new_tokens, sampling, media=media[row])
         for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
 

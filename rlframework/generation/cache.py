@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlframework.huggingface.model_directories import first_size
 
@@ -79,9 +80,13 @@ class PreallocatedLayer(DynamicLayer):
 
 def _joined(upper: Tensor | None, lower: Tensor | None, length: int) -> Tensor:
     """Stack rows `[n, heads, S, D]` of two lengths, with zeros before those that are shorter than `length`."""
-    assert upper is not None
-    assert lower is not None
-    return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (upper, lower)])
+    return torch.cat([_lengthened(part, length) for part in (upper, lower)])
+
+
+def _lengthened(states: Tensor | None, length: int) -> Tensor:
+    """Return `states [n, heads, S, D]` with zeros before them, so that S is `length`."""
+    assert states is not None
+    return nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
 
 
 def _enlarged(states: Tensor, positions: int) -> Tensor:
@@ -100,6 +105,29 @@ def decoding_cache(config: Any, capacity: int | None = None) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def whole_cache(config: Any, capacity: int | None = None) -> DynamicCache | None:
+    """Return an empty cache of `PreallocatedLayer`s, which keep all positions, also those outside sliding windows.
+
+    None if the model has layers with another state than keys and values.
+    """
+    cache = DynamicCache(config=config)
+    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+        return None
+    cache.layers = [PreallocatedLayer(capacity) for _ in cache.layers]
+    return cache
+
+
+def stack_rows(caches: Sequence[DynamicCache], length: int) -> None:
+    """Add the rows of all other `caches` of `PreallocatedLayer`s to the first; all then end at `length`.
+
+    There are zeros before those that are shorter.
+    """
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        first = layers[0]
+        first.keys = torch.cat([_lengthened(layer.keys, length) for layer in layers])
+        first.values = torch.cat([_lengthened(layer.values, length) for layer in layers])
 
 
 def cache_bytes(config: Any, positions: int, width: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlframework.generation.media import Media
+from rlframework.generation.media_rows import MediaRows
 from rlframework.generation.packed_rows import with_holes_filled
 from rlframework.generation.row_forward import Prefix, RowForward
 from rlframework.generation.sampling import choose, row_uniforms
@@ -28,6 +30,7 @@ class Row:
     `budget`: its maximum number of tokens, at least 1. `tokens [t]`, `logprobs [t]`: those that it had when it joined a
     batch, and those that it has when it left one. `ended`: with a stop token. `prefix`: what is known of the first
     tokens when it joins a batch, and with `keep_prefix` of all but the last when it leaves one, where that is possible.
+    `media`: the images of its prompt.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Row:
     ended: bool = False
     keep_prefix: bool = False
     prefix: Prefix | None = None
+    media: Media | None = None
 
     @property
     def ids(self) -> Tensor:
@@ -53,11 +57,14 @@ class Row:
 
 class RowBatch:
     """Rows with the same sampling, on one `RowForward`. Computes no gradients, but does not use inference mode: a
-    buffer that the model creates in it could not be used in training afterwards.
+    buffer that the model creates in it could not be used in training afterwards. `never`: tokens that are not chosen.
     """
 
-    def __init__(self, forward: RowForward, sampling: SamplingParams, device: torch.device) -> None:
+    def __init__(
+        self, forward: RowForward, sampling: SamplingParams, device: torch.device, never: Sequence[int] = ()
+    ) -> None:
         self._forward, self._sampling, self._device = forward, sampling, device
+        self._never = torch.tensor(list(never), dtype=torch.int64).to(device) if never else None
         self._stops = torch.tensor(sorted(sampling.stop_token_ids), dtype=torch.int64).to(device)
         self._check_every = 1 if device.type == "cpu" else _CHECK_EVERY
         self._steps_taken = 0
@@ -96,6 +103,8 @@ class RowBatch:
         """Compute the prompts of `rows`, with the tokens that they have; return False if they cannot join others."""
         prompts = [row.ids for row in rows]
         longest = max(row.left for row in rows)
+        if isinstance(self._forward, MediaRows):
+            self._forward.expect([row.media for row in rows])
         prefixes = [row.prefix for row in rows]
         begin = self._forward.join if self._rows else self._forward.start
         logits = begin(prompts, longest, prefixes)
@@ -127,7 +136,7 @@ class RowBatch:
         """
         numbers = torch.arange(len(self._rows), device=self._device)
         draws = None if self._sampling.greedy else self._uniforms[numbers, self._positions]
-        chosen, logprobs = choose(self._logits, draws, self._sampling)
+        chosen, logprobs = choose(self._logits, draws, self._sampling, self._never)
         self._tokens[numbers, self._positions], self._logprobs[numbers, self._positions] = chosen, logprobs
         self._positions, self._counts = self._positions + 1, self._counts + 1
         self._steps_taken += 1

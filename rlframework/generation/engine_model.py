@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from rlframework.errors import DataError, RefitError, UserError
 from rlframework.generation.weight_fit import require_none
 from rlframework.huggingface.model_directories import quiet_transformers, read_config
 from rlframework.models.file_weights import FileLayout, FileWeight, file_weights
+from rlframework.models.loading import auto_class
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.lora_math import A, B, is_adapter, merge
 from rlframework.weight_sync.buffers import WeightInfo
@@ -76,7 +76,7 @@ class EngineModel(WeightSink):
     def _read_base(self, layers: set[str]) -> nn.Module:
         try:
             with quiet_transformers():
-                module: Any = AutoModelForCausalLM.from_pretrained(
+                module: Any = auto_class(read_config(self._model_name)).from_pretrained(
                     self._model_name, dtype=torch.float32, trust_remote_code=False
                 )
         except (OSError, ValueError) as error:
@@ -190,7 +190,7 @@ class EngineModel(WeightSink):
         given = {name: tensor.detach().to(self._device, self._dtype, copy=True) for name, tensor in weights}
         with quiet_transformers():
             with torch.device("meta"):
-                model_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+                model_class = type(auto_class(config).from_config(config, trust_remote_code=False))
             module, info = model_class.from_pretrained(
                 None,
                 config=config,

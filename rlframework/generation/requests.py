@@ -16,10 +16,14 @@ from rlframework.interfaces.generation import GenerationRequest, SamplingParams
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """The `rows` and the `vocabulary` of a model; None: its configuration does not say."""
+    """The `rows` and the `vocabulary` of a model; None: its configuration does not say.
+
+    `no_media`: why requests may have no media, such as images; None if they may.
+    """
 
     rows: RowLimits
     vocabulary: int | None
+    no_media: str | None = "this engine serves text only"
 
     @classmethod
     def of(cls, config: Any, max_tokens: int | None = None) -> ServingLimits:
@@ -39,8 +43,8 @@ def check_requests(requests: Sequence[GenerationRequest], limits: ServingLimits,
         if name in seen:
             raise RequestError(f"request {name!r} was submitted before and is not finished; give each its own id")
         seen.add(name)
-        if request.media:
-            raise RequestError(f"request {name!r} has media; this engine serves text only")
+        if request.media and limits.no_media is not None:
+            raise RequestError(f"request {name!r} has media; {limits.no_media}")
         _check_sampling(name, request.sampling)
         limits.budget(request)
     _check_tokens(requests, limits.vocabulary)

@@ -97,7 +97,7 @@ class PaddedRows(RowForward):
         distinct, numbers = self._distinct(prompts)
         ids = pad_sequence(distinct, batch_first=True, padding_value=self._pad_id, padding_side="left")
         self._width = ids.shape[1]
-        self._cache = _cache(self.model, self._device, self._width + longest)
+        self._cache: Any = _cache(self.model, self._device, self._width + longest)
         self._place([self._width - len(prompt) for prompt in distinct])
         positions = torch.arange(self._width, device=self._device) - self._starts[:, None]
         return self._expanded(self._cached(ids.to(self._device), positions.clamp_(min=0)), numbers)

@@ -33,32 +33,42 @@ def row_uniforms(seeds: Tensor, count: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingParams) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, uniforms: Tensor | None, rule: SamplingParams, never: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the next tokens `[B]` int64 and their log-probabilities `[B]` fp32, given `logits [B, V]`.
 
-    `uniforms [B]` are not needed for greedy decoding. Log-probabilities are of the full distribution at the
-    temperature, before top-k and top-p.
+    `uniforms [B]` are not needed for greedy decoding. `never [n]`: tokens that are not chosen. Log-probabilities are of
+    the full distribution at the temperature, before top-k and top-p, and with the tokens that are not chosen.
     """
     rows = max(1, SAMPLED_ELEMENTS // logits.shape[-1])
     if len(logits) <= rows:
-        return _choose(logits, uniforms, rule)
+        return _choose(logits, uniforms, rule, never)
     parts = [uniforms[start : start + rows] if uniforms is not None else None for start in range(0, len(logits), rows)]
-    tokens, logprobs = zip(*map(_choose, logits.split(rows), parts, [rule] * len(parts)), strict=True)
+    chosen = [_choose(part, some, rule, never) for part, some in zip(logits.split(rows), parts, strict=True)]
+    tokens, logprobs = zip(*chosen, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _choose(logits: Tensor, uniforms: Tensor | None, rule: SamplingParams) -> tuple[Tensor, Tensor]:
+def _choose(
+    logits: Tensor, uniforms: Tensor | None, rule: SamplingParams, never: Tensor | None
+) -> tuple[Tensor, Tensor]:
     temperature = 1.0 if rule.greedy else rule.temperature
     if rule.truncated and uniforms is not None:
         logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-        tokens = draw(logprobs, uniforms, rule.top_k, rule.top_p)
+        allowed = logprobs if never is None else logprobs.index_fill(-1, never, -torch.inf)
+        tokens = draw(allowed, uniforms, rule.top_k, rule.top_p)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
     top = logits.amax(-1, keepdim=True).float()
     # the only tensor as large as the logits: fresh memory costs more than arithmetic
     masses = logits - top if logits.dtype == top.dtype else logits.float().sub_(top)
     masses = (masses if temperature == 1.0 else masses.div_(temperature)).exp_()
     if rule.greedy or uniforms is None:
-        tokens, total = logits.argmax(-1), masses.sum(-1)
+        allowed = logits if never is None else logits.index_fill(-1, never, -torch.inf)
+        tokens, total = allowed.argmax(-1), masses.sum(-1)
+    elif never is not None:
+        total = masses.double().sum(-1)
+        tokens, _ = _invert(masses.index_fill_(-1, never, 0.0), uniforms)
     else:
         tokens, total = _invert(masses, uniforms)
     chosen = (logits.gather(-1, tokens[:, None]).float() - top).squeeze(-1) / temperature

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +20,15 @@ from rlframework.config.sections import GenerationConfig, TransformersGeneration
 from rlframework.generation.batch_memory import free_bytes, rows_that_fit
 from rlframework.generation.decoding import Row, RowBatch
 from rlframework.generation.engine_model import EngineModel
+from rlframework.generation.media import ImageEncoder, Media
+from rlframework.generation.media_rows import MediaRows, no_media
 from rlframework.generation.packed_linears import PackedLinears
 from rlframework.generation.probing import row_forward
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_forward import PaddedRows, RowForward, WholeRows
 from rlframework.generation.serving import Served, ServingEngine
 from rlframework.generation.sessions import SessionPrefixes
+from rlframework.huggingface.image_processor import image_tokens
 from rlframework.interfaces.generation import (
     FinishReason,
     GenerationRequest,
@@ -64,6 +67,7 @@ class _Kind(NamedTuple):
     sampling: SamplingParams
     length: int
     version: int
+    media: bool
 
 
 class TransformersEngine(ServingEngine[_Served]):
@@ -86,9 +90,11 @@ class TransformersEngine(ServingEngine[_Served]):
         self._model: Any = None
         self._forwards: type[RowForward] = PaddedRows
         self._probed_config: Any = None
+        self._never: list[int] = []  # tokens that stand for features of images
         self._linears = PackedLinears()
         self._batches: list[tuple[_Kind, RowBatch]] = []  # of the requests that do not wait
         self._sessions = SessionPrefixes(own.session_cache_tokens)
+        self._encoder = ImageEncoder()
         self._updated = False  # the weights, since the last step
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -100,7 +106,10 @@ class TransformersEngine(ServingEngine[_Served]):
     def accepted(self, request: GenerationRequest) -> _Served:
         """See `ServingEngine.accepted`."""
         name, session, budget = request.request_id, request.session_id, self.limits.budget(request)
-        return _Served(request, Row(name, request.prompt_ids, request.seed, budget, keep_prefix=session is not None))
+        row = Row(name, request.prompt_ids, request.seed, budget)
+        row.media = Media.of(request.media) if request.media else None
+        row.keep_prefix = session is not None and row.media is None  # a prefix does not tell of which images it is
+        return _Served(request, row)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -113,6 +122,7 @@ class TransformersEngine(ServingEngine[_Served]):
 
     def _admit(self, version: int) -> None:
         """Begin waiting requests, the first and those that can be decoded with it, as long as there is room."""
+        self._encoder.use(self._model, version)
         while self._waiting and (active := self._active()) < self._config.batch_size:
             kind = self._kind(next(iter(self._waiting.values())), version)
             alike = [served for served in self._waiting.values() if self._kind(served, version) == kind]
@@ -129,17 +139,23 @@ class TransformersEngine(ServingEngine[_Served]):
 
     def _find_prefix(self, served: _Served, version: int) -> None:
         served.row.prefix = None
-        if (session := served.request.session_id) is not None:
+        if (session := served.request.session_id) is not None and served.row.keep_prefix:
             served.row.prefix = self._sessions.find(session, version, served.row.ids)
 
     def _add(self, kind: _Kind, rows: list[Row]) -> None:
+        joinable = kind.media or not self._forwards.equal_lengths
         for other, batch in self._batches:
-            if other == kind and not self._forwards.equal_lengths and batch.add(rows):
+            if other == kind and joinable and batch.add(rows):
                 return
         device = next(self._model.parameters()).device
-        batch = RowBatch(self._forwards(self._model, self._pad_id, device), kind.sampling, device)
+        batch = RowBatch(self._forward_of(kind, device), kind.sampling, device, self._never)
         batch.add(rows)
         self._batches.append((kind, batch))
+
+    def _forward_of(self, kind: _Kind, device: torch.device) -> RowForward:
+        if kind.media:
+            return MediaRows(self._model, self._pad_id, device, self._encoder)
+        return self._forwards(self._model, self._pad_id, device)
 
     def step(self, version: int) -> bool:
         """See `ServingEngine.step`. Gives each active row a token."""
@@ -166,8 +182,9 @@ class TransformersEngine(ServingEngine[_Served]):
 
     def _kind(self, served: _Served, version: int) -> _Kind:
         row, rows = served.row, self.limits.rows
-        alike = len(row.prompt) + len(row.tokens) if self._forwards.equal_lengths else rows.regime(len(row.prompt))
-        return _Kind(served.request.sampling, alike, version)
+        equal = self._forwards.equal_lengths and row.media is None
+        alike = len(row.prompt) + len(row.tokens) if equal else rows.regime(len(row.prompt))
+        return _Kind(served.request.sampling, alike, version, row.media is not None)
 
     def _active(self) -> int:
         """Return the number of rows that are decoded."""
@@ -258,8 +275,14 @@ class TransformersEngine(ServingEngine[_Served]):
     def _use(self, model: nn.Module) -> None:
         if model.config is not self._probed_config:
             self._forwards, self._probed_config = row_forward(model), model.config
-            self.limits = ServingLimits.of(model.config)
+            self.limits = replace(ServingLimits.of(model.config), no_media=self._no_media(model))
+            self._never = image_tokens(model.config)
         self._model, self._updated = model, True
+
+    def _no_media(self, model: Any) -> str | None:
+        if self._forwards.equal_lengths:
+            return f"rows of {type(model).__name__} with and without padding differ, which images do not allow"
+        return no_media(model)
 
 
 @contextmanager

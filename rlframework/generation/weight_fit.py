@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rlframework.errors import UserError
 from rlframework.models.file_weights import FileLayout
+from rlframework.models.loading import auto_class
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import listed
 
@@ -20,7 +20,7 @@ def require_fit(info: WeightInfo, config: Any, model_name: str) -> None:
     For an engine whose loader skips missing names silently.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
     expected = {name: weight.shape for name, weight in FileLayout.of(model).weights.items()}
     require_none(
         model_name,

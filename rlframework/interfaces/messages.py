@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NotRequired, Required, TypedDict
+
+from rlframework.interfaces.pictures import Picture
 
 
 class TextPart(TypedDict):
@@ -13,7 +15,14 @@ class TextPart(TypedDict):
     text: str
 
 
-ContentPart = TextPart
+class ImagePart(TypedDict):
+    """A part of a message that is an image."""
+
+    type: Literal["image"]
+    image: Picture
+
+
+ContentPart = TextPart | ImagePart
 """A part of a message's content."""
 
 Content = str | Sequence[ContentPart]
@@ -66,6 +75,15 @@ class ToolSpec(TypedDict):
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message: its content, or the joined texts of its parts."""
+    """Return the text of a message: its content, or the joined texts of its parts, without its images."""
     content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def pictures_of(messages: Iterable[Message]) -> tuple[Picture, ...]:
+    """Return the images of a conversation in their order."""
+    contents = (message["content"] for message in messages)
+    parts = (part for content in contents if not isinstance(content, str) for part in content)
+    return tuple(part["image"] for part in parts if part["type"] == "image")

@@ -34,7 +34,7 @@ def inject(model: Any, lora: LoraConfig) -> None:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = _names_in_part(model, lora.part)
     linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one not in ends}
-    chosen = []
+    chosen: list[str] = []
     for target in lora.target_modules:
         found = {name for name in names if f".{name}".endswith(f".{target}")}
         if not found or found - linear:

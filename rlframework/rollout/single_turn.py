@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import NotSupported
-from rlframework.interfaces.messages import Message
+from rlframework.interfaces.messages import Message, pictures_of
 from rlframework.rollout.outcomes import outcome_metrics, require_numbers
 from rlframework.rollout.result import Rollout, accuracy_of
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rlframework.interfaces.environment import Environment, Sample, StepOutcome
 
 
+NO_MEDIA: Mapping[str, Any] = {}
+
+
 def complete(
     tokenizer: PreTrainedTokenizerBase,
     generation: Generation,
@@ -31,19 +34,21 @@ def complete(
     seeds: Tensor,
     *,
     greedy: bool = False,
+    media: Mapping[str, Any] = NO_MEDIA,
 ) -> tuple[BatchedDataDict[Any], list[str]]:
-    """Generate a completion of each of `prompts [B]`, given as token ids, with `seeds [B]`.
+    """Generate a completion of each of `prompts [B]`, given as token ids, with `seeds [B]` and the columns `media`.
 
     Returns the output of `Generation.generate`, and the completions as text.
     """
     input_ids, lengths = pad_rows(prompts, tokenizer.pad_token_id)
-    data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds})
+    rows = {"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds}
+    data: BatchedDataDict[Any] = BatchedDataDict({**rows, **media})
     generation.prepare_for_generation()
     output = generation.generate(data, greedy=greedy)
     generation.finish_generation()  # not after a failure, as a second error would hide the first
     ends = output["unpadded_sequence_lengths"].tolist()
-    rows = zip(output["output_ids"].tolist(), lengths.tolist(), ends, strict=True)
-    return output, tokenizer.batch_decode([row[start:end] for row, start, end in rows], skip_special_tokens=True)
+    spans = zip(output["output_ids"].tolist(), lengths.tolist(), ends, strict=True)
+    return output, tokenizer.batch_decode([row[start:end] for row, start, end in spans], skip_special_tokens=True)
 
 
 def unscored_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor) -> Rollout:
@@ -80,8 +85,10 @@ def scored_turns(
 
     Returns the output of `Generation.generate`, the completions as text, and their outcomes.
     """
-    prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
-    output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy)
+    prompts = [render_prompt(parts.tokenizer, sample.messages, images=parts.images) for sample in samples]
+    input_ids, _ = pad_rows(prompts, parts.tokenizer.pad_token_id)
+    media = media_of(parts, samples, input_ids)
+    output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy, media=media)
     return output, texts, score_turns(parts.environment, parts.config.environment.name, samples, texts)
 
 
@@ -105,7 +112,16 @@ def score_turns(
 def single_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
     """Return the completions of `scored_turns` as a `Rollout`."""
     output, texts, outcomes = scored_turns(parts, samples, seeds, greedy=greedy)
-    return rollout_of_turns(samples, output, texts, outcomes, torch.zeros(len(samples), dtype=torch.bool))
+    result = rollout_of_turns(samples, output, texts, outcomes, torch.zeros(len(samples), dtype=torch.bool))
+    result.data.update(media_of(parts, samples, result.data["input_ids"]))
+    return result
+
+
+def media_of(parts: Parts, samples: Sequence[Sample], input_ids: Tensor) -> Mapping[str, Any]:
+    """Return the columns that a batch of `samples`, with `input_ids [B, S]`, has for their images, if it has any."""
+    if parts.images is None:
+        return NO_MEDIA
+    return parts.images.columns([pictures_of(sample.messages) for sample in samples], input_ids)
 
 
 def rollout_of_turns(

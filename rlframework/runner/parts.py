@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rlframework.config.policy import PolicyConfig
     from rlframework.config.sections import RunConfig
+    from rlframework.datasets.image_inputs import ImageInputs
     from rlframework.datasets.sources.memory import Data
     from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Environment
@@ -99,7 +100,8 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
         generation: Any = Placeholder()
         observers = Observers(config.observers, RunInfo(config, config.output_dir), manager.hook)
         models = planned_models(config, manager, tokenizer, algorithm)
-        yield Parts(config, tokenizer, policy, generation, environment, observers, models=models)
+        images = open_images(config, tokenizer)
+        yield Parts(config, tokenizer, policy, generation, environment, observers, models=models, images=images)
 
 
 def _require_head(config: RunConfig, head: str) -> None:
@@ -138,7 +140,8 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
     with open_environment(config, manager) as environment:
         environment.start(None)
         with build_generation(config, manager=manager) as (tokenizer, policy, generation):
-            yield Parts(config, tokenizer, policy, generation, environment, observers)
+            images = open_images(config, tokenizer)
+            yield Parts(config, tokenizer, policy, generation, environment, observers, images=images)
 
 
 @contextmanager
@@ -167,6 +170,17 @@ def open_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     from rlframework.huggingface.tokenizer import load_tokenizer
 
     return load_tokenizer(config.tokenizer_name or config.model_name, config.trust_remote_code, config.chat_template)
+
+
+def open_images(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageInputs | None:
+    """Load what makes the policy's inputs of images; None if rows have none (`environment.images`)."""
+    if getattr(config.environment, "images", None) is None:
+        return None
+    from rlframework.datasets.image_inputs import ImageInputs
+    from rlframework.huggingface.model_directories import read_config
+
+    name = config.policy.model_name
+    return ImageInputs(name, read_config(name, config.policy.trust_remote_code), tokenizer)
 
 
 def has_tokenizer(config: PolicyConfig) -> bool:

@@ -21,7 +21,7 @@ from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.interfaces.environment import Sample
 from rlframework.logs import ProgressCallback
 from rlframework.plugins.manager import create_manager
-from rlframework.runner.parts import open_environment, open_tokenizer
+from rlframework.runner.parts import open_environment, open_images, open_tokenizer
 from rlframework.secrets import hide_secrets
 from rlframework.training.input_checks import BATCH
 
@@ -38,6 +38,11 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
     algorithm other than `sft`, and invalid data raise `UserError`.
     """
     algorithm = _supervised(config)
+    if getattr(config.environment, "images", None) is not None:
+        raise ConfigError(
+            "environment.images is set, but token data has no images; train without it (algorithm.token_data), or look "
+            "at the rows with --show"
+        )
     check_new_folder(Path(out), f"OUT={str(out)!r}")
     tokenizer = _tokenizer(config)
     limit, cut = model_positions(config.policy.model_name, config.policy.trust_remote_code), algorithm.max_tokens
@@ -75,7 +80,8 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
 class ShownRow:
     """A training row to look at: its sample's `id`, its number of `tokens`, and its text in `parts`.
 
-    Each part is the text of consecutive tokens, and whether they are trained on.
+    Each part is the text of consecutive tokens, and whether they are trained on. Consecutive tokens of images are one
+    part with their number, such as `<image> x 64`.
     """
 
     id: str
@@ -91,13 +97,21 @@ def shown_rows(config: RunConfig, count: int) -> list[ShownRow]:
     algorithm, tokenizer = _supervised(config), _tokenizer(config)
     with open_environment(config, create_manager(config.plugins)) as environment:
         samples = list(environment.samples("train")[:count])
-        rows = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens)
-    return [ShownRow(sample.id, len(row[0]), _parts(tokenizer, row)) for sample, row in zip(samples, rows, strict=True)]
+        images = open_images(config, tokenizer)
+        rows = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens, images)
+    media = None if images is None else images.token
+    return [
+        ShownRow(sample.id, len(row[0]), tuple(_parts(tokenizer, row, media)))
+        for sample, row in zip(samples, rows, strict=True)
+    ]
 
 
-def _parts(tokenizer: PreTrainedTokenizerBase, row: Rendered) -> tuple[tuple[str, bool], ...]:
-    runs = groupby(zip(*row, strict=True), lambda token: token[1])
-    return tuple((str(tokenizer.decode([token for token, _ in run])), trained) for trained, run in runs)
+def _parts(tokenizer: PreTrainedTokenizerBase, row: Rendered, media: int | None) -> Iterator[tuple[str, bool]]:
+    """The parts of a shown row; `media`: the token of images."""
+    for (trained, of_image), run in groupby(zip(*row, strict=True), lambda token: (token[1], token[0] == media)):
+        ids = [token for token, _ in run]
+        text = str(tokenizer.decode(ids[:1] if of_image else ids))
+        yield (f"{text} x {len(ids)}" if of_image else text), trained
 
 
 def _supervised(config: RunConfig) -> SFTConfig:

@@ -14,7 +14,7 @@ from rlframework.datasets.rendering import Rendered, end_of_turn_problem, has_an
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split, has_episodes
-from rlframework.interfaces.messages import text_of
+from rlframework.interfaces.messages import pictures_of, text_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class InputCheck:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._tokenizer, self._config = parts.tokenizer, parts.config
+        self._tokenizer, self._config, self._images = parts.tokenizer, parts.config, parts.images
         self._episodes = has_episodes(parts.environment)
         self._policies = {"policy": parts.config.policy, **parts.config.further_policies}
         found = {
@@ -71,16 +71,21 @@ class InputCheck:
         sample = chosen[lengths.index(length)]
         if self._positions is not None and length >= self._positions:
             raise DataError(
-                f"{split} sample {sample.id!r} has a prompt of {length} tokens, which leaves no room for an answer: "
-                f"{self._positions_limit}"
+                f"{split} sample {sample.id!r} has a prompt of {length} tokens{self._of_images(sample)}, which leaves "
+                f"no room for an answer: {self._positions_limit}"
             )
         return sample, length
 
     def _prompt_tokens(self, sample: Sample) -> int:
         try:
-            return len(render_prompt(self._tokenizer, sample.messages, sample.tools))
+            return len(render_prompt(self._tokenizer, sample.messages, sample.tools, self._images))
         except DataError as error:
             raise DataError(f"sample {sample.id!r}: {error}") from error
+
+    def _of_images(self, sample: Sample) -> str:
+        """What part of a sample's tokens are its images, for messages; empty without any."""
+        pictures = pictures_of(sample.messages)
+        return f" ({self._images.described(pictures)})" if self._images is not None and pictures else ""
 
     def rollouts(self, samples: Sequence[Sample], *, scored: bool) -> None:
         """Check that prompts with the longest answers fit into microbatches; `scored`: also into those for scoring.
@@ -103,7 +108,8 @@ class InputCheck:
         most = length + self._config.generation.max_new_tokens
         most = most if self._positions is None else min(most, self._positions)
         what = (
-            f"train sample {sample.id!r} has a prompt of {length} tokens; with an answer the row may have up to {most}"
+            f"train sample {sample.id!r} has a prompt of {length} tokens{self._of_images(sample)}; with an answer the "
+            f"row may have up to {most}"
         )
         self._fit_microbatches(what, most, scored=scored)
 
@@ -148,7 +154,8 @@ class InputCheck:
         """Check that the rows of `samples`, which have these lengths, fit into the model and into microbatches."""
         length = max(lengths)
         longest = samples[lengths.index(length)]
-        self._row(f"{split} sample {longest.id!r} has {length} tokens with its completion", length)
+        images = self._of_images(longest)
+        self._row(f"{split} sample {longest.id!r} has {length} tokens with its completion{images}", length)
 
     def _row(self, what: str, length: int) -> None:
         if self._positions is not None and length > self._positions:

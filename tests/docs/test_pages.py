@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiny_vlm_directories
 from probe_shell import run_shell
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -112,6 +113,15 @@ def test_bring_your_agent(tmp_path: Path) -> None:
         (2.0, 0.0)
     }
     assert (tmp_path / "runs/agent/model/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_vision(tmp_path: Path) -> None:
+    tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
+    execute(DOCS / "vision.md", tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
+    assert [row["train/tokens"] > 0 for row in rows if row["step"]] == [True] * 3
+    assert (tmp_path / "runs/grpo/model/preprocessor_config.json").exists()
 
 
 @pytest.mark.slow

@@ -191,3 +191,23 @@ def test_the_calculator_trains_on_episodes(tmp_path):
     rows = [json.loads(line) for line in (data / "demonstrations.jsonl").read_text().splitlines()]
     calling = sum("tool_calls" in row["messages"][1] for row in rows) / len(rows)
     assert 0.2 < calling < 0.3
+
+
+def test_the_digits_are_read_from_images(tmp_path):
+    """At a small size, with drawn digits in place of those of scikit-learn; no held-out image is trained on."""
+    example, double = str(ROOT / "examples/digits/run.py"), str(Path(__file__).parent / "sklearn_double")
+    program = f"import runpy, sys; sys.path.insert(0, {double!r}); runpy.run_path({example!r}, run_name='__main__')"
+    small = ["num_steps=1", "prompts_per_step=2", "samples_per_prompt=2", "validation.samples=4"]
+    words = [*(f"grpo:algorithm.{key}" for key in small), "grpo:policy.train_global_batch_size=4"]
+    words += ["sft:policy.scheduler.warmup_steps=0", "grpo:policy.scheduler.warmup_steps=0"]
+    words += ["sft:algorithm.num_steps=1", "sft:algorithm.validation.samples=4"]
+    done = run_program(program, "--output", tmp_path, *words, seconds=300)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
+    assert [line.split()[0] for line in printed.splitlines() if "held-out accuracy" in line] == ["sft", "grpo"]
+    data = tmp_path / "seed-0" / "data"
+    train, held_out = (
+        {json.loads(line)["image"] for line in (data / name).read_text().splitlines()}
+        for name in ("train.jsonl", "held_out.jsonl")
+    )
+    assert (len(train), len(held_out), len(train & held_out)) == (43, 297, 0)

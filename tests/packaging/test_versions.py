@@ -67,7 +67,7 @@ def test_each_plugin_pins_the_core_of_its_release(name):
     assert pins == [f"rlframework-core=={version('core')}"]
 
 
-OPTIONAL = ("wandb", "mlflow", "gymnasium", "mcp", "openenv", "reasoning-gym", "serve", "judge")
+OPTIONAL = ("wandb", "mlflow", "gymnasium", "mcp", "openenv", "reasoning-gym", "serve", "judge", "vision")
 """The extras of packages that one part each needs."""
 
 

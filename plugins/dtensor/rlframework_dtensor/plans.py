@@ -79,7 +79,7 @@ def _base(model: Any) -> str:
     """The path of the module with the blocks: of a multimodal model that of its language model, the rest is whole."""
     if not is_multimodal(model):
         return str(model.base_model_prefix)
-    return next(name for name, module in model.named_modules() if module is model.get_decoder())
+    return str(next(name for name, module in model.named_modules() if module is model.get_decoder()))
 
 
 def _family(base: str, kind: str, sequence: bool) -> Plan:

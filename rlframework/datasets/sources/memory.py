@@ -24,6 +24,7 @@ import numpy.typing as npt
 from rlframework.datasets.sources.opening import dataset_rows
 from rlframework.datasets.sources.rows import Row, Rows
 from rlframework.errors import DataError
+from rlframework.interfaces.pictures import Picture
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -134,6 +135,8 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
+    if (library := sys.modules.get("PIL.Image")) is not None and isinstance(value, library.Image):
+        return {"image": Picture(value, "").digest}
     if isinstance(value, (date, time, timedelta, Decimal, UUID)):
         return {type(value).__name__: str(value)}
     raise TypeError(f"it is {type(value).__name__}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.files import replacing_directory
+from rlframework.huggingface.image_processor import copy_processor
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.checkpoint.manifest import write_manifest
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors, is_sharded, reject_native
@@ -50,6 +51,7 @@ def write_config(folder: Path, engine: Engine) -> None:
     config.save_pretrained(folder)
     with suppress(OSError):  # the model has none
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)
+    copy_processor(model_name, folder)
     engine.tokenizer.save_pretrained(folder)
 
 

@@ -1,0 +1,21 @@
+"""The section `environment.images`: rows with images."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlframework.config.base import Section
+
+
+class ImagesConfig(Section):
+    """Rows may have images, which the model's own processor turns into its inputs."""
+
+    root: str | None = Field(
+        None, description="folder that relative paths of images start from; null: the folder of the data"
+    )
+    invalid: Literal["error", "skip"] = Field(
+        "error", description="what to do with a row whose image cannot be used: end before any work, or leave it out"
+    )
+    max_pixels: Annotated[int, Field(ge=1)] = Field(
+        50_000_000, description="most pixels of an image, checked before it is decoded"
+    )

@@ -1,0 +1,182 @@
+"""Images in rows of data: where they come from, which turns they belong to, and decoding them.
+
+A row has images as parts of a message, in OpenAI's format (`image_url`) or that of transformers (`image`), or in
+columns of their own, as LLaVA's data has them: these take the places of `<image>` in its texts, in order. Without any
+such place they precede the first user turn. A `video` is a list of frames, and becomes that many images.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from rlframework.config.images import ImagesConfig
+from rlframework.errors import ConfigError, ImageError
+from rlframework.interfaces.messages import ContentPart, ImagePart, Message, TextPart
+from rlframework.interfaces.pictures import Picture
+
+PLACEHOLDER = "<image>"
+"""The place of an image in the texts of rows that have images in a column."""
+
+KINDS = ("image", "image_url", "video")
+"""The types of content parts that are images."""
+
+
+class PictureReader:
+    """Makes the images of rows as `section` says; relative paths are relative to `section.root`, or else to `root`."""
+
+    def __init__(self, section: ImagesConfig, root: Path) -> None:
+        _require_pillow()
+        self._section = section
+        self._root = Path(section.root) if section.root is not None else root
+
+    def of(self, value: Any, where: str) -> list[Picture]:
+        """Return the images of a column, or of one of a list of them: nothing is decoded."""
+        if value is None:
+            return []
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            return [self._picture(each, f"{where}, image {number}") for number, each in enumerate(value)]
+        return [self._picture(value, where)]
+
+    def parts(self, part: Mapping[str, Any], where: str) -> list[ContentPart]:
+        """Return the images of a content part; the part itself as `PLACEHOLDER` if a column has its image."""
+        kind = str(part["type"])
+        value = part.get(kind)
+        if isinstance(value, Mapping) and "url" in value:
+            value = value["url"]
+        if value is None:
+            value = next((part[key] for key in ("url", "path", "bytes", "base64") if part.get(key) is not None), None)
+            if isinstance(value, str) and part.get("base64") == value:
+                value = f"data:;base64,{value}"
+        if value is None:
+            return [TextPart(type="text", text=PLACEHOLDER)]
+        return [ImagePart(type="image", image=picture) for picture in self.of(value, where)]
+
+    def placed(self, turns: Sequence[Message], supply: Sequence[Picture], where: str) -> list[Message]:
+        """Return `turns` with the images of `supply` in place of each `PLACEHOLDER`; raise unless the numbers agree."""
+        places = sum(_text(part).count(PLACEHOLDER) for turn in turns for part in _parts(turn))
+        user = next((number for number, turn in enumerate(turns) if turn["role"] == "user"), None)
+        if places != len(supply) and (places or user is None):
+            raise ImageError(
+                f"{where}: there are {places} places for images ({PLACEHOLDER} in a text, or parts without an image) "
+                f"and {len(supply)} images in the columns; they must be equally many"
+            )
+        left = deque(supply)
+        placed = [_with_images(turn, left) for turn in turns] if places else list(turns)
+        if left:
+            assert user is not None
+            given = [ImagePart(type="image", image=picture) for picture in left]
+            placed[user] = {**placed[user], "content": [*given, *_parts(placed[user])]}
+        for number, turn in enumerate(placed):
+            if turn["role"] == "assistant" and any(part["type"] == "image" for part in _parts(turn)):
+                raise ImageError(f"{where}, turn {number}: an assistant turn has an image; models here write text only")
+        return placed
+
+    def _picture(self, value: Any, where: str) -> Picture:
+        if isinstance(value, Mapping):  # as `datasets` stores images
+            value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+        if isinstance(value, str):
+            value = self._location(value, where)
+        elif not isinstance(value, bytes) and not hasattr(value, "convert"):
+            raise ImageError(
+                f"{where}: an image must be a path, bytes, a data URI or a PIL image, not {type(value).__name__}"
+            )
+        return Picture(value, where, self._section.max_pixels)
+
+    def _location(self, text: str, where: str) -> Path | bytes:
+        """The file or the bytes that a text names."""
+        if text.startswith("data:"):
+            try:
+                return base64.b64decode(text.partition(",")[2], validate=True)
+            except binascii.Error as error:
+                raise ImageError(f"{where}: the data URI is not base64 ({error})") from error
+        address = urlparse(text)
+        if address.scheme in ("http", "https", "ftp", "s3", "gs"):
+            raise ImageError(
+                f"{where}: {text[:200]!r} is an address on the network, which is never read during a run; store the "
+                "image in a file, and give its path"
+            )
+        return self._root / (unquote(address.path) if address.scheme == "file" else text)
+
+
+def decoded(picture: Picture) -> Any:
+    """Return `picture` as a PIL image in RGB, upright as its EXIF data says.
+
+    Raises an `ImageError` that names its row for what cannot be read or decoded, and for more pixels than allowed,
+    which is known before anything is decoded.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if isinstance(picture.source, Path) and not picture.source.is_file():
+        raise ImageError(f"{picture.where}: there is no image file {picture.source}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `max_pixels` is the limit
+            image = _opened(picture)
+            width, height = image.size
+            if width < 1 or height < 1 or width * height > picture.max_pixels:
+                raise ImageError(
+                    f"{picture.where}: the image has {width} x {height} pixels; it may have 1 to "
+                    f"{picture.max_pixels:,} (environment.images.max_pixels)"
+                )
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError as error:
+        what = "is empty" if not picture.encoded() else "is in no known format, or damaged"
+        raise ImageError(f"{picture.where}: the image {_name(picture)}{what}") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # as Pillow's decoders raise
+        raise ImageError(f"{picture.where}: the image {_name(picture)}cannot be decoded ({error})") from error
+
+
+def _opened(picture: Picture) -> Any:
+    from PIL import Image
+
+    if isinstance(picture.source, (Path, bytes)):
+        return Image.open(BytesIO(picture.encoded()))
+    return picture.source
+
+
+def _name(picture: Picture) -> str:
+    return f"{picture.source} " if isinstance(picture.source, Path) else ""
+
+
+def _parts(turn: Message) -> Sequence[ContentPart]:
+    content = turn["content"]
+    return [TextPart(type="text", text=content)] if isinstance(content, str) else content
+
+
+def _text(part: ContentPart) -> str:
+    return part["text"] if part["type"] == "text" else ""
+
+
+def _with_images(turn: Message, supply: deque[Picture]) -> Message:
+    """`turn` with the next images of `supply` at its places, without the whitespace around them."""
+    if not any(PLACEHOLDER in _text(part) for part in _parts(turn)):
+        return turn
+    parts: list[ContentPart] = []
+    for part in _parts(turn):
+        texts = _text(part).split(PLACEHOLDER)
+        if len(texts) == 1:
+            parts.append(part)
+            continue
+        for number, text in enumerate(texts):
+            if number:
+                parts.append(ImagePart(type="image", image=supply.popleft()))
+            if text := text.strip():
+                parts.append(TextPart(type="text", text=text))
+    return {**turn, "content": parts}
+
+
+def _require_pillow() -> None:
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "environment.images needs Pillow to decode images: pip install 'rlframework-core[vision]'"
+        ) from error

@@ -1,0 +1,35 @@
+"""Runs that would lose the images of their rows are rejected before anything is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlframework.configure import load_config
+from rlframework.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("environment.name=tools environment.tools=os:listdir", "is for environment.name=dataset, and it is tools"),
+        ("algorithm.name=distillation", "is for sft, grpo and its presets, not for algorithm.name=distillation"),
+        ("algorithm.name=ppo", "is for sft, grpo and its presets, not for algorithm.name=ppo"),
+        ("algorithm.name=sft algorithm.token_data=tokens", "token data has no images"),
+        ("algorithm.async={}", "must be null with algorithm.async, which sends no images to its engines"),
+        ("reward_model.model_name=m", "must be null with further policies (reward_model), which get no images"),
+        ("generation.name=vllm", "is for generation.name=transformers, and it is vllm"),
+    ],
+)
+def test_what_would_lose_images_is_rejected(tmp_path: Path, overrides: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "policy: {model_name: m}\nalgorithm: {name: grpo}\n"
+        "environment: {name: dataset, path: rows.jsonl, check: exact, images: {}}\n"
+    )
+    assert load_config(path).environment.images is not None  # type: ignore[attr-defined]
+    assert load_config(path, ["algorithm.name=dapo"]).algorithm.name == "dapo"
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides.split())
+    assert message in str(error.value)

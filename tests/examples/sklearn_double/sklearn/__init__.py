@@ -1,0 +1,1 @@
+"""Stands in for scikit-learn, which the tests do not install."""

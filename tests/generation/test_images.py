@@ -1,0 +1,197 @@
+"""Generation from images: tiny vision-language models against `model.generate` and plain forwards, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_vlms
+import torch
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.sections import TransformersGenerationConfig
+from rlframework.errors import RequestError
+from rlframework.generation.transformers_engine import TransformersEngine
+from rlframework.huggingface.image_processor import image_tokens
+from rlframework.huggingface.model_directories import quiet_transformers
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
+
+TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
+IMAGES = [1, 0, 2, 1, 3]
+GREEDY, SAMPLED = SamplingParams(0.0), SamplingParams(1.0, top_p=0.9)
+
+
+@pytest.fixture(scope="module", params=tiny_vlms.FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family):
+    return tiny_vlms.make_model(family)
+
+
+@pytest.fixture(scope="module")
+def rows(family):
+    return tiny_vlms.make_rows(family, IMAGES, seed=3)
+
+
+def engine_of(model: Any, **keys: Any) -> TransformersEngine:
+    config = TransformersGenerationConfig(max_new_tokens=8, **keys)
+    engine = TransformersEngine(config, TOKENIZER, model_name="-", device="cpu", precision="float32")
+    engine.attach(model, 1)
+    return engine
+
+
+def requests_of(
+    rows: BatchedDataDict[Any], sampling: SamplingParams, new: int = 8, copies: int = 1
+) -> list[GenerationRequest]:
+    found = []
+    for row, length in enumerate(rows["input_lengths"].tolist()):
+        media = {name: rows[name].tensors[row] for name in ("pixel_values", "image_grid_thw") if name in rows}
+        media = {name: value for name, value in media.items() if value is not None}
+        for copy in range(copies):
+            ids = rows["input_ids"][row, :length]
+            found.append(GenerationRequest(f"{row}:{copy}", ids, 7 * row + copy, new - row % 3, sampling, media=media))
+    return found
+
+
+def served(engine: TransformersEngine) -> dict[str, GenerationResult]:
+    found: dict[str, GenerationResult] = {}
+    while results := engine.poll(None):
+        found |= {result.request_id: result for result in results}
+    return found
+
+
+def finished(rows: BatchedDataDict[Any], results: dict[str, GenerationResult], family: str) -> BatchedDataDict[Any]:
+    """The rows with their completions, as `tiny_vlms.alone` takes them."""
+    ids, lengths = [], rows["input_lengths"].tolist()
+    for row, length in enumerate(lengths):
+        ids.append(torch.cat((rows["input_ids"][row, :length], results[f"{row}:0"].token_ids)))
+    longer: BatchedDataDict[Any] = BatchedDataDict(rows)
+    longer["input_ids"] = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    longer["input_lengths"] = torch.tensor([len(row) for row in ids])
+    if family in tiny_vlms.TOKEN_TYPES:
+        longer[tiny_vlms.TOKEN_TYPES[family]] = (longer["input_ids"] == tiny_vlms.IMAGE).int()
+    return longer
+
+
+def require_logprobs(model: Any, rows: BatchedDataDict[Any], results: dict[str, GenerationResult], family: str) -> None:
+    """The log-probabilities of `results` are those of plain forwards of the finished rows, from version 2 on if any."""
+    with torch.no_grad():
+        expected = tiny_vlms.alone(model, finished(rows, results, family))
+    for row, length in enumerate(rows["input_lengths"].tolist()):
+        result = results[f"{row}:0"]
+        first = result.spans[-1].start
+        got = result.logprobs[first:]
+        wanted = expected[row, length + first : length + len(result.logprobs)]
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_greedy_is_generate(family, model, rows):
+    engine = engine_of(model)
+    engine.submit(requests_of(rows, GREEDY))
+    results = served(engine)
+    for request in requests_of(rows, GREEDY):
+        types = {}
+        if family in tiny_vlms.TOKEN_TYPES and request.media:
+            types = {tiny_vlms.TOKEN_TYPES[family]: (request.prompt_ids == tiny_vlms.IMAGE).int()[None]}
+        expected = model.generate(
+            input_ids=request.prompt_ids[None],
+            **request.media,
+            **types,
+            max_new_tokens=request.max_new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            suppress_tokens=image_tokens(model.config),
+            attention_mask=torch.ones(1, len(request.prompt_ids), dtype=torch.int64),
+        )
+        assert results[request.request_id].token_ids.tolist() == expected[0, len(request.prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_logprobs_are_those_of_the_trainer(family, model, rows, batch_size):
+    """With room for two rows, others join later; lengths and numbers of images differ."""
+    engine = engine_of(model, batch_size=batch_size)
+    engine.submit(requests_of(rows, SAMPLED))
+    results = served(engine)
+    require_logprobs(model, rows, results, family)
+
+
+def test_each_image_is_encoded_once_per_group(family, model, rows):
+    """Groups of four share their images, also where only three rows are decoded at a time."""
+    engine = engine_of(model, batch_size=3)
+    engine.submit(requests_of(rows, SamplingParams(), copies=4))
+    results = served(engine)
+    assert engine._encoder.encoded == sum(count > 0 for count in IMAGES)
+    for copy in range(4):
+        require_logprobs(model, rows, {f"{row}:0": results[f"{row}:{copy}"] for row in range(len(IMAGES))}, family)
+
+
+def test_rows_go_on_with_new_weights(family, rows):
+    """After an update, rows with images begin again with the new encoder's features."""
+    model = tiny_vlms.make_model(family)
+    engine = engine_of(model)
+    requests = requests_of(rows, GREEDY)
+    engine.submit(requests)
+    engine.poll(0.0)
+    with torch.no_grad():
+        for weight in _tower(model):
+            weight.mul_(1.5)
+    engine.attach(model, 2)
+    results = served(engine)
+    assert all(result.spans[-1].version == 2 for result in results.values())
+    require_logprobs(model, rows, results, family)
+
+
+def test_a_refit_covers_the_vision_tower(family, rows, tmp_path):
+    """The engine's own module, with weights under their names in files; the second update changes the tower alone."""
+    from safetensors.torch import load_file
+
+    model = tiny_vlms.make_model(family)
+    with quiet_transformers():
+        model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    config = TransformersGenerationConfig(max_new_tokens=8)
+    engine = TransformersEngine(config, TOKENIZER, model_name=str(tmp_path), device="cpu", precision="float32")
+    for version in (1, 2):
+        engine.begin_weight_update(version, {name: (tuple(w.shape), w.dtype) for name, w in weights.items()})
+        engine.load_weights(weights.items())
+        engine.finish_weight_update()
+        engine.submit(requests_of(rows, GREEDY))
+        results = served(engine)
+        require_logprobs(model, rows, results, family)
+        with torch.no_grad():
+            tower = [name for name in weights if "vision" in name or "visual" in name]
+            for tensor in (*(weights[name] for name in tower), *_tower(model)):
+                tensor.mul_(1.5)
+
+
+def _tower(model: Any) -> list[torch.Tensor]:
+    return [weight for name, weight in model.named_parameters() if "vision" in name or "visual" in name]
+
+
+def test_image_tokens_are_never_chosen(model, rows):
+    """A row with more image tokens than features cannot be trained on."""
+    engine = engine_of(model)
+    engine.submit(requests_of(rows, SamplingParams(50.0), new=60))
+    sampled = torch.cat([result.token_ids for result in served(engine).values()])
+    assert len(sampled) > 250
+    assert not torch.isin(sampled, torch.tensor(tiny_vlms.IMAGE)).any()
+
+
+def test_a_text_model_rejects_images(text_model):
+    engine = engine_of(text_model)
+    request = GenerationRequest(
+        "a", torch.tensor([3, 4]), 0, 2, GREEDY, media={"pixel_values": torch.zeros(1, 3, 8, 8)}
+    )
+    with pytest.raises(RequestError, match="request 'a' has media; LlamaForCausalLM takes text only"):
+        engine.submit([request])
+
+
+@pytest.fixture
+def text_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**tiny_vlms.TEXT)).eval()
