@@ -29,7 +29,7 @@ rlframework parity dtensor dtensor:data=2 dtensor:tensor=2 dtensor:context=2 dte
 ```"""
 _ALGORITHMS_COMMAND = """```shell
 rlframework parity BACKEND BACKEND:data=2 BACKEND:tensor=2 BACKEND:context=2 --algorithm sft --algorithm grpo ... \\
-    --precision float32 --json FILE.json
+    --precision float32 --steps 3 --json FILE.json
 ```"""
 
 Outcome = Mapping[str, Any]
