@@ -70,10 +70,7 @@ def _algorithms() -> list[str]:
     compared = "; ".join(f"`{name}` in {', '.join(dict.fromkeys(found))}" for name, found in layouts.items())
     return [
         "## Algorithms",
-        (
-            f"{_ran_on(report)} In float32, by `rlframework parity --algorithm`, the worst case over: {compared}. "
-            "A pair of algorithm and backend without a row has not been run."
-        ),
+        (f"{_ran_on(report)} In float32, by `rlframework parity --algorithm`, the worst case over: {compared}."),
         table(("algorithm", "backend", *QUANTITIES.values(), "verdict"), rows),
         "[The JSON](parity_algorithms.json).",
         _ALGORITHMS_COMMAND,
