@@ -29,7 +29,7 @@ rlframework parity dtensor dtensor:data=2 dtensor:tensor=2 dtensor:context=2 dte
 ```"""
 _ALGORITHMS_COMMAND = """```shell
 rlframework parity BACKEND BACKEND:data=2 BACKEND:tensor=2 BACKEND:context=2 --algorithm sft --algorithm grpo ... \\
-    --precision float32 --json FILE.json
+    --precision float32 --steps 3 --json FILE.json
 ```"""
 
 Outcome = Mapping[str, Any]
@@ -70,10 +70,7 @@ def _algorithms() -> list[str]:
     compared = "; ".join(f"`{name}` in {', '.join(dict.fromkeys(found))}" for name, found in layouts.items())
     return [
         "## Algorithms",
-        (
-            f"{_ran_on(report)} In float32, by `rlframework parity --algorithm`, the worst case over: {compared}. "
-            "A pair of algorithm and backend without a row has not been run."
-        ),
+        (f"{_ran_on(report)} In float32, by `rlframework parity --algorithm`, the worst case over: {compared}."),
         table(("algorithm", "backend", *QUANTITIES.values(), "verdict"), rows),
         "[The JSON](parity_algorithms.json).",
         _ALGORITHMS_COMMAND,
