@@ -110,14 +110,14 @@ def image_token() -> int:
 def _images(vocabulary: int) -> Any:
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 
-    config = SmolVLMConfig(
-        vision_config={**_VISION, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4},
-        text_config={"model_type": "llama", "vocab_size": vocabulary + 1, **_SIZES},
-        image_token_id=vocabulary,
-        scale_factor=2,
-        pad_token_id=0,
-    )
-    return SmolVLMForConditionalGeneration(config)
+    sizes: dict[str, Any] = {
+        "vision_config": {**_VISION, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4},
+        "text_config": {"model_type": "llama", "vocab_size": vocabulary + 1, **_SIZES},
+        "image_token_id": vocabulary,
+        "scale_factor": 2,
+        "pad_token_id": 0,
+    }
+    return SmolVLMForConditionalGeneration(SmolVLMConfig(**sizes))
 
 
 def _patches(vocabulary: int) -> Any:

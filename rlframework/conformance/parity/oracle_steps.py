@@ -87,7 +87,8 @@ def _values(oracle: Oracle, rows: Batch, reads: LossInput, temperature: float) -
         return oracle.last_values(rows)
     if reads == LossInput.VALUES:
         real = torch.arange(rows["input_ids"].shape[1]) < rows["input_lengths"][:, None]
-        return torch.nn.functional.pad(oracle.values(rows)[:, :-1], (1, 0)) * real
+        before: Tensor = torch.nn.functional.pad(oracle.values(rows)[:, :-1], (1, 0)) * real
+        return before
     logprobs = oracle.differentiable_logprobs(rows, temperature)
     if reads == LossInput.LOGPROBS:
         return logprobs
