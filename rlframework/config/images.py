@@ -16,6 +16,6 @@ class ImagesConfig(Section):
     invalid: Literal["error", "skip"] = Field(
         "error", description="what to do with a row whose image cannot be used: end before any work, or leave it out"
     )
-    max_pixels: Annotated[int, Field(ge=1)] = Field(
+    max_pixels: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
         50_000_000, description="most pixels of an image, checked before it is decoded"
     )

@@ -276,7 +276,8 @@ class TransformersEngine(ServingEngine[_Served]):
         if model.config is not self._probed_config:
             self._forwards, self._probed_config = row_forward(model), model.config
             self.limits = replace(ServingLimits.of(model.config), no_media=self._no_media(model))
-            self._never = image_tokens(model.config)
+            size = self.limits.vocabulary  # the model may have no row for a medium that it does not take
+            self._never = [token for token in image_tokens(model.config) if size is None or token < size]
         self._model, self._updated = model, True
 
     def _no_media(self, model: Any) -> str | None:

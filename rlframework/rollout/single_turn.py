@@ -86,8 +86,9 @@ def scored_turns(
     Returns the output of `Generation.generate`, the completions as text, and their outcomes.
     """
     prompts = [render_prompt(parts.tokenizer, sample.messages, images=parts.images) for sample in samples]
-    input_ids, _ = pad_rows(prompts, parts.tokenizer.pad_token_id)
-    media = media_of(parts, samples, input_ids)
+    media = NO_MEDIA
+    if parts.images is not None:
+        media = media_of(parts, samples, pad_rows(prompts, parts.tokenizer.pad_token_id)[0])
     output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy, media=media)
     return output, texts, score_turns(parts.environment, parts.config.environment.name, samples, texts)
 

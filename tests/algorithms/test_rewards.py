@@ -40,7 +40,11 @@ def rolled(outcomes: list[StepOutcome]) -> Any:
     config = SimpleNamespace(environment=SimpleNamespace(name="mine"))
     environment = SimpleNamespace(step=lambda samples, conversations: outcomes)
     parts: Any = SimpleNamespace(
-        tokenizer=character_tokenizer("ab"), generation=Generation(), environment=environment, config=config
+        tokenizer=character_tokenizer("ab"),
+        generation=Generation(),
+        environment=environment,
+        config=config,
+        images=None,
     )
     samples = [Sample(name, ({"role": "user", "content": "a"},), "b") for name in ("one", "two")]
     return single_turns(parts, samples, torch.arange(2))

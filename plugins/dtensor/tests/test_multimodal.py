@@ -227,7 +227,8 @@ TENSOR = "tensor"
 """The mode in which both ranks have all rows, and share the language model."""
 RUN_ON_RANKS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen2_vl": dict.fromkeys(MODES, (*CASES, *UNCOUNTED)) | {TENSOR: ("mixed",)},
-    **{family: {"auto": ("mixed",), TENSOR: ("mixed",)} for family in ("llava", "gemma3", "qwen3_vl")},
+    **{family: {"auto": ("mixed",), TENSOR: ("mixed",)} for family in ("llava", "gemma3")},
+    "qwen3_vl": {"auto": ("mixed",)},  # transformers has no tensor-parallel plan of its language model
 }
 """The batches of each kind, by mode; what the ranks do depends little on the kind."""
 
