@@ -79,7 +79,7 @@ class EngineModel(WeightSink):
                 module: Any = auto_class(read_config(self._model_name)).from_pretrained(
                     self._model_name, dtype=torch.float32, trust_remote_code=False
                 )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, DataError) as error:
             raise DataError(
                 f"policy.model_name={self._model_name!r} cannot be read by the generation engine, as "
                 f"policy.lora.refit=adapters requires; set policy.lora.refit to merged ({error})"

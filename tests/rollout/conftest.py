@@ -24,7 +24,13 @@ def make_parts(run_config: Any):
         generation = Generation(policy, tokenizer, [engine])
         generation.finish_generation = lambda: True  # type: ignore[method-assign]  # the engine has no worker
         return SimpleNamespace(
-            config=config, tokenizer=tokenizer, generation=generation, environment=Game(kind), engine=engine, models={}
+            config=config,
+            tokenizer=tokenizer,
+            generation=generation,
+            environment=Game(kind),
+            engine=engine,
+            models={},
+            images=None,
         )
 
     return make

@@ -49,7 +49,7 @@ def played(config: Any, tokenizer: Any, first: list[str]) -> Rollout:
     generation.finish_generation = lambda: True  # type: ignore[method-assign]
     environment = AgentEnvironment(config.environment, seed=0)
     parts: Any = SimpleNamespace(
-        config=config, tokenizer=tokenizer, generation=generation, environment=environment, models={}
+        config=config, tokenizer=tokenizer, generation=generation, environment=environment, models={}, images=None
     )
     return rollout(parts, samples, torch.arange(len(samples)))
 
