@@ -41,12 +41,33 @@ if not Path("/dev/nvidia0").exists():
 ALPHABET = string.digits + string.ascii_lowercase + " +-*=?.,:\n"
 
 SAMPLED = {
-    "plugins/dtensor/tests/test_kinds.py::test_a_kind_is_equal_to_its_rows_one_by_one_or_rejected": 5,
-    "plugins/dtensor/tests/test_conformance.py::TestMutants::test_mutant_is_caught": 4,
-    "plugins/dtensor/tests/test_compiling.py::test_compiled_step_matches_the_oracle": 2,
-    "plugins/deepspeed/tests/test_deepspeed_kinds.py::test_a_kind_is_equal_or_rejected_as_on_the_dtensor_backend": 10,
-    "plugins/deepspeed/tests/test_deepspeed_state_layout.py::test_the_estimate_is_what_exists": 3,
-    "plugins/megatron/tests/test_megatron_kinds.py::test_types_that_are_split_compute_what_transformers_does": 2,
+    "plugins/deepspeed/tests/test_deepspeed_kinds.py::test_a_kind_is_equal_or_rejected_as_on_the_dtensor_backend": 20,
+    "plugins/deepspeed/tests/test_deepspeed_kinds.py::test_selected_kinds_are_equal_on_two_workers_or_rejected": 3,
+    "plugins/deepspeed/tests/test_deepspeed_state_layout.py::test_the_estimate_is_what_exists": 6,
+    "plugins/dtensor/tests/test_compiling.py::test_compiled_step_matches_the_oracle": 4,
+    "plugins/dtensor/tests/test_conformance.py::TestMutants::test_mutant_is_caught": 8,
+    "plugins/dtensor/tests/test_kinds.py::test_a_kind_is_equal_to_its_rows_one_by_one_or_rejected": 12,
+    "plugins/dtensor/tests/test_state_layout.py::test_the_estimate_is_what_exists": 4,
+    "plugins/dtensor/tests/test_tensor_parallel.py::test_sequence_parallel_step_matches_the_oracle": 2,
+    "plugins/dtensor/tests/test_tensor_parallel_kinds.py::test_a_kind_over_two_ranks_equals_its_rows_one_by_one": 3,
+    "plugins/megatron/tests/test_megatron_kinds.py::test_types_that_are_split_compute_what_transformers_does": 4,
+    "plugins/megatron/tests/test_megatron_layouts.py::test_a_mixture_of_experts_computes_the_same_beside_other_axes": 3,
+    "plugins/megatron/tests/test_megatron_layouts.py::test_several_axes_at_once_compute_the_same": 3,
+    "plugins/megatron/tests/test_megatron_lora.py::test_steps_match_the_oracle": 2,
+    "plugins/megatron/tests/test_megatron_state_layout.py::test_the_estimate_is_what_exists": 3,
+    "tests/algorithms/test_distillation_runs.py::test_the_divergence_falls": 3,
+    "tests/algorithms/test_policy_gradient_runs.py::test_an_algorithm_trains": 2,
+    "tests/algorithms/test_policy_gradient_runs.py::test_quantities_of_sequences_are_those_of_one_worker": 2,
+    "tests/algorithms/test_ppo_runs.py::test_backends_and_batching_modes_agree": 4,
+    "tests/conformance/test_environment.py::TestEpisodeMutants::test_mutant_is_caught": 3,
+    "tests/conformance/test_generation.py::TestMutants::test_mutant_is_caught": 4,
+    "tests/conformance/test_worker_group.py::TestMutants::test_mutant_is_caught": 4,
+    "tests/examples/test_plugins.py::test_each_part_conforms": 3,
+    "tests/rollout/endpoint/test_serve.py::test_a_served_model_answers_until_it_is_asked_to_end": 2,
+    "tests/training/test_full_disk.py::test_a_checkpoint_that_does_not_fit_ends_the_run_with_one_error": 4,
+    "tests/training/test_sharded_checkpoints.py::test_either_form_is_gone_on_from_without_being_told": 2,
+    "tests/weight_sync/test_faults_in_runs.py::test_a_fault_is_caught_and_a_sound_refit_recovers": 5,
+    "tests/workers/test_temporary.py::test_a_run_leaves_nothing_besides_its_folder": 3,
 }
 """Tests with many or long cases, of which only every n-th runs without `--thorough`."""
 
@@ -55,7 +76,7 @@ _imported = 0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--thorough`."""
-    parser.addoption("--thorough", action="store_true", help="run all cases of the tests in `SAMPLED` of conftest.py")
+    parser.addoption("--thorough", action="store_true", help="run also what conftest.py leaves out of `make test`")
 
 
 def _keep_imports() -> None:
@@ -68,7 +89,7 @@ def _keep_imports() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of the tests in `SAMPLED`, and allow for the compilation of kernels on a GPU."""
+    """Leave out what is for `--thorough`, and allow for the compilation of kernels on a GPU."""
     if not config.getoption("thorough"):
         _sample(config, items)
     # kernels are compiled first, which takes minutes, and compilers and NCCL warn; show it, and go on
@@ -83,7 +104,8 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = [], []
     for item in items:
         test = item.nodeid.partition("[")[0]
-        (left_out if seen[test] % SAMPLED.get(test, 1) else kept).append(item)
+        out = seen[test] % SAMPLED.get(test, 1) or item.get_closest_marker("thorough")
+        (left_out if out else kept).append(item)
         seen[test] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)

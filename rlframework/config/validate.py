@@ -226,7 +226,7 @@ def _generation_conflicts(config: RunConfig) -> Iterator[Problem]:
 
 
 def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
-    """What rows with images do not go with: they must never be trained on without their images."""
+    """Settings that rows with images do not go with: such rows must never be trained on without their images."""
     environment, algorithm = config.environment, config.algorithm
     if getattr(environment, "images", None) is None:
         return

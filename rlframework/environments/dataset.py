@@ -245,7 +245,7 @@ class DatasetEnvironment(VerifiableEnvironment):
         return np.array(usable, np.int64), keys
 
     def _pictures(self, rows: Rows) -> PictureReader | None:
-        """What reads the images of `rows`; None if rows have none."""
+        """The reader of the images of `rows`; None if rows have none."""
         config = self._config
         if config.images is None:
             return None

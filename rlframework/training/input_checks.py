@@ -83,7 +83,7 @@ class InputCheck:
             raise DataError(f"sample {sample.id!r}: {error}") from error
 
     def _of_images(self, sample: Sample) -> str:
-        """What part of a sample's tokens are its images, for messages; empty without any."""
+        """The part of a message that counts the tokens of the sample's images; empty without any."""
         pictures = pictures_of(sample.messages)
         return f" ({self._images.described(pictures)})" if self._images is not None and pictures else ""
 

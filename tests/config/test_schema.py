@@ -21,6 +21,12 @@ def schema(manager: Any) -> dict[str, Any]:
     return config_schema(manager)
 
 
+@pytest.fixture(scope="module")
+def installed() -> dict[str, Any]:
+    """The schema with all parts that are installed."""
+    return config_schema(create_manager())
+
+
 def accepts(schema: dict[str, Any], data: Any) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(data)
 
@@ -115,15 +121,15 @@ def test_parts_of_yours_take_any_keys_with_their_import_path(schema: dict[str, A
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("**/*.yaml")), ids=lambda path: path.name)
-def test_the_examples_fit_the_schema_and_a_misspelt_key_does_not(path: Path) -> None:
-    validator = jsonschema.Draft202012Validator(config_schema(create_manager()))
+def test_the_examples_fit_the_schema_and_a_misspelt_key_does_not(installed: dict[str, Any], path: Path) -> None:
+    validator = jsonschema.Draft202012Validator(installed)
     data = read_yaml(path).values
     validator.validate(data)
     assert not validator.is_valid({**data, "polcy": {}})
     assert not validator.is_valid({**data, "algorithm": {**data.get("algorithm", {}), "num_stps": 1}})
 
 
-def test_every_number_of_ours_has_bounds() -> None:
+def test_every_number_of_ours_has_bounds(installed: dict[str, Any]) -> None:
     """Also the numbers in lists, mappings and unions; the largest and smallest are finite."""
     unbounded = []
 
@@ -136,5 +142,5 @@ def test_every_number_of_ours_has_bounds() -> None:
             if isinstance(value, (dict, list)) and key != "default":
                 visit(value, f"{place}/{key}")
 
-    visit(config_schema(create_manager()), "")
+    visit(installed, "")
     assert unbounded == []

@@ -16,6 +16,7 @@ class TestInline(WorkerGroupSuite):
 
 class TestProcesses(WorkerGroupSuite):
     backend = "processes"
+    quick = ("data=2",)  # `inline` has one worker
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -27,3 +28,4 @@ class TestRay(WorkerGroupSuite):
 class TestMutants(MutantProof):
     kind = "worker_group"
     backend = "processes"
+    quick = ("data=2",)  # `inline` has one worker

@@ -75,7 +75,7 @@ def test_what_a_page_shows_and_does_not_do_is_found(tmp_path: Path) -> None:
             execute(page, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_episodes(tmp_path: Path) -> None:
     example = next(block for block in blocks((DOCS / "episodes.md").read_text()) if block.title == "guess.py")
     assert len([line for line in example.text.splitlines() if line]) <= 15
@@ -99,7 +99,7 @@ def test_environments_with_episodes(page: str, tmp_path: Path) -> None:
     execute(DOCS / page, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_bring_your_agent(tmp_path: Path) -> None:
     page = DOCS / "bring_your_agent.md"
     execute(page, tmp_path)
@@ -124,7 +124,7 @@ def test_vision(tmp_path: Path) -> None:
     assert (tmp_path / "runs/grpo/model/preprocessor_config.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_quickstart(tmp_path: Path) -> None:
     """GRPO with the page's own settings raises the reward: from some 0.32 over the first ten steps to some 0.51."""
     execute(DOCS / "quickstart.md", tmp_path)
@@ -136,7 +136,7 @@ def test_the_quickstart(tmp_path: Path) -> None:
     assert not (tmp_path / "runs/no").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_best_of_n(tmp_path: Path) -> None:
     """Training on the best of the model's own completions raises the accuracy on held-out prompts."""
     execute(DOCS / "best_of_n.md", tmp_path)
@@ -147,7 +147,7 @@ def test_best_of_n(tmp_path: Path) -> None:
     assert other["metrics"]["accuracy"]["low"] > 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_distillation(tmp_path: Path) -> None:
     """The student comes closer to the teacher, with the teacher and with what it has stored."""
     execute(DOCS / "algorithms" / "distillation.md", tmp_path)
@@ -157,7 +157,7 @@ def test_distillation(tmp_path: Path) -> None:
         assert values[-1] < values[0], name
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_write_an_algorithm(tmp_path: Path) -> None:
     page = DOCS / "write_an_algorithm.md"
     execute(page, tmp_path)
@@ -178,7 +178,7 @@ def test_the_smallest_plugin(tmp_path: Path) -> None:
     execute(DOCS / "plugins.md", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", ["data.md", "python.md"])
 def test_data_and_python(page: str, tmp_path: Path) -> None:
     execute(DOCS / page, tmp_path)

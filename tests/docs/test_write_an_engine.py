@@ -35,7 +35,7 @@ def test_methods_and_capabilities_that_are_named_are_there():
     assert named <= set(Capability.__members__)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_engine_conforms(tmp_path):
     """As an installed distribution: its metadata are on the path of a process of its own."""
     for path, text in plugin_files("plain", ENGINE).items():

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from probe_forked import run_program
 
-from rlframework import config_schema, create_manager, load_config
+from rlframework import load_config
 from rlframework.errors import ConfigError, WorkerError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
@@ -30,13 +29,10 @@ def script(program: Path, *words: object) -> str:
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
-def test_configurations_load_and_fit_the_schema(path, monkeypatch):
-    import jsonschema
-
+def test_configurations_load(path, monkeypatch):
     monkeypatch.syspath_prepend(path.parent)  # of functions that it names
     rows = ["environment.train_path=train.jsonl"] if "name: gsm8k" in path.read_text() else []
     assert load_config(path, rows).policy.backend == "dtensor"
-    jsonschema.validate(yaml.safe_load(path.read_text()), config_schema(create_manager()))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +95,7 @@ def test_the_generation_benchmark_writes_json(tmp_path):
     assert results.keys() == {"generation, fixed", "generation, ragged"}
 
 
+@pytest.mark.thorough
 def test_the_benchmarks_of_learning_train_what_is_missing(tmp_path):
     """From a model of random weights in the place of the quickstart's; a second call trains nothing."""
     place = tmp_path / "seed-0"
@@ -155,6 +152,7 @@ def test_a_failing_part_of_the_benchmark_of_a_gpu_is_reported_and_the_others_run
     assert "Failed: `RuntimeError: CUDA error: invalid argument`" in gpu.page(data)
 
 
+@pytest.mark.thorough
 def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_json(tmp_path):
     script(ROOT / "benchmarks" / "refit.py", "--mebibytes", 4, "--rounds", 1, "--json", tmp_path / "refit.json")
     written = json.loads((tmp_path / "refit.json").read_text())

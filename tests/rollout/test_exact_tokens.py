@@ -112,7 +112,7 @@ def test_rows_hold_what_the_engine_returned(name: str) -> None:
     check_episodes(name, range(10))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_1000_episodes_hold_what_the_engine_returned(name: str) -> None:
     check_episodes(name, range(10, 10 + 91))

@@ -13,7 +13,7 @@ import pytest
 from rlframework.configure import config_yaml
 
 FOLDER = Path(__file__).parent
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("ray"), pytest.mark.timeout(560)]
 
 
 @pytest.fixture(scope="module")

@@ -145,6 +145,7 @@ def test_an_interrupted_run_does_not_restart(run_config, tmp_path, plan, monkeyp
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002"]
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
 def test_on_ray_too(run_config, tmp_path, whole, plan):
@@ -153,6 +154,7 @@ def test_on_ray_too(run_config, tmp_path, whole, plan):
     assert [told["from_step"] for told in rows_of(tmp_path / "run" / RESTARTS_FILE)] == [2]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ray")
 def test_a_machine_that_leaves_a_cluster_is_replaced_by_another(run_config, tmp_path, whole, plan):

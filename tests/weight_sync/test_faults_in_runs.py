@@ -57,7 +57,7 @@ def lora(request: Any, tmp_path_factory: pytest.TempPathFactory, model: Path) ->
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS.keys() - {OF_ADAPTERS}))
-def test_a_fault_is_caught_before_the_next_step_and_a_sound_refit_recovers(trainer: Trainer, fault: str) -> None:
+def test_a_fault_is_caught_and_a_sound_refit_recovers(trainer: Trainer, fault: str) -> None:
     require_caught(trainer, fault)
 
 

@@ -65,6 +65,7 @@ def test_compiled_step_matches_the_oracle(tmp_path, batches, monkeypatch, layers
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compiled
 
 
+@pytest.mark.thorough
 def test_compiled_context_parallel_step_matches_the_oracle(tmp_path, monkeypatch):
     """Two workers with half of each sequence and FSDP around the compiled block; each compiles up to its graphs.
 

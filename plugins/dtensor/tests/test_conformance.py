@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 
 class TestPolicyWorker(PolicyWorkerSuite):
     backend = "dtensor"
+    quick = ("data=2",)  # `make conformance` has the other layouts
 
 
 class TestMutants(MutantProof):

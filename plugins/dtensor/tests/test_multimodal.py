@@ -49,8 +49,14 @@ def save(family: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(family):
-    return tiny_vlms.make_model(family)
+def models():
+    """Each family's model as transformers makes it."""
+    return {family: tiny_vlms.make_model(family) for family in tiny_vlms.FAMILIES}
+
+
+@pytest.fixture
+def plain(family, models):
+    return models[family]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +176,6 @@ def test_packing_images_that_see_each_other_is_rejected(tmp_path):
             call(rows)
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl"], scope="module")
 def test_bfloat16_comes_close(worker, plain, rows):
     with torch.no_grad():
         expected = tiny_vlms.alone(plain, rows)
@@ -289,22 +294,16 @@ def ran(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def ranks(family, ran):
-    return [torch.load(ran / f"{family}-{rank}.pt") for rank in range(2)]
-
-
 @pytest.mark.parametrize(
     ("family", "mode", "name"),
     [(family, mode, name) for family, modes in RUN_ON_RANKS.items() for mode, names in modes.items() for name in names],
-    scope="module",
 )
-def test_two_ranks_match_the_loss_and_gradients_of_one(family, plain, ranks, mode, name):
-    rows = batch_of(family, name)
+def test_two_ranks_match_the_loss_and_gradients_of_one(family, models, ran, mode, name):
+    rows, plain = batch_of(family, name), models[family]
     with torch.no_grad():
         logprobs = tiny_vlms.alone(plain, rows)
     loss, gradients = expected_step(plain, rows)
-    got = [rank[name, mode] for rank in ranks]
+    got = [torch.load(ran / f"{family}-{rank}.pt")[name, mode] for rank in range(2)]
     if mode == TENSOR:
         logprobs = torch.cat([logprobs, logprobs])
     torch.testing.assert_close(torch.cat([each[0] for each in got]), logprobs, rtol=1e-5, atol=1e-5)

@@ -97,7 +97,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Answers:
-    """What the head returns for each batch under the initial weights, loss and norm of each step, and weights.
+    """Outputs of the head under the initial weights, loss and norm of each step, and weights.
 
     `outputs`: see `oracle_outputs`. `start`: before the first step, `first`: after it, `weights`: after all steps.
     """

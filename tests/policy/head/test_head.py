@@ -441,7 +441,7 @@ def test_compiled_chunks_match_the_formula(temperature, monkeypatch):
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # raised by torch's compiler itself
 def test_the_gradient_of_the_logits_is_one_compiled_kernel_for_all_shapes():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.thorough]
 
 FOLDER = Path(__file__).parents[1]
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "worker_groups.py"
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("ray")
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped, and looked at, on Linux only")
 def test_the_worker_group_benchmark(tmp_path):
