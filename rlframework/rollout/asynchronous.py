@@ -200,6 +200,7 @@ class AsynchronousRollouts(StepRollouts):
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
             self._thread = None
+        self._player.close()
 
     def _start(self) -> None:
         self._ending = False
@@ -258,7 +259,7 @@ class AsynchronousRollouts(StepRollouts):
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._tasks.clear()
-            self._player.close()
+            self._player.end()
 
     def _admit(self) -> Ticket[int] | None:
         with self._changed:
