@@ -69,6 +69,7 @@ class Sample(BaseModel):
     reward: float | None = None
     run: str | None = None
     turns: tuple[Turn, ...] = ()
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""Images of samples: stored once and small in the run's directory, and shown on the report page."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlframework.config.sections import ObserversConfig
+from rlframework.interfaces.pictures import Picture
+from rlframework.observers.jsonl import JsonlObserver
+from rlframework.observers.report import content as pages
+from rlframework.observers.report.runs import read_run
+from rlframework.observers.sample_images import FOLDER
+from rlframework.plugins.hookspec import RunInfo, SampleRecord
+
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+
+def picture(size: tuple[int, int], color: tuple[int, int, int]) -> Picture:
+    file = BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return Picture(file.getvalue(), "row 1")
+
+
+def write(folder: Path, *samples: SampleRecord, count: int = 4) -> list[dict[str, Any]]:
+    observer = JsonlObserver()
+    observer.rlframework_run_started(RunInfo(SimpleNamespace(observers=ObserversConfig(samples=count)), folder))
+    observer.rlframework_step_finished(1, {}, samples)
+    observer.close()
+    file = folder / "samples.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+RED, BLUE = (220, 0, 0), (0, 0, 220)
+
+
+def record(*images: Picture, prompt: str = "color?") -> SampleRecord:
+    return SampleRecord(prompt, "red", 1.0, 1, images=images)
+
+
+def page_of(folder: Path) -> dict[str, Any]:
+    return pages.content([read_run(folder, "a")], 1)["runs"][0]["samples"]
+
+
+def test_equal_images_are_stored_once_and_small(tmp_path: Path) -> None:
+    big = picture((300, 100), RED)
+    rows = write(tmp_path, record(big, picture((8, 8), BLUE)), record(picture((300, 100), RED)), record())
+    first, second = rows[0]["images"]
+    assert [row.get("images") for row in rows] == [[first, second], [first], None]
+    files = {file.name: Image.open(file) for file in (tmp_path / FOLDER).iterdir()}
+    assert {name: file.size for name, file in files.items()} == {first: (128, 43), second: (8, 8)}
+    red, green, blue = files[first].getpixel((64, 20))
+    assert red > 200
+    assert max(green, blue) < 20
+
+
+def test_no_image_is_stored_without_samples(tmp_path: Path) -> None:
+    assert write(tmp_path, record(picture((8, 8), RED)), count=0) == []
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_the_page_shows_the_images_of_each_prompt(tmp_path: Path) -> None:
+    red, blue = picture((8, 8), RED), picture((8, 8), BLUE)
+    rows = write(tmp_path, record(red), record(red), record(blue, red), record())
+    found = page_of(tmp_path)
+    assert found["prompts"] == ["color?"] * 3
+    assert [row[2] for row in found["rows"]] == [0, 0, 1, 2]
+    assert [list(names) for names in found["prompt_images"]] == [rows[0]["images"], rows[2]["images"], []]
+    assert found["images"].keys() == set(rows[2]["images"])
+    assert all(uri.startswith("data:image/jpeg;base64,") for uri in found["images"].values())
+
+
+def test_images_beyond_the_budget_are_omitted_from_the_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write(tmp_path, *(record(picture((8, 8), (shade, 0, 0))) for shade in (10, 90, 200)))
+    longest = max(map(len, page_of(tmp_path)["images"].values()))
+    monkeypatch.setattr(pages, "IMAGES", 2 * longest)
+    assert page_of(tmp_path)["images"].keys() == {rows[1]["images"][0], rows[2]["images"][0]}
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.jpg", "/etc/hostname", "0" * 32 + ".jpg", "secret.jpg", "0" * 31 + "\0.jpg"]
+)
+def test_a_name_in_samples_reads_no_other_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret.jpg").write_text("secret")
+    write(tmp_path, record(picture((8, 8), RED)))
+    (tmp_path / FOLDER / "secret.jpg").write_text("secret")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 1.0}\n')
+    row = {"step": 1, "prompt": "p", "completion": "c", "images": [name]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    assert page_of(tmp_path)["images"] == {}
