@@ -23,7 +23,7 @@ from rlframework.models.loading import (
     load_config,
     require_vocabulary,
 )
-from rlframework.models.parts import freeze_part, trains_images_only
+from rlframework.models.parts import freeze_part
 from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.optimization import parameter_groups
@@ -127,10 +127,10 @@ def _shard_weights(deepspeed: Any, model: nn.Module, settings: dict[str, Any], d
 def _prepare_model(model: Any, config: PolicyConfig, tokenizer: Any) -> None:
     """Prepare a model before DeepSpeed wraps it; raise `NotSupported` for models this backend cannot train."""
     require_vocabulary(model, tokenizer)
-    if is_multimodal(model) and (config.parallelism.tensor > 1 or trains_images_only(config)):
+    if is_multimodal(model) and config.parallelism.tensor > 1:
         raise NotSupported(
-            f"{type(model).__name__} is multimodal, which this backend does not support with tensor parallelism or a "
-            "frozen language model; set policy.backend=dtensor"
+            f"{type(model).__name__} is multimodal, which this backend does not support with tensor parallelism; set "
+            "policy.parallelism.tensor to 1, or policy.backend to dtensor"
         )
     if config.router_aux_loss_coef > 0:
         raise NotSupported("this backend has no load-balancing loss; set policy.router_aux_loss_coef to 0")
