@@ -28,7 +28,7 @@ from rlframework.configure import dump_config
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import LOCK_FILE, check_writable
 from rlframework.observers.environment import ENVIRONMENT_FILE, read_environment
-from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE
+from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE
 
 _LOG = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def _group(folder: Path, relative: Path) -> str:
         return "foreign"
     if top == "tensorboard":
         startup = _has_no_event(path)
-    elif top in (METRICS_FILE, SAMPLES_FILE, *_WITH_METRICS):
+    elif top in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, *_WITH_METRICS):
         startup = _has_no_step(folder / (METRICS_FILE if top in _WITH_METRICS else top))
     else:
         startup = top in _ALWAYS_STARTUP
