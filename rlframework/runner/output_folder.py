@@ -38,8 +38,8 @@ _LISTED = 8
 _TEMPORARY = r"\.[^/]+\.[0-9a-f]{12}\.(tmp|old)"
 _WRITTEN = re.compile(
     rf"""
-    \.lock | config\.yaml | environment\.json | restarts\.jsonl | metrics\.jsonl | samples\.jsonl | curve\.png
-    | report\.html
+    \.lock | config\.yaml | environment\.json | restarts\.jsonl | metrics\.jsonl | samples\.jsonl | timeline\.jsonl
+    | curve\.png | report\.html
     | tensorboard/events\.out\.tfevents\.[^/]+
     | wandb/.+ | judge/\w+\.jsonl
     | (model|adapter|critic)/[^/]+\.(json|safetensors|jinja|model|txt|py|bin|distcp) | (model|adapter|critic)/\.metadata

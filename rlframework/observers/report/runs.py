@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlframework.config.yaml_text import read_yaml
 from rlframework.errors import ConfigError, DataError, UserError
@@ -81,15 +81,19 @@ class Sample(BaseModel):
     turns: tuple[Turn, ...] = ()
 
 
+Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
+"""Of a step: what is beyond 30 years is damage."""
+
+
 class TimelineRow(BaseModel):
     """A line of `timeline.jsonl`, see `timeline_row`."""
 
     model_config = ConfigDict(frozen=True)
 
     step: int
-    seconds: float
-    lanes: dict[str, list[tuple[str, float, float]]]
-    busy: dict[str, float]
+    seconds: Seconds
+    lanes: dict[str, list[tuple[str, Seconds, Seconds]]]
+    busy: dict[str, Seconds]
 
 
 @dataclass(frozen=True)

@@ -46,42 +46,35 @@ def timeline_of(run: Run) -> TimelineData | None:
     if not rows:
         return None
     total = sum(row.seconds for row in rows) or 1.0
-    apart = any(REFITS in row.lanes for row in rows)
-    spent = _spent(rows, apart)
-    waits = spent.get("wait", 0.0) / total
     names = {lane for row in rows for lane in row.lanes}
+    apart = REFITS in names
     engines = sorted(names - {TRAINER, REFITS}, key=lambda name: (len(name), name))
+    spent = _spent(rows, apart)
     busy = {name: sum(row.busy.get(name, 0.0) for row in rows) / total for name in names | {TRAINER}}
+    waits = spent.get("wait", 0.0) / total
     busy[TRAINER] -= waits
     shown = rows[-STEPS:]
     *starts, end = accumulate((row.seconds for row in shown), initial=0.0)
     lanes = [TRAINER, *engines[:ENGINES], *sorted(names & {REFITS})]
-    drawn = {
-        lane: [
-            (_activity(lane, activity, apart), round(start + begun, 3), round(start + ended, 3))
-            for start, row in zip(starts, shown, strict=True)
-            for activity, begun, ended in row.lanes.get(lane, ())
-        ]
-        for lane in lanes
-    }
+    drawn = {lane: _spans(lane, list(zip(starts, shown, strict=True)), apart) for lane in lanes}
     activities = list(dict.fromkeys([*spent, *(span[0] for spans in drawn.values() for span in spans)]))
-    idle = 1.0 - sum(busy[name] for name in engines) / len(engines) if engines else 0.0
-    return {
-        "steps": [(row.step, round(start, 3)) for start, row in zip(starts, shown, strict=True)],
-        "seconds": round(end, 3),
-        "activities": activities,
-        "lanes": [
-            {
-                "name": lane,
-                "busy": round(busy[lane], 4),
-                "spans": [(activities.index(activity), *times) for activity, *times in drawn[lane]],  # type: ignore[misc]
-            }
-            for lane in lanes
+    idle = 1.0 - sum(busy[name] for name in engines) / max(1, len(engines))
+    return TimelineData(
+        steps=[(row.step, round(start, 3)) for start, row in zip(starts, shown, strict=True)],
+        seconds=round(end, 3),
+        activities=activities,
+        lanes=[
+            Lane(
+                name=lane,
+                busy=round(busy[lane], 4),
+                spans=[(activities.index(name), begun, ended) for name, begun, ended in spans],
+            )
+            for lane, spans in drawn.items()
         ],
-        "shares": [(name, round(seconds / total, 4)) for name, seconds in spent.items()],
-        "hidden": len(engines[ENGINES:]),
-        "hint": hint(waits, idle, "async/staleness_max" in run.names) if apart and engines else "",
-    }
+        shares=[(name, round(seconds / total, 4)) for name, seconds in spent.items()],
+        hidden=len(engines[ENGINES:]),
+        hint=hint(waits, idle, "async/staleness_max" in run.names) if apart and engines else "",
+    )
 
 
 def hint(waits: float, idle: float, asynchronous: bool) -> str:
@@ -106,6 +99,15 @@ def _spent(rows: Sequence[TimelineRow], apart: bool) -> dict[str, float]:
             name = _activity(TRAINER, activity, apart)
             spent[name] = spent.get(name, 0.0) + ended - begun
     return spent
+
+
+def _spans(lane: str, rows: Sequence[tuple[float, TimelineRow]], apart: bool) -> list[tuple[str, float, float]]:
+    """The spans of a lane, in seconds from the first of the steps with these starts."""
+    return [
+        (_activity(lane, activity, apart), round(start + begun, 3), round(start + ended, 3))
+        for start, row in rows
+        for activity, begun, ended in row.lanes.get(lane, ())
+    ]
 
 
 def _activity(lane: str, activity: str, apart: bool) -> str:
