@@ -27,13 +27,12 @@ def picture(size: tuple[int, int], color: tuple[int, int, int]) -> Picture:
     return Picture(file.getvalue(), "row 1")
 
 
-def write(folder: Path, *samples: SampleRecord, count: int = 4) -> list[dict[str, Any]]:
+def write(folder: Path, *samples: SampleRecord) -> list[dict[str, Any]]:
     observer = JsonlObserver()
-    observer.rlframework_run_started(RunInfo(SimpleNamespace(observers=ObserversConfig(samples=count)), folder))
-    observer.rlframework_step_finished(1, {}, samples)
+    observer.rlframework_run_started(RunInfo(SimpleNamespace(observers=ObserversConfig()), folder))
+    observer.rlframework_step_finished(1, {}, samples, [])
     observer.close()
-    file = folder / "samples.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 RED, BLUE = (220, 0, 0), (0, 0, 220)
@@ -57,11 +56,6 @@ def test_equal_images_are_stored_once_and_small(tmp_path: Path) -> None:
     red, green, blue = files[first].getpixel((64, 20))
     assert red > 200
     assert max(green, blue) < 20
-
-
-def test_no_image_is_stored_without_samples(tmp_path: Path) -> None:
-    assert write(tmp_path, record(picture((8, 8), RED)), count=0) == []
-    assert not (tmp_path / FOLDER).exists()
 
 
 def test_the_page_shows_the_images_of_each_prompt(tmp_path: Path) -> None:
