@@ -17,6 +17,7 @@ SIDE = 128
 """Maximum width and height of a copy in pixels."""
 _QUALITY = 85
 _NAME = re.compile(r"[0-9a-f]{32}\.jpg")
+_JPEG = b"\xff\xd8\xff"
 _MOST_BYTES = 65_536
 """No copy of `SIDE` pixels has as many, so a larger file is none."""
 
@@ -37,9 +38,10 @@ def store_image(output_dir: Path, picture: Picture) -> str:
 def image_uri(output_dir: Path, name: str) -> str | None:
     """Return the stored image `name` as a data URI; None if there is none.
 
-    Names are read from files that others may have written: they name a file of the folder, or nothing.
+    A run's files may be others' work, so nothing else is read, whatever is named.
     """
     path = output_dir / FOLDER / name
     if not _NAME.fullmatch(name) or not path.is_file() or path.stat().st_size > _MOST_BYTES:
         return None
-    return f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    content = path.read_bytes()
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" if content.startswith(_JPEG) else None

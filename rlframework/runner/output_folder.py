@@ -41,6 +41,7 @@ _WRITTEN = re.compile(
     \.lock | config\.yaml | environment\.json | restarts\.jsonl | metrics\.jsonl | samples\.jsonl | timeline\.jsonl
     | curve\.png | report\.html
     | tensorboard/events\.out\.tfevents\.[^/]+
+    | sample_images/[0-9a-f]{{32}}\.jpg
     | wandb/.+ | judge/\w+\.jsonl
     | (model|adapter|critic)/[^/]+\.(json|safetensors|jinja|model|txt|py|bin|distcp) | (model|adapter|critic)/\.metadata
     | checkpoints/step-\d+/.+ | recorded/step-\d+/.+ | traces/step-\d+/.+

@@ -78,14 +78,11 @@ def test_images_beyond_the_budget_are_omitted_from_the_first_steps(
     assert page_of(tmp_path)["images"].keys() == {rows[1]["images"][0], rows[2]["images"][0]}
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret.jpg", "/etc/hostname", "0" * 32 + ".jpg", "secret.jpg", "0" * 31 + "\0.jpg"]
-)
-def test_a_name_in_samples_reads_no_other_file(tmp_path: Path, name: str) -> None:
-    (tmp_path / "secret.jpg").write_text("secret")
+@pytest.mark.parametrize("stem", ["../secret", "/etc/hostname", "secret", f"{0:031}\0", f"{0:032}", f"{1:032}"])
+def test_a_name_in_samples_reads_no_other_file(tmp_path: Path, stem: str) -> None:
     write(tmp_path, record(picture((8, 8), RED)))
-    (tmp_path / FOLDER / "secret.jpg").write_text("secret")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 1.0}\n')
-    row = {"step": 1, "prompt": "p", "completion": "c", "images": [name]}
+    for name in ("secret.jpg", f"{FOLDER}/secret.jpg", f"{FOLDER}/{1:032}.jpg"):
+        (tmp_path / name).write_text("secret")
+    row = {"step": 1, "prompt": "p", "completion": "c", "images": [f"{stem}.jpg"]}
     (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
     assert page_of(tmp_path)["images"] == {}
