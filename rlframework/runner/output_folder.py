@@ -60,11 +60,12 @@ _FOLDERS = (
     "judge",
     "model",
     "recorded",
+    "sample_images",
     "tensorboard",
     "traces",
     "wandb",
 )
-_WITH_METRICS = ("judge", "wandb")
+_WITH_METRICS = ("judge", "sample_images", "wandb")
 """Folders whose files do not say of which step they are, so that the metrics decide."""
 _ALWAYS_STARTUP = (LOCK_FILE, "config.yaml", ENVIRONMENT_FILE, "restarts.jsonl")
 

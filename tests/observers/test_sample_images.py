@@ -17,6 +17,7 @@ from rlframework.observers.report import content as pages
 from rlframework.observers.report.runs import read_run
 from rlframework.observers.sample_images import FOLDER
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
+from rlframework.runner.output_folder import read_contents
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
@@ -56,6 +57,15 @@ def test_equal_images_are_stored_once_and_small(tmp_path: Path) -> None:
     red, green, blue = files[first].getpixel((64, 20))
     assert red > 200
     assert max(green, blue) < 20
+
+
+def test_another_run_replaces_the_images_of_one_that_stopped(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    write(tmp_path, record(picture((8, 8), RED)))
+    assert FOLDER in read_contents(tmp_path).results
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')  # a run that failed before its first step
+    (tmp_path / "samples.jsonl").unlink()
+    assert FOLDER in read_contents(tmp_path).startup
 
 
 def test_the_page_shows_the_images_of_each_prompt(tmp_path: Path) -> None:
