@@ -47,7 +47,7 @@ thorough: test  ## what `make test` leaves out too: hours
 
 # The short form of the same attacks is part of `make test`. SOAK_SEED=N repeats a run.
 soak: export SOAK_FILE = $(abspath $(VENV))/soak.jsonl
-soak: PYTEST_ARGS = -n 2 --dist loadgroup -o timeout=900
+soak: PYTEST_ARGS = -n 2 --dist loadgroup -o timeout=900 --thorough
 soak: $(VENV)/.installed-dev  ## attack it: faults, fuzzed inputs, leaks, secrets, in 25 minutes; writes docs/results/soak.*
 	rm -f $(SOAK_FILE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/soak; status=$$?; \
