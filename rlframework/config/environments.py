@@ -240,7 +240,9 @@ class DatasetConfig(RowsConfig):
     )
     reward_concurrency: Workers = Field(16, description="maximum concurrent calls of an async reward function")
     max_reward_failures: Fraction = Field(
-        0.1, description="fraction of a step's completions for which the reward function may fail before it is an error"
+        0.1,
+        description="fraction of a training step's completions for which a reward may fail before the run ends; "
+        "asynchronous training, which scores them group by group, counts over the same completions",
     )
     failed_reward: float = Field(0.0, ge=-1e6, le=1e6, description="reward where the reward function failed")
 

@@ -214,7 +214,7 @@ class ObserversConfig(Section):
     # No keys for passwords or API keys, because the configuration is saved with the run: the services read their own.
 
     console: bool = Field(True, description="progress display; plain lines if the output is not a terminal")
-    jsonl: bool = Field(True, description="write metrics.jsonl and samples.jsonl to output_dir")
+    jsonl: bool = Field(True, description="write metrics.jsonl, samples.jsonl and timeline.jsonl to output_dir")
     tensorboard: bool = Field(True, description="write scalars to output_dir/tensorboard")
     curve: bool = Field(True, description="draw the reward and accuracy curves at the end of the run")
     samples: CountOrZero = Field(4, description="completions to log with their rewards at each step")

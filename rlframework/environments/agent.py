@@ -58,7 +58,8 @@ class AgentEnvironment(DatasetEnvironment):
         """Raises `ConfigError` if the function cannot be used."""
         self._agent: Callable[..., Any] = load_agent(config.agent)
         self._path = config.agent
-        super().__init__(config.model_copy(update={"max_reward_failures": 1.0}), seed=seed)  # `AnswerScores` counts
+        super().__init__(config, seed=seed)
+        self.counts_calls = False  # `AnswerScores` counts
         self.scores_answers = self.scores
         self._scores = AnswerScores(super().step, config.max_reward_failures)
         self.scores = True

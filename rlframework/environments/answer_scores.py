@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from rlframework.environments.counted_failures import too_many
 from rlframework.environments.reward_calls import FAILURES
 from rlframework.errors import UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
@@ -54,7 +55,4 @@ class AnswerScores:
         self._answers += 1
         self._failures += int(outcome.metrics.get(FAILURES, 0.0))
         if not self._stopped and self._failures > self._allowed * max(self._answers, _FEWEST):
-            self._stopped = (
-                f"environment.reward failed for {self._failures} of {self._answers} answers, which is more than "
-                f"environment.max_reward_failures={self._allowed:g} allows; the first is in the log"
-            )
+            self._stopped = too_many(self._failures, self._answers, self._allowed)

@@ -1,7 +1,7 @@
 """Turn the results of a reward's calls into outcomes, and count the answers for which it failed.
 
 A failure of an answer gives it `failed_reward` and is counted; its text, such as a traceback, is logged once per cause.
-The run ends only if more than `max_reward_failures` of a step's answers fail.
+The run ends only if more than `max_reward_failures` of the answers that a training step takes at a time fail.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ class CountedFailures:
         self._config, self._name = config, name
         self._logged: set[str] = set()
 
-    def outcomes(self, samples: Sequence[Sample], completions: Sequence[str], score: ScoreCalls) -> list[StepOutcome]:
-        """Return one outcome per answer. Raises a `UserError` with the first failure once too many have failed."""
+    def outcomes(
+        self, samples: Sequence[Sample], completions: Sequence[str], score: ScoreCalls, *, counted: bool
+    ) -> list[StepOutcome]:
+        """Return one outcome per answer. If `counted`, raises a `UserError` with the first failure once too many have.
+
+        `counted`: whether these are all answers of which a fraction may fail.
+        """
         failed = StepOutcome(self._config.failed_reward, metrics={"accuracy": 0.0, FAILURES: 1.0})
         outcomes: dict[int, StepOutcome] = {}
         failures: list[tuple[str, Failure]] = []
@@ -42,7 +47,7 @@ class CountedFailures:
                         self._logged.add(result.cause)
                         _LOG.warning("%s failed for sample %r:\n%s", self._name, samples[number].id, result.text)
             allowed = self._config.max_reward_failures
-            if len(failures) > allowed * len(samples):
+            if counted and len(failures) > allowed * len(samples):
                 sample_id, first = failures[0]
                 raise UserError(
                     f"{self._name} failed for {len(failures)} of the first {len(outcomes)} of {len(samples)} answers, "
@@ -52,3 +57,18 @@ class CountedFailures:
 
         score(samples, completions, report)
         return [outcomes[number] for number in range(len(samples))]
+
+
+def require_few_failures(outcomes: Sequence[StepOutcome], allowed: float) -> None:
+    """Raise `UserError` if more than the fraction `allowed` of `outcomes` have the metric `reward_failures`."""
+    failed = sum(bool(outcome.metrics.get(FAILURES)) for outcome in outcomes)
+    if failed > allowed * len(outcomes):
+        raise UserError(too_many(failed, len(outcomes), allowed))
+
+
+def too_many(failed: int, answers: int, allowed: float) -> str:
+    """The message for `failed` of `answers` whose first failure has been logged."""
+    return (
+        f"environment.reward failed for {failed} of {answers} answers, which is more than "
+        f"environment.max_reward_failures={allowed:g} allows; the first is in the log"
+    )

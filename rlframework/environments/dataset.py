@@ -27,6 +27,7 @@ from rlframework.datasets.rendering import has_answer
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import JoinedRows, Rows
 from rlframework.datasets.sources.splits import open_splits
+from rlframework.environments.counted_failures import require_few_failures
 from rlframework.environments.math_answers import is_comparable, same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
@@ -76,7 +77,13 @@ class LazySamples(Sequence[Sample]):
 
 
 class DatasetEnvironment(VerifiableEnvironment):
-    """The samples that `DatasetConfig` describes. With `check: none` and no reward, answers cannot be scored."""
+    """The samples that `DatasetConfig` describes. With `check: none` and no reward, answers cannot be scored.
+
+    `counts_calls`: whether `step` applies `max_reward_failures` to the answers of each call. False where a call has
+    only some of the answers that count together; the caller then calls `require_scored` with the outcomes of all.
+    """
+
+    counts_calls = True
 
     def __init__(self, config: DatasetConfig, *, seed: int) -> None:
         """Open the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
@@ -123,7 +130,14 @@ class DatasetEnvironment(VerifiableEnvironment):
             )
         if self._reward is None:
             return super().step(samples, conversations)
-        return self._reward.score(samples, self.answers(samples, conversations))
+        outcomes = self._reward.score(samples, self.answers(samples, conversations), counted=self.counts_calls)
+        if self.counts_calls:
+            self.require_scored(outcomes)
+        return outcomes
+
+    def require_scored(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Raise `UserError` if more than `max_reward_failures` of the answers with `outcomes` could not be scored."""
+        require_few_failures(outcomes, self._config.max_reward_failures)
 
     def start(self, folder: Path | None) -> None:
         """See `Environment.start`. Raises a `ConfigError` if a judge does not answer."""

@@ -83,9 +83,11 @@ class Judge:
         if isinstance(found := self._read(reply), Failure):
             _LOG.warning("%s: in the first reply, to a trial completion, %s", self._key, found.text)
 
-    def score(self, samples: Sequence[Sample], completions: Sequence[str]) -> list[StepOutcome]:
-        """Return one outcome per answer. Raises a `UserError` with the first failure once too many have failed."""
-        return self._counted.outcomes(samples, completions, self._score)
+    def score(
+        self, samples: Sequence[Sample], completions: Sequence[str], *, counted: bool = True
+    ) -> list[StepOutcome]:
+        """See `Reward`. The `UserError` has the first failure."""
+        return self._counted.outcomes(samples, completions, self._score, counted=counted)
 
     def close(self) -> None:
         """Close the connections, the file of replies and the thread."""

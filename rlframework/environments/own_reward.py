@@ -69,9 +69,11 @@ class OwnReward:
     def start(self, folder: Path | None) -> None:
         """Do nothing: the function's process starts on first use, and keeps no files."""
 
-    def score(self, samples: Sequence[Sample], completions: Sequence[str]) -> list[StepOutcome]:
-        """Return one outcome per answer. Raises a `UserError` with the first failure once too many have failed."""
-        return self._counted.outcomes(samples, completions, self._score)
+    def score(
+        self, samples: Sequence[Sample], completions: Sequence[str], *, counted: bool = True
+    ) -> list[StepOutcome]:
+        """See `Reward`. The `UserError` has the first failure."""
+        return self._counted.outcomes(samples, completions, self._score, counted=counted)
 
     def _score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
         if self._thread is None:

@@ -24,7 +24,8 @@ class ToolDataEnvironment(DatasetEnvironment):
 
     def __init__(self, config: ToolDataConfig, *, seed: int) -> None:
         """Open the data, see `DatasetEnvironment`."""
-        super().__init__(config.model_copy(update={"max_reward_failures": 1.0}), seed=seed)  # `AnswerScores` counts
+        super().__init__(config, seed=seed)
+        self.counts_calls = False  # `AnswerScores` counts
         self._max_calls = config.max_calls_per_turn
         self._scores = AnswerScores(super().step, config.max_reward_failures)
 

@@ -19,8 +19,13 @@ class Reward(Protocol):
     def start(self, folder: Path | None) -> None:
         """See `Environment.start`. Called once before `score`, or not at all."""
 
-    def score(self, samples: Sequence[Sample], completions: Sequence[str]) -> list[StepOutcome]:
-        """Return one outcome per answer, with the metric `reward_failures`; `UserError` once too many have failed."""
+    def score(
+        self, samples: Sequence[Sample], completions: Sequence[str], *, counted: bool = True
+    ) -> list[StepOutcome]:
+        """Return one outcome per answer, with the metric `reward_failures`.
+
+        `counted`: raise a `UserError` once too many of these answers have failed.
+        """
 
     def close(self) -> None:
         """End processes, threads and connections."""
@@ -46,9 +51,11 @@ class WeightedRewards:
         for reward in self._rewards.values():
             reward.start(folder)
 
-    def score(self, samples: Sequence[Sample], completions: Sequence[str]) -> list[StepOutcome]:
-        """Return one outcome per answer. Raises a `UserError` once too many answers of a reward have failed."""
-        parts = {name: reward.score(samples, completions) for name, reward in self._rewards.items()}
+    def score(
+        self, samples: Sequence[Sample], completions: Sequence[str], *, counted: bool = True
+    ) -> list[StepOutcome]:
+        """See `Reward`. Counts the failures of each reward."""
+        parts = {name: reward.score(samples, completions, counted=counted) for name, reward in self._rewards.items()}
         return [self._sum({name: part[number] for name, part in parts.items()}) for number in range(len(samples))]
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from rlframework.generation.engine_handle import EngineHandle
 from rlframework.generation.scheduler import Outcome, Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.observers.timeline import Timeline
 from rlframework.weight_sync.receiver import listed
 
 _SHORT = 0.1
@@ -54,6 +55,8 @@ class GenerationClient:
         self._exchanges: dict[int, Future[list[Incoming]]] = {}
         self.busy_seconds = 0.0
         """The time of all exchanges, a sum over the engines."""
+        self.timeline: Timeline | None = None
+        """Gets a span for each exchange and each refit."""
 
     async def generate(
         self, request: GenerationRequest, *, timeout: float | None = None, lane: int | None = None
@@ -146,7 +149,10 @@ class GenerationClient:
         except Exception as error:  # noqa: BLE001 - raised by `generate` of the requests that it concerns
             self._exchanges.pop(index, None)
             outcomes += self._failed(index, error)
-        self.busy_seconds += time.perf_counter() - begun
+        ended = time.perf_counter()
+        self.busy_seconds += ended - begun
+        if self.timeline is not None:
+            self.timeline.add(f"engine {index}", "generate", begun, ended)
         return outcomes
 
     def _failed(self, index: int, error: Exception) -> list[Outcome]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ from rlframework.generation.stop_tokens import stop_tokens
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.observers.timeline import REFITS
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework.policy.batch_checks import BatchLimits
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
@@ -220,6 +222,9 @@ class RemoteGeneration(Generation):
             _LOG.warning("a refit failed because an engine was lost, and is repeated: %s", error)
             report = self.refitter.refit(transport, buffer_bytes)
         found = report.metrics()
+        if self.client.timeline is not None:
+            ended = time.perf_counter()
+            self.client.timeline.add(REFITS, "refit", ended - report.seconds, ended)
         found["time/refit"] += self._metrics.get("time/refit", 0.0)
         self._metrics |= found
         return report

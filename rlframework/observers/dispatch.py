@@ -12,7 +12,7 @@ from pluggy import HookRelay
 
 from rlframework.config.sections import ObserversConfig
 from rlframework.errors import WriteError
-from rlframework.plugins.hookspec import RunInfo, SampleRecord
+from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan
 from rlframework.plugins.loading import load_target, new_pluggy
 from rlframework.secrets import hide_in_text
 
@@ -61,10 +61,20 @@ class Observers:
         """Notify observers that all parts are built and the first step is about to start."""
         self._notify("rlframework_run_started")
 
-    def step_finished(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord] = ()) -> None:
-        """Notify observers of finished step `step` (0: before the first), with its metrics and some of its samples."""
+    def step_finished(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        samples: Sequence[SampleRecord] = (),
+        timeline: Sequence[TimeSpan] = (),
+    ) -> None:
+        """Notify observers of finished step `step` (0: before the first), with its metrics and some of its samples.
+
+        `timeline`: the spans of time that have ended since the last call.
+        """
         self.last_step = step
-        self._notify("rlframework_step_finished", step=step, metrics=_numbers(metrics), samples=tuple(samples))
+        more = {"samples": tuple(samples), "timeline": tuple(timeline)}
+        self._notify("rlframework_step_finished", step=step, metrics=_numbers(metrics), **more)
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """Notify observers that a checkpoint is complete at `path`."""

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` and `samples.jsonl` in the run's directory: writing them, reading them, and series of metrics.
+"""`metrics.jsonl`, `samples.jsonl` and `timeline.jsonl` in the run's directory, and series of metrics.
 
 Each line is valid JSON: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity". A history has
 one mapping per step, from metric name to value, with the step as `step` if it is known.
@@ -19,35 +19,39 @@ from rlframework.errors import DataError
 from rlframework.files import AppendedFile, writing
 from rlframework.logs import printable
 from rlframework.observers.environment import run_id
-from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
+from rlframework.observers.timeline import timeline_row
+from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan, hookimpl
 
-METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE = "metrics.jsonl", "samples.jsonl", "timeline.jsonl"
 
 History = Sequence[Mapping[str, float]]
 
 
 class JsonlObserver:
-    """Appends one object per step to `metrics.jsonl`, and the step's samples to `samples.jsonl`."""
+    """Appends one object per step to `metrics.jsonl` and `timeline.jsonl`, and its samples to `samples.jsonl`."""
 
     def __init__(self) -> None:
         self._files: dict[str, AppendedFile] = {}
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Open both files for appending after their last complete line."""
-        self._run_id = run_id(run.output_dir)
-        for name in (METRICS_FILE, SAMPLES_FILE) if run.config.observers.samples else (METRICS_FILE,):
+        """Open the files for appending after their last complete line."""
+        self._run_id, self._since = run_id(run.output_dir), time.time()
+        samples = (SAMPLES_FILE,) if run.config.observers.samples else ()
+        for name in (METRICS_FILE, TIMELINE_FILE, *samples):
             self._files[name] = AppendedFile(run.output_dir / name)
             with (run.output_dir / name).open("rb+") as file:  # a killed process leaves an incomplete last line
                 file.truncate(file.read().rfind(b"\n") + 1)
 
     @hookimpl
     def rlframework_step_finished(
-        self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord], timeline: Sequence[TimeSpan]
     ) -> None:
-        """Write the step's line, with `time` in seconds since 1970, and its samples with the run's id."""
+        """Write the step's lines, with `time` in seconds since 1970, and its samples with the run's id."""
+        since, self._since = self._since, time.time()
         rows: dict[str, list[dict[str, Any]]] = {
-            METRICS_FILE: [{"step": step, "time": round(time.time(), 3), **metrics}],
+            METRICS_FILE: [{"step": step, "time": round(self._since, 3), **metrics}],
+            TIMELINE_FILE: [timeline_row(step, timeline, since, self._since)],
             SAMPLES_FILE: [{"run": self._run_id, **_fields(sample)} for sample in samples],
         }
         for name, file in self._files.items():
@@ -55,7 +59,7 @@ class JsonlObserver:
             file.write("".join(printable(line) + "\n" for line in lines).encode(errors="backslashreplace"))
 
     def close(self, state: str = "finished") -> None:
-        """Close both files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
 
@@ -106,12 +110,12 @@ def add_row(rows: list[dict[str, float]], row: dict[str, float]) -> None:
 
 
 def drop_steps_after(output_dir: Path, step: int) -> None:
-    """Truncate `metrics.jsonl` and `samples.jsonl` after step `step`; a negative `step` empties them.
+    """Truncate the files of `JsonlObserver` after step `step`; a negative `step` empties them.
 
     For a run that resumes from `step` and repeats the later steps. The files must not be open. A damaged line does not
     count.
     """
-    for path in (output_dir / METRICS_FILE, output_dir / SAMPLES_FILE):
+    for path in (output_dir / name for name in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE)):
         if path.is_file():
             with writing(path), path.open("rb+") as file:
                 end = position = 0

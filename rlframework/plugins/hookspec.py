@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pluggy
 
@@ -57,6 +57,18 @@ class SampleRecord:
     kind: Literal["train", "validation"] = "train"
     turns: Sequence[Mapping[str, Any]] = ()
     failure: str = ""
+
+
+class TimeSpan(NamedTuple):
+    """What a part of the run did from `start` to `end`, in seconds since 1970.
+
+    `lane`: the part: `trainer`, `engine 0`, `engine 1`, ..., or `refits`. `activity`: what it did, such as `train`.
+    """
+
+    lane: str
+    activity: str
+    start: float
+    end: float
 
 
 # Registration hooks. Each specification returns nothing: pluggy never calls it.
@@ -160,9 +172,15 @@ def rlframework_run_started(run: RunInfo) -> None:
 
 @hookspec
 def rlframework_step_finished(
-    run: RunInfo, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
+    run: RunInfo,
+    step: int,
+    metrics: Mapping[str, float],
+    samples: Sequence[SampleRecord],
+    timeline: Sequence[TimeSpan],
 ) -> None:
     """Called after each step. `metrics` are values by name; `samples` are some completions with their rewards.
+
+    `timeline`: when trainer, engines and refits were busy since the last call.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl

@@ -21,6 +21,7 @@ from rlframework.environments.agent import runs_agents
 from rlframework.errors import ConfigError, RLFrameworkError, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
+from rlframework.observers.timeline import TRAINER
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.group_players import group_player
 from rlframework.rollout.ledger import Ledger
@@ -96,8 +97,10 @@ class AsynchronousRollouts(StepRollouts):
         assert isinstance(generation, RemoteGeneration)
         running = self._thread is not None
         if running:
-            interrupt = self._config.weight_updates == "in_flight"
+            interrupt, begun = self._config.weight_updates == "in_flight", time.perf_counter()
             self._in_loop(lambda: self._completions.close(interrupt=interrupt))
+            if (timeline := generation.client.timeline) is not None:
+                timeline.add(TRAINER, "wait", begun, time.perf_counter())
         generation.prepare_for_generation()
         version = generation.weights_version
         assert version is not None
@@ -200,6 +203,7 @@ class AsynchronousRollouts(StepRollouts):
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
             self._thread = None
+        self._player.close()
 
     def _start(self) -> None:
         self._ending = False
@@ -258,7 +262,7 @@ class AsynchronousRollouts(StepRollouts):
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._tasks.clear()
-            self._player.close()
+            self._player.end()
 
     def _admit(self) -> Ticket[int] | None:
         with self._changed:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from rlframework.datasets.rendering import render_prompt
+from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.errors import UserError
 from rlframework.generation.batch import batch_of
 from rlframework.generation.tasks import gather_or_cancel
@@ -56,8 +57,11 @@ class GroupPlayer(ABC, Generic[G]):
     def rollout(self, groups: Sequence[tuple[Sample, int, G | str]]) -> Rollout:
         """Return the rollout of samples with the number of their rows, and their groups or why these have failed."""
 
+    def end(self) -> None:
+        """Leave the environment to the driver until `begin` is called again."""
+
     def close(self) -> None:
-        """End what `begin` started."""
+        """End all that was started."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,14 +85,26 @@ class _Unscored:
 
 
 class SingleTurnPlayer(GroupPlayer[Turns]):
-    """Completes prompts. The environment scores, in a thread of its own, all that waits for it in one call."""
+    """Completes prompts. The environment scores, in a thread of its own, all that waits for it in one call.
+
+    Failures of rewards are counted over the answers of a rollout, as in synchronous training.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        # kept between `end` and `begin`, because the process of a reward function ends with the thread that started it
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
     def begin(self, bridge: Bridge) -> None:
         """See `GroupPlayer.begin`."""
         self._bridge = bridge
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
+        self._count_calls(False)
         self._unscored: list[_Unscored] = []
         self._scoring: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        """See `GroupPlayer.end`."""
+        self._count_calls(True)
 
     def close(self) -> None:
         """See `GroupPlayer.close`."""
@@ -132,8 +148,14 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
             results += group.results
             texts += group.texts
             outcomes += group.outcomes
+        if isinstance(self.parts.environment, DatasetEnvironment):
+            self.parts.environment.require_scored(outcomes)
         output = batch_of(results, prompts, self.pad_id)
         return rollout_of_turns(samples, output, texts, outcomes, torch.tensor(failed))
+
+    def _count_calls(self, counts: bool) -> None:
+        if isinstance(self.parts.environment, DatasetEnvironment):
+            self.parts.environment.counts_calls = counts
 
     async def _scored(self, samples: Sequence[Sample], texts: Sequence[str]) -> list[StepOutcome]:
         unscored = _Unscored(samples, texts)

@@ -28,7 +28,7 @@ from rlframework.configure import dump_config
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import LOCK_FILE, check_writable
 from rlframework.observers.environment import ENVIRONMENT_FILE, read_environment
-from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE
+from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ _LISTED = 8
 _TEMPORARY = r"\.[^/]+\.[0-9a-f]{12}\.(tmp|old)"
 _WRITTEN = re.compile(
     rf"""
-    \.lock | config\.yaml | environment\.json | restarts\.jsonl | metrics\.jsonl | samples\.jsonl | curve\.png
-    | report\.html
+    \.lock | config\.yaml | environment\.json | restarts\.jsonl | metrics\.jsonl | samples\.jsonl | timeline\.jsonl
+    | curve\.png | report\.html
     | tensorboard/events\.out\.tfevents\.[^/]+
     | wandb/.+ | judge/\w+\.jsonl
     | (model|adapter|critic)/[^/]+\.(json|safetensors|jinja|model|txt|py|bin|distcp) | (model|adapter|critic)/\.metadata
@@ -152,7 +152,7 @@ def _group(folder: Path, relative: Path) -> str:
         return "foreign"
     if top == "tensorboard":
         startup = _has_no_event(path)
-    elif top in (METRICS_FILE, SAMPLES_FILE, *_WITH_METRICS):
+    elif top in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, *_WITH_METRICS):
         startup = _has_no_step(folder / (METRICS_FILE if top in _WITH_METRICS else top))
     else:
         startup = top in _ALWAYS_STARTUP

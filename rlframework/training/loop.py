@@ -18,6 +18,7 @@ from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import TrainResult
+from rlframework.observers.timeline import TRAINER, Timeline
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.rollouts import validate
 from rlframework.training.checkpoints import Checkpoints
@@ -43,10 +44,11 @@ class PositionInData(Protocol):
 
 
 class Timer:
-    """Measures the seconds of each phase of one step."""
+    """Measures the seconds of each phase of one step, and adds them to `timeline`, except `step` itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._timeline = timeline
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -55,7 +57,10 @@ class Timer:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - started
+            ended = time.perf_counter()
+            self.seconds[name] += ended - started
+            if self._timeline is not None and name != "step":
+                self._timeline.add(TRAINER, name, started, ended)
 
 
 def training_metrics(results: Sequence[TrainResult]) -> dict[str, float]:
@@ -91,6 +96,7 @@ class StepLoop(Algorithm):
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
         self.checkpoints = Checkpoints(parts)
+        self.timeline = Timeline()
         self._history: list[dict[str, float]] = []
         self._trained: list[TrainResult] = []
         validation = self.config.validation
@@ -132,6 +138,7 @@ class StepLoop(Algorithm):
     def run(self) -> RunResult:
         """See `Algorithm.run`. The `history` of a resumed run begins at its checkpoint."""
         validation = self.config.validation
+        self.parts.generation.client.timeline = self.timeline
         with self.checkpoints.handling_signals(), self.checkpoints.finishing():
             last = self._begin()
             for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
@@ -143,7 +150,8 @@ class StepLoop(Algorithm):
                 last |= self._report(step, metrics, samples)
                 if self.should_stop(metrics):
                     break
-                self.checkpoints.after_step(step, self.state_dict(), last, metrics)
+                with Timer(self.timeline).phase("checkpoint"):
+                    self.checkpoints.after_step(step, self.state_dict(), last, metrics)
         return RunResult(metrics=last, history=self._history)
 
     def _begin(self) -> dict[str, float]:
@@ -156,7 +164,7 @@ class StepLoop(Algorithm):
         return {"step": 0.0}
 
     def _timed_step(self, step: int) -> StepResult:
-        timer, parts = Timer(), self.parts
+        timer, parts = Timer(self.timeline), self.parts
         self._trained = []
         parts.policy.reset_peak_memory_stats()
         with profiling(parts, step) as profiled, timer.phase("step"):
@@ -174,7 +182,7 @@ class StepLoop(Algorithm):
         return metrics | {"memory/rss_mb": psutil.Process().memory_info().rss / 2**20}, samples
 
     def _timed_validation(self, step: int) -> StepResult:
-        timer = Timer()
+        timer = Timer(self.timeline)
         with timer.phase("validation"):
             metrics, samples = self.validate(step)
         if refit := self.parts.generation.pop_metrics():  # the time of this refit is part of the validation
@@ -184,7 +192,7 @@ class StepLoop(Algorithm):
     def _report(self, step: int, metrics: dict[str, float], samples: list[SampleRecord]) -> dict[str, float]:
         """Pass the metrics of `step` on; return them with `step`."""
         self._history.append({"step": float(step), **metrics})
-        self.parts.observers.step_finished(step, metrics, samples)
+        self.parts.observers.step_finished(step, metrics, samples, self.timeline.pop())
         return self._history[-1]
 
     def state_dict(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_episodes(tmp_path: Path) -> None:
     execute(DOCS / "episodes.md", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_your_own_reward_function(tmp_path: Path) -> None:
     execute(DOCS / "your_own.md", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]

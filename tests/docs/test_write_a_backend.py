@@ -101,7 +101,7 @@ def make_environment(home: Path) -> Path:
     return home / "bin"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_leads_from_nothing_to_a_backend(tmp_path):
     reader = Reader(tmp_path)
     for language, title, text in BLOCKS:

@@ -70,6 +70,7 @@ def test_the_quickstart_runs_both_phases_and_draws_the_curve(tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2]
 
 
+@pytest.mark.thorough
 def test_the_policy_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_path):
     few = ["--pairs", 1, "--rows", 8, "--longest", 40, "--modes", "packed", "--lengths", "tailed"]
     few += ["--vocabulary", 30_000]
@@ -82,6 +83,7 @@ def test_the_policy_benchmark_checks_that_both_sides_agree_and_writes_json(tmp_p
     assert written["head_bytes"]["in chunks"] < written["head_bytes"]["whole logits"] / 2
 
 
+@pytest.mark.thorough
 def test_the_policy_benchmark_goes_against_a_bare_loop_of_deepspeed(tmp_path):
     few = ["--pairs", 1, "--rows", 12, "--longest", 20, "--modes", "packed", "--lengths", "even", "--no-head"]
     own = ["--backend", "deepspeed", "--keys", "zero_optimization.stage=1", "--json", tmp_path / "policy.json"]

@@ -28,7 +28,7 @@ def strict(line):
 def test_a_line_is_on_disk_after_each_step(tmp_path):
     observer = started(tmp_path / "new" / "run")
     for number, loss in enumerate((0.5, 0.25), start=1):
-        observer.rlframework_step_finished(number, {"train/loss": loss}, [])
+        observer.rlframework_step_finished(number, {"train/loss": loss}, [], ())
         lines = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()
         last = strict(lines[-1])
         assert (len(lines), last["step"], last["train/loss"]) == (number, number, loss)
@@ -38,7 +38,7 @@ def test_a_line_is_on_disk_after_each_step(tmp_path):
 def test_non_finite_numbers_survive_a_round_trip_as_valid_json(tmp_path):
     observer = started(tmp_path)
     values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
-    observer.rlframework_step_finished(1, values, [SampleRecord("p", "c", math.nan, 1)])
+    observer.rlframework_step_finished(1, values, [SampleRecord("p", "c", math.nan, 1)], ())
     observer.close()
     line = strict((tmp_path / "metrics.jsonl").read_text())
     assert [line[name] for name in "abcd"] == ["NaN", "Infinity", "-Infinity", 1.0]
@@ -51,7 +51,7 @@ def test_non_finite_numbers_survive_a_round_trip_as_valid_json(tmp_path):
 def test_each_sample_is_one_object_with_unchanged_text(tmp_path):
     observer = started(tmp_path)
     text = 'one\ntwo "ü" \u2028 \ud83d'.encode("utf-8", "ignore").decode()
-    observer.rlframework_step_finished(3, {}, [SampleRecord("1+1=", text, 1.0, 3, "validation")])
+    observer.rlframework_step_finished(3, {}, [SampleRecord("1+1=", text, 1.0, 3, "validation")], ())
     observer.close()
     file = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
     assert file.count("\n") == 1
@@ -61,9 +61,9 @@ def test_each_sample_is_one_object_with_unchanged_text(tmp_path):
 
 def test_no_samples_file_if_samples_are_disabled(tmp_path):
     observer = started(tmp_path, samples=0)
-    observer.rlframework_step_finished(1, {}, [SampleRecord("p", "c", 0.0, 1)])
+    observer.rlframework_step_finished(1, {}, [SampleRecord("p", "c", 0.0, 1)], ())
     observer.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "timeline.jsonl"]
 
 
 @pytest.mark.parametrize(("complete", "expected"), [('{"step": 1, "x": 1.0}\n', [(1, 1), (2, 5)]), ("", [(2, 5)])])
@@ -71,7 +71,7 @@ def test_appends_after_the_last_complete_line(tmp_path, complete, expected):
     file = tmp_path / "metrics.jsonl"
     file.write_text(complete + '{"step": 2, "x"')
     observer = started(tmp_path)
-    observer.rlframework_step_finished(2, {"x": 5.0}, [])
+    observer.rlframework_step_finished(2, {"x": 5.0}, [], ())
     observer.close()
     assert [(row["step"], row["x"]) for row in read_history(file)] == expected
 
@@ -120,9 +120,9 @@ def test_a_history_that_cannot_be_read_is_a_data_error(tmp_path):
     ],
 )
 def test_repeated_steps_are_truncated(tmp_path, steps, last, kept):
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.jsonl"):
         (tmp_path / name).write_text("".join(f'{{"step": {step}, "text": "\\u00e4"}}\n' for step in steps) + '{"st')
     drop_steps_after(tmp_path, last)
     drop_steps_after(tmp_path / "no such run", last)
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.jsonl"):
         assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == kept

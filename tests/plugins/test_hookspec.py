@@ -51,7 +51,8 @@ def test_the_observer_examples_hear_what_is_told(capsys):
         manager.register(run_example(hook))
     run = specs.RunInfo(config=None, output_dir=Path("there"))
     manager.hook.rlframework_run_started(run=run)
-    manager.hook.rlframework_step_finished(run=run, step=3, metrics={"reward": 1.0, "loss": 2.0}, samples=[])
+    told = {"metrics": {"reward": 1.0, "loss": 2.0}, "samples": [], "timeline": []}
+    manager.hook.rlframework_step_finished(run=run, step=3, **told)
     manager.hook.rlframework_checkpoint_saved(run=run, step=4, path=Path("there/step_4"))
     manager.hook.rlframework_run_finished(run=run, metrics={"reward": 1.0})
     assert capsys.readouterr().out.splitlines() == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -86,6 +87,12 @@ def test_staleness_is_bounded_and_prompts_are_those_of_the_synchronous_run(
     assert len(stale) == 6
     assert 0 < max(stale) <= 2
     assert metric(tmp_path / "async", "train/importance_weight")  # the correction is on
+    timeline = [json.loads(line) for line in (tmp_path / "async" / "timeline.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in timeline] == [1, 2, 3, 4, 5, 6]
+    assert {name for row in timeline for name in row["lanes"]} == {"engine 0", "refits", "trainer"}
+    assert all("train" in {activity for activity, *_ in row["lanes"]["trainer"]} for row in timeline)
+    busy, whole = (sum(row["busy"].get("engine 0", 0.0) for row in timeline), sum(row["seconds"] for row in timeline))
+    assert 0 < busy <= whole
 
 
 def test_a_resumed_run_has_the_prompts_of_an_uninterrupted_one(run_config: Any, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_run_that_failed_in_its_first_step_can_be_started_again(run_config, tm
         with pytest.raises(Failure):
             run(config)
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {".lock", "config.yaml", "environment.json", "metrics.jsonl"} <= names
+    assert {".lock", "config.yaml", "environment.json", "metrics.jsonl", "timeline.jsonl"} <= names
     before = read_environment(tmp_path / "run")["run_id"]
     found = read_contents(tmp_path / "run")
     assert (found.results, found.foreign) == ((), ())
@@ -70,7 +70,7 @@ def test_a_run_that_failed_in_its_second_step_is_kept(run_config, tmp_path, monk
         with pytest.raises(Failure):
             run(config)
     before = contents(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"it holds a run \(metrics\.jsonl\)") as error:
+    with pytest.raises(ConfigError, match=r"it holds a run \(metrics\.jsonl, timeline\.jsonl\)") as error:
         run(config)
     assert "--resume" not in str(error.value)  # it has no checkpoint
     assert "Either replace it (--overwrite), or take another output_dir" in str(error.value)

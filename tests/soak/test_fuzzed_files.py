@@ -39,7 +39,8 @@ from rlframework.training.checkpoints import Checkpoints, newest_checkpoint
 pytestmark = pytest.mark.timeout(600)
 
 KINDS = ("flip", "zero", "cut", "repeat", "truncate", "extend")
-UNCHECKED = ("config.yaml", "metrics.jsonl", "samples.jsonl", "environment.json", ".memmap", "step.json")
+LINES = ("metrics.jsonl", "samples.jsonl", "timeline.jsonl")
+UNCHECKED = ("config.yaml", *LINES, "environment.json", ".memmap", "step.json")
 """Ends of the names of files without a checksum, or that are text which a user may change."""
 REGIONS = 24
 
@@ -157,8 +158,8 @@ def targets(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             "native": Target(place / "native", native),
             "tokens": Target(place / "tokens", token_rows),
             "rewards": Target(place / "rewards", reward_rows),
-            "report": Target(out, report, texts("metrics.jsonl", "samples.jsonl", "config.yaml", "environment.json")),
-            "restart": Target(out, restarted, texts("metrics.jsonl", "samples.jsonl")),
+            "report": Target(out, report, texts(*LINES, "config.yaml", "environment.json")),
+            "restart": Target(out, restarted, texts(*LINES)),
             "evaluate": Target(out, lambda folder: plan_evaluation([str(folder)]).configs, texts("config.yaml")),
             "recorded": Target(
                 out, replayed, tuple(path for path in (out / "recorded/step-000001").iterdir() if path.is_file())

@@ -28,7 +28,17 @@ from rlframework.observers.report.runs import read_runs
 __all__ = ["render", "write_report"]
 
 PAGE = "report.html"
-SCRIPTS = ("base.js", "chart.js", "curves.js", "phases.js", "device.js", "samples.js", "tables.js", "main.js")
+SCRIPTS = (
+    "base.js",
+    "chart.js",
+    "curves.js",
+    "phases.js",
+    "timeline.js",
+    "device.js",
+    "samples.js",
+    "tables.js",
+    "main.js",
+)
 
 
 def write_report(

@@ -20,6 +20,7 @@ import numpy as np
 from rlframework import __version__
 from rlframework.observers.jsonl import seconds_of
 from rlframework.observers.report.runs import Run, Sample, Turn, facts_of, headlines, settings_of
+from rlframework.observers.report.timeline import timeline_of
 
 GROUPS = (
     ("async", "Asynchronous training", r"^async/"),
@@ -219,6 +220,7 @@ def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
         "bad": {name: steps for name, steps in bad.items() if steps},
         "places": places,
         "phases": phases_of(run),
+        "timeline": timeline_of(run),
         "breakdowns": breakdowns_of(run),
         "samples": _samples(run, budget),
         "config": settings_of(run.config),

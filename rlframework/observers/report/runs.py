@@ -13,15 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlframework.config.yaml_text import read_yaml
 from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.observers.console import duration
 from rlframework.observers.environment import ENVIRONMENT_FILE
-from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, History, read_history, seconds_of, series
+from rlframework.observers.jsonl import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    TIMELINE_FILE,
+    History,
+    read_history,
+    seconds_of,
+    series,
+)
 from rlframework.observers.services import flatten
 from rlframework.secrets import hide_secrets
 
@@ -40,6 +48,8 @@ HEADLINE_METRICS = (
     ("train/loss", "training loss", min),
 )
 """Metric, label and choice of the better value. A run's headline is the first of these metrics that it has."""
+R = TypeVar("R", "Sample", "TimelineRow")
+
 LONGEST = 2000
 """Maximum number of characters in a value of a configuration that the page shows."""
 
@@ -71,6 +81,21 @@ class Sample(BaseModel):
     turns: tuple[Turn, ...] = ()
 
 
+Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
+"""Of a step: what is beyond 30 years is damage."""
+
+
+class TimelineRow(BaseModel):
+    """A line of `timeline.jsonl`, see `timeline_row`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    seconds: Seconds
+    lanes: dict[str, list[tuple[str, Seconds, Seconds]]]
+    busy: dict[str, Seconds]
+
+
 @dataclass(frozen=True)
 class Run:
     """The data of one run. `config` and `environment` are None if the run has no such file."""
@@ -83,6 +108,7 @@ class Run:
     environment: Mapping[str, Any] | None = None
     finished: bool = False
     notes: Sequence[str] = ()
+    timeline: Sequence[TimelineRow] = ()
 
     @property
     def last_step(self) -> int:
@@ -118,10 +144,12 @@ def read_run(path: Path, name: str) -> Run:
         raise UserError(f"{path} has no metrics yet: its {METRICS_FILE} is empty. Try again after the first step")
     if not all(math.isfinite(row["step"]) for row in history):
         raise DataError(f"{path / METRICS_FILE} contains a non-finite step; the file may be damaged")
-    samples, bad = _read_samples(path / SAMPLES_FILE)
-    notes = [f"{bad} lines of {SAMPLES_FILE} could not be read and were skipped"] if bad else []
+    samples, bad_samples = _read_rows(path / SAMPLES_FILE, Sample)
+    timeline, bad_timeline = _read_rows(path / TIMELINE_FILE, TimelineRow)
+    skipped = {SAMPLES_FILE: bad_samples, TIMELINE_FILE: bad_timeline}
+    notes = [f"{bad} lines of {name} could not be read and were skipped" for name, bad in skipped.items() if bad]
     config, environment = _read_mapping(path / CONFIG_FILE), _read_mapping(path / ENVIRONMENT_FILE)
-    return Run(name, path, history, samples, config, environment, (path / MODEL).is_dir(), notes)
+    return Run(name, path, history, samples, config, environment, (path / MODEL).is_dir(), notes, timeline)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -149,16 +177,16 @@ def _check_folder(path: Path) -> None:
     raise UserError(f"{path} is not a run, as it contains no {METRICS_FILE}; {remedy}")
 
 
-def _read_samples(path: Path) -> tuple[list[Sample], int]:
-    """Read the samples in the order of their steps; also return the number of invalid lines, which are skipped.
+def _read_rows(path: Path, kind: type[R]) -> tuple[list[R], int]:
+    """Read lines of a `kind` in the order of their steps; also return the number of invalid lines, which are skipped.
 
     As with metrics, rows written after a resume replace earlier rows of the same and later steps.
     """
-    rows: list[Sample] = []
+    rows: list[R] = []
     bad = 0
     for line in _content(path).split(b"\n")[:-1] if path.exists() else ():
         try:
-            row = Sample.model_validate_json(line)
+            row = kind.model_validate_json(line)
         except ValidationError:
             bad += 1
             continue

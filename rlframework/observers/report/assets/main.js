@@ -1,5 +1,5 @@
 // Assembles the page and connects the controls in its header.
-const sections = [["Summary", summary], ["Curves", curves], ["Time", phases], ["Device", device], ["Samples", samples], ["Configuration", configuration], ["Environment", environment]];
+const sections = [["Summary", summary], ["Curves", curves], ["Time", phases], ["Timeline", timeline], ["Device", device], ["Samples", samples], ["Configuration", configuration], ["Environment", environment]];
 for (const [title, make] of sections) {
   const section = make();
   if (!section) continue;

@@ -1,0 +1,166 @@
+"""The timeline of a run: what is recorded, and what the report makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlframework.observers.jsonl import JsonlObserver
+from rlframework.observers.report import render, write_report
+from rlframework.observers.report.content import content
+from rlframework.observers.report.runs import read_run
+from rlframework.observers.report.timeline import hint, timeline_of
+from rlframework.observers.timeline import Timeline, timeline_row
+from rlframework.plugins.hookspec import TimeSpan
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "step": 1, "start": 1000.0, "seconds": 4.0,
+        "lanes": {"engine 0": [["generate", 0.5, 3.5]], "engine 1": [["generate", 0.5, 1.5]],
+                  "refits": [["refit", 0.0, 0.5]], "trainer": [["generate", 0.5, 2.0], ["train", 2.0, 4.0]]},
+        "busy": {"engine 0": 3.0, "engine 1": 1.0, "refits": 0.5, "trainer": 3.5},
+    },
+    {
+        "step": 2, "start": 1004.0, "seconds": 6.0,
+        "lanes": {"engine 0": [["generate", -0.5, 4.5]], "refits": [["refit", 1.0, 1.5]],
+                  "trainer": [["checkpoint", 0.0, 1.0], ["generate", 1.5, 2.0], ["train", 2.0, 6.0]]},
+        "busy": {"engine 0": 4.0, "refits": 0.5, "trainer": 5.5},
+    },
+]  # fmt: skip
+"""10 seconds: the trainer trains for 6, waits for 2 and writes for 1; engine 0 is busy for 7, engine 1 for 1."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    metrics = [{"step": row["step"], "async/staleness_max": 1.0, "time/step": 4.0} for row in ROWS]
+    for name, rows in (("metrics", metrics), ("timeline", ROWS)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_the_last_steps_are_drawn_one_after_the_other(folder: Path) -> None:
+    found = timeline_of(read_run(folder, "r"))
+    assert found == {
+        "steps": [(1, 0.0), (2, 4.0)],
+        "seconds": 10.0,
+        "activities": ["wait", "train", "checkpoint", "generate", "refit"],
+        "lanes": [
+            {"name": "trainer", "busy": 0.7, "spans": [
+                (0, 0.5, 2.0), (1, 2.0, 4.0), (2, 4.0, 5.0), (0, 5.5, 6.0), (1, 6.0, 10.0)]},
+            {"name": "engine 0", "busy": 0.7, "spans": [(3, 0.5, 3.5), (3, 3.5, 8.5)]},
+            {"name": "engine 1", "busy": 0.1, "spans": [(3, 0.5, 1.5)]},
+            {"name": "refits", "busy": 0.1, "spans": [(4, 0.0, 0.5), (4, 5.0, 5.5)]},
+        ],
+        "shares": [("wait", 0.2), ("train", 0.6), ("checkpoint", 0.1)],
+        "hidden": 0,
+        "hint": hint(0.2, 0.6, True),
+    }  # fmt: skip
+
+
+def test_engines_in_the_trainer_s_process_are_no_wait(folder: Path) -> None:
+    rows = [{**row, "lanes": {name: spans for name, spans in row["lanes"].items() if name != "refits"}} for row in ROWS]
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = timeline_of(read_run(folder, "r"))
+    assert found is not None
+    assert found["shares"][0] == ("generate", 0.2)
+    assert found["hint"] == ""
+    (folder / "timeline.jsonl").unlink()
+    assert timeline_of(read_run(folder, "r")) is None
+
+
+@pytest.mark.parametrize(
+    ("waits", "idle", "asynchronous", "words"),
+    [
+        (0.6, 0.4, False, "The trainer waits in 60% of the time, and the engines are idle in 40%. They take turns"),
+        (0.3, 0.3, True, "a larger algorithm.async.max_staleness"),
+        (0.3, 0.0, True, "More engines would help"),
+        (0.0, 0.3, True, "More workers of the trainer would help"),
+        (0.05, 0.05, True, "Both are busy"),
+    ],
+)
+def test_the_hint_names_what_the_run_waits_for(waits: float, idle: float, asynchronous: bool, words: str) -> None:
+    assert words in hint(waits, idle, asynchronous)
+
+
+def test_spans_with_next_to_no_time_between_them_are_joined_but_not_counted() -> None:
+    """A step of 10 s: gaps of up to 0.05 s are left out."""
+    spans = [
+        TimeSpan("engine 0", "generate", 103.04, 104.0),
+        TimeSpan("engine 0", "generate", 99.0, 103.0),
+        TimeSpan("engine 0", "generate", 104.06, 105.0),
+        TimeSpan("trainer", "train", 101.0, 103.0),
+        TimeSpan("trainer", "checkpoint", 103.0, 103.0001),
+    ]
+    assert timeline_row(3, spans, 100.0, 110.0) == {
+        "step": 3,
+        "start": 100.0,
+        "seconds": 10.0,
+        "lanes": {"engine 0": [("generate", -1.0, 4.0), ("generate", 4.06, 5.0)], "trainer": [("train", 1.0, 3.0)]},
+        "busy": {"engine 0": 5.9, "trainer": 2.0},
+    }
+
+
+def test_spans_are_written_with_the_step_in_which_they_end(tmp_path: Path) -> None:
+    timeline, now = Timeline(), time.perf_counter()
+    timeline.add("trainer", "train", now, now + 2.0)
+    spans = timeline.pop()
+    assert abs(spans[0].start - time.time()) < 60  # seconds since 1970
+    assert spans[0].end - spans[0].start == pytest.approx(2.0, abs=1e-5)
+    assert timeline.pop() == []
+    observer = JsonlObserver()
+    run: Any = SimpleNamespace(output_dir=tmp_path, config=SimpleNamespace(observers=SimpleNamespace(samples=0)))
+    observer.rlframework_run_started(run)
+    observer.rlframework_step_finished(1, {}, [], spans)
+    observer.rlframework_step_finished(2, {}, [], [])
+    observer.close()
+    first, second = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
+    assert first["lanes"]["trainer"][0][0] == "train"
+    assert first["start"] + first["seconds"] == pytest.approx(second["start"], abs=0.0021)  # rows follow each other
+    assert second["lanes"] == {}
+
+
+def test_a_damaged_line_is_skipped_and_counted(folder: Path) -> None:
+    with (folder / "timeline.jsonl").open("a") as file:
+        file.write('{"step": 3}\n')
+    run = read_run(folder, "r")
+    assert [row.step for row in run.timeline] == [1, 2]
+    assert run.notes == ["1 lines of timeline.jsonl could not be read and were skipped"]
+
+
+def test_the_page_has_the_timeline(folder: Path) -> None:
+    page, _ = write_report([folder])
+    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)
+    assert found is not None
+    assert json.loads(found[1])["runs"][0]["timeline"] == json.loads(json.dumps(timeline_of(read_run(folder, "r"))))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+def test_the_script_draws_a_lane_for_each_part(folder: Path, tmp_path: Path) -> None:
+    """With a document that only keeps what is made: the rectangles of each lane lie where the seconds say."""
+    data = content([read_run(folder, "r")], 1)
+    assert "function timelinePlot" in render(data)
+    assets = Path(__file__).parents[2] / "rlframework/observers/report/assets"
+    program = (
+        "const make = (tag) => ({ tag, at: {}, nodes: [], setAttribute(k, v) { this.at[k] = v; },"
+        " addEventListener() {}, append(...n) { this.nodes.push(...n); } });"
+        "globalThis.innerWidth = 1000; globalThis.document = { createElement: make, createElementNS: (_, t) => make(t),"
+        f" getElementById: () => ({{ textContent: {json.dumps(json.dumps(data))} }}) }};"
+        + (assets / "base.js").read_text()
+        + (assets / "timeline.js").read_text()
+        + "const plot = timelinePlot(data.runs[0], (n) => `p${n}`);"
+        "const drawn = plot.nodes.filter((n) => n.tag === 'rect').map(({ at }) => [at.x, at.y, at.width]);"
+        "console.log(JSON.stringify(drawn));"
+    )
+    drawn = json.loads(subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout)
+    spans = [(lane, span) for lane, each in enumerate(data["runs"][0]["timeline"]["lanes"]) for span in each["spans"]]
+    # 720 wide, of which 66 and 44 are margins, for 10 seconds; lanes are 26 apart, from 18
+    expected = [(66 + 61 * start, 18 + 26 * lane, 61 * (end - start)) for lane, (_, start, end) in spans]
+    assert [tuple(map(float, each)) for each in drawn] == [pytest.approx(each, abs=0.01) for each in expected]
