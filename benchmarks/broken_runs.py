@@ -21,7 +21,6 @@ RUNS: Mapping[str, Sequence[str]] = {
     "as it should be": (),
     "learning rate x 30": ("policy.optimizer.lr=2.0e-2",),
     "reward for length": ("~environment", "environment={name: dataset, reward: 'broken_runs:longer'}"),
-    "too hard": ("environment.digits=4",),
 }
 """Name to changes of `examples/quickstart/grpo.yaml`."""
 SMALL = (
@@ -65,11 +64,10 @@ def main() -> None:
         print(f"{name:20} {last}", flush=True)
     print(f"picture: {draw(found, options.picture or options.output / 'broken_runs.png')}")
     if options.json:
-        from interleave import machine, write_json
+        from interleave import machine
 
-        write_json(
-            options.json, {"machine": machine(), "metrics": {name: series(rows) for name, rows in found.items()}}
-        )
+        metrics = {name: series(rows) for name, rows in found.items()}
+        options.json.write_text(json.dumps({"machine": machine(), "metrics": metrics}) + "\n", encoding="utf-8")
 
 
 def longer(completions: Sequence[str]) -> list[float]:
@@ -105,9 +103,9 @@ def draw(found: Mapping[str, History], path: Path) -> Path:
             for name, rows in found.items():
                 values = series(rows)[metric]
                 axes.plot(range(1, len(values) + 1), values, label=name, linewidth=1.2)
-            axes.set(
-                title=f"train/{metric}", xlabel="step", yscale="log" if metric in ("kl", "grad_norm") else "linear"
-            )
+            scale = "log" if metric in ("kl", "grad_norm") else "linear"
+            axes.set(title=f"train/{metric}", xlabel="step", yscale=scale)
+            axes.yaxis.set_major_formatter("{x:g}")
         figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(found))
         figure.savefig(path, dpi=110)
         plt.close(figure)
