@@ -1,4 +1,4 @@
-"""What the recipes `tools` and `agent` do on the questions of GSM8K."""
+"""The tool and the agent of the recipes `tools` and `agent`, on the questions of GSM8K."""
 
 from openai import AsyncOpenAI
 

@@ -62,7 +62,7 @@ class SampleRecord:
 
 
 class TimeSpan(NamedTuple):
-    """What a part of the run did from `start` to `end`, in seconds since 1970.
+    """An activity of a part of the run from `start` to `end`, in seconds since 1970.
 
     `lane`: the part: `trainer`, `engine 0`, `engine 1`, ..., or `refits`. `activity`: what it did, such as `train`.
     """
