@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check fast test thorough soak conformance gpu vllm outside lint format types imports docs clean
+.PHONY: help quickstart check fast test thorough recipes soak conformance gpu vllm outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -45,9 +45,12 @@ test: $(VENV)/.installed-dev  ## the tests, in under 20 minutes
 thorough: PYTEST_ARGS += --thorough
 thorough: test  ## what `make test` leaves out too: hours
 
+recipes: $(VENV)/.installed-dev  ## examples/recipes: each fits its hardware, and runs on a CPU with a tiny model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --thorough tests/examples/test_recipes.py
+
 # The short form of the same attacks is part of `make test`. SOAK_SEED=N repeats a run.
 soak: export SOAK_FILE = $(abspath $(VENV))/soak.jsonl
-soak: PYTEST_ARGS = -n 2 --dist loadgroup -o timeout=900
+soak: PYTEST_ARGS = -n 2 --dist loadgroup -o timeout=900 --thorough
 soak: $(VENV)/.installed-dev  ## attack it: faults, fuzzed inputs, leaks, secrets, in 25 minutes; writes docs/results/soak.*
 	rm -f $(SOAK_FILE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/soak; status=$$?; \

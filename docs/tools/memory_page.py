@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from model_shapes import DENSE, SPARSE, model_shapes
 from pieces import page as page_of
 from pieces import table
 
@@ -27,19 +25,6 @@ from rlframework.plugins.state_layout import PlannedWorker
 from rlframework.runner.parts import backend_record
 
 TOKENS, ANSWER, DECODED, GLOBAL = 16_384, 4_096, 32, 512
-
-_DENSE = {
-    "Qwen3-0.6B": (1024, 28, 16, 3072, True),
-    "Qwen3-1.7B": (2048, 28, 16, 6144, True),
-    "Qwen3-4B": (2560, 36, 32, 9728, True),
-    "Qwen3-8B": (4096, 36, 32, 12288, False),
-    "Qwen3-14B": (5120, 40, 40, 17408, False),
-    "Qwen3-32B": (5120, 64, 64, 25600, False),
-}
-"""Hidden size, layers, heads, intermediate size, tied head; 8 key-value heads of 128."""
-
-_SPARSE = {"Qwen3-30B-A3B": (2048, 48, 32, 768), "Qwen3-235B-A22B": (4096, 94, 64, 1536)}
-"""Hidden size, layers, heads, intermediate size of an expert; 4 key-value heads of 128, 128 experts, 8 per token."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +155,7 @@ def page() -> str:
     """Return the text of the page."""
     names = ("weights", "gradients", "moments", "fp32 main weights")
     counted = [(name, *(f"{value:.2f}" for value in values)) for name, *values in _COUNTED]
-    with _shapes() as shapes:
+    with model_shapes() as shapes:
         return page_of(
             "# Memory: what fits",
             _INTRO,
@@ -201,42 +186,13 @@ def _largest_text() -> str:
     )
 
 
-@contextmanager
-def _shapes() -> Iterator[dict[str, Path]]:
-    """Directories with the `config.json` of each model."""
-    common = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960, "torch_dtype": "bfloat16"}
-    configs: dict[str, dict[str, Any]] = {}
-    for name, (hidden, layers, heads, intermediate, tied) in _DENSE.items():
-        configs[name] = {"model_type": "qwen3", "num_key_value_heads": 8, "tie_word_embeddings": tied}
-        configs[name] |= _widths(hidden, layers, heads, intermediate)
-    for name, (hidden, layers, heads, intermediate) in _SPARSE.items():
-        experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": intermediate}
-        configs[name] = {"model_type": "qwen3_moe", "num_key_value_heads": 4, "tie_word_embeddings": False, **experts}
-        configs[name] |= _widths(hidden, layers, heads, 3 * hidden)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {name: Path(folder) / name for name in configs}
-        for name, path in paths.items():
-            path.mkdir()
-            (path / "config.json").write_text(json.dumps(common | configs[name]), encoding="utf-8")
-        yield paths
-
-
-def _widths(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": intermediate,
-    }
-
-
 def _largest(shapes: Mapping[str, Path]) -> Iterator[tuple[str, ...]]:
     for layout in LAYOUTS:
         for gpus in layout.gpus:
             cells = (
-                _largest_of(shapes, _DENSE, layout, gpus, "sft"),
-                _largest_of(shapes, _SPARSE, layout, gpus, "sft"),
-                _largest_of(shapes, _DENSE, layout, gpus, "grpo"),
+                _largest_of(shapes, DENSE, layout, gpus, "sft"),
+                _largest_of(shapes, SPARSE, layout, gpus, "sft"),
+                _largest_of(shapes, DENSE, layout, gpus, "grpo"),
             )
             if any(cell != "none" for cell in cells):
                 yield layout.name, str(gpus), *cells

@@ -20,6 +20,7 @@ import memory_page
 import mutants_page
 import parity_page
 import pictures
+import recipes_page
 import soak_page
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -30,6 +31,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/configuration.md": configuration_page.page,
     "memory.md": memory_page.page,
     "mutants.md": mutants_page.page,
+    "recipes.md": recipes_page.page,
     "results/parity.md": parity_page.page,
     "results/benchmarks.md": benchmarks_page.page,
     "results/soak.md": soak_page.page,

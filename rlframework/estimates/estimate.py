@@ -186,16 +186,28 @@ def estimate(
     parts: Parts, record: PolicyWorkerRecord, *, reference: bool, planned: PlannedGpus | None = None
 ) -> Estimate:
     """Estimate the run of `parts`, which needs no workers; see `estimate_rows`."""
-    rows = rows_of(parts)
-    further = {
-        name: estimate_rows(
-            model.config, cast("PolicyWorkerRecord", model.record), rows, reference=False, planned=planned
-        )
-        for name, model in parts.models.items()
+    further = {name: (model.config, cast("PolicyWorkerRecord", model.record)) for name, model in parts.models.items()}
+    return estimate_models(parts.config, record, rows_of(parts), further, reference=reference, planned=planned)
+
+
+def estimate_models(
+    config: RunConfig,
+    record: PolicyWorkerRecord,
+    rows: Rows,
+    further: Mapping[str, tuple[RunConfig, PolicyWorkerRecord]],
+    *,
+    reference: bool,
+    planned: PlannedGpus | None = None,
+    notes: tuple[str, ...] = (),
+) -> Estimate:
+    """Estimate a run with its `further` policies: the configuration of each and its backend. See `estimate_rows`."""
+    others = {
+        name: estimate_rows(view, backend, rows, reference=False, planned=planned)
+        for name, (view, backend) in further.items()
     }
-    found = estimate_rows(parts.config, record, rows, reference=reference, planned=planned)
-    written = {f"{name}: {what}": size for name, each in further.items() for what, size in each.disk.items()}
-    return replace(found, further=further, disk=found.disk | written)
+    found = estimate_rows(config, record, rows, reference=reference, planned=planned, notes=notes)
+    written = {f"{name}: {what}": size for name, each in others.items() for what, size in each.disk.items()}
+    return replace(found, further=others, disk=found.disk | written)
 
 
 def estimate_rows(

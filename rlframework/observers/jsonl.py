@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rlframework.errors import DataError
 from rlframework.files import AppendedFile, writing
 from rlframework.logs import printable
 from rlframework.observers.environment import run_id
+from rlframework.observers.sample_images import store_image
 from rlframework.observers.timeline import timeline_row
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan, hookimpl
 
@@ -36,7 +37,7 @@ class JsonlObserver:
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
         """Open the files for appending after their last complete line."""
-        self._run_id, self._since = run_id(run.output_dir), time.time()
+        self._run_id, self._output_dir, self._since = run_id(run.output_dir), run.output_dir, time.time()
         samples = (SAMPLES_FILE,) if run.config.observers.samples else ()
         for name in (METRICS_FILE, TIMELINE_FILE, *samples):
             self._files[name] = AppendedFile(run.output_dir / name)
@@ -52,7 +53,7 @@ class JsonlObserver:
         rows: dict[str, list[dict[str, Any]]] = {
             METRICS_FILE: [{"step": step, "time": round(self._since, 3), **metrics}],
             TIMELINE_FILE: [timeline_row(step, timeline, since, self._since)],
-            SAMPLES_FILE: [{"run": self._run_id, **_fields(sample)} for sample in samples],
+            SAMPLES_FILE: [{"run": self._run_id, **self._fields(sample)} for sample in samples],
         }
         for name, file in self._files.items():
             lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in rows[name])
@@ -63,10 +64,11 @@ class JsonlObserver:
         for file in self._files.values():
             file.close()
 
-
-def _fields(sample: SampleRecord) -> dict[str, Any]:
-    """The fields of `sample` without those of episodes, if it is none."""
-    return {name: value for name, value in asdict(sample).items() if name not in ("turns", "failure") or value}
+    def _fields(self, sample: SampleRecord) -> dict[str, Any]:
+        """The fields of `sample` without those of episodes and images, if it has none; images as `store_image`."""
+        row = asdict(replace(sample, images=()))  # which would copy them
+        row["images"] = [store_image(self._output_dir, picture) for picture in sample.images]
+        return {name: value for name, value in row.items() if name not in ("turns", "failure", "images") or value}
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class SampleRecord:
 
     Of an episode, `completion` is the model's last turn, and `turns` are all messages: mappings as
     `rlframework.interfaces.messages.Message`, with `trained` (whether its tokens are in the loss) and, for the model's
-    turns, the `reward` that followed. `failure`: why the episode failed, so that it is not trained on.
+    turns, the `reward` that followed. `failure`: why the episode failed, so that it is not trained on. `images`: those
+    of the prompt, each an `rlframework.interfaces.pictures.Picture`.
     """
 
     prompt: str
@@ -57,6 +58,7 @@ class SampleRecord:
     kind: Literal["train", "validation"] = "train"
     turns: Sequence[Mapping[str, Any]] = ()
     failure: str = ""
+    images: Sequence[Any] = ()
 
 
 class TimeSpan(NamedTuple):

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import RLFrameworkError
 from rlframework.interfaces.environment import Sample, StepOutcome
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.messages import Message, pictures_of, text_of
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.outcomes import outcome_metrics
 from rlframework.rollout.trajectory import TrainingRow
@@ -57,7 +57,8 @@ class Rollout:
     def _record(self, row: int, step: int, kind: Literal["train", "validation"]) -> SampleRecord:
         sample, completion, reward = self.samples[row], self.completions[row], float(self.rewards[row])
         if not self.transcripts:
-            return SampleRecord(text_of(sample.messages[-1]), completion, reward, step, kind)
+            images = pictures_of(sample.messages)
+            return SampleRecord(text_of(sample.messages[-1]), completion, reward, step, kind, images=images)
         counted = bool((self.data["sample_mask"][self.episode_of == row] != 0).any())
         turns = tuple({**turn, "trained": counted and turn["trained"]} for turn in self.transcripts[row])
         first = next((number for number, turn in enumerate(self.transcripts[row]) if turn["trained"]), len(turns))

@@ -39,6 +39,7 @@ from rlframework.logs import ProgressCallback, log_to_stderr, printable
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.data import require_data, with_data
+from rlframework.runner.further_policies import used_policies
 from rlframework.runner.parts import (
     algorithm_class,
     backend_record,
@@ -299,7 +300,7 @@ def dry_run(
     """
     config = config if data is None else with_data(config, data)
     require_models(config)
-    from rlframework.estimates.estimate import estimate, estimate_rows
+    from rlframework.estimates.estimate import estimate, estimate_models
     from rlframework.estimates.rows import assumed_rows
     from rlframework.observers.services import check_services
     from rlframework.runner.output_folder import check_output_dir
@@ -311,7 +312,9 @@ def dry_run(
     if planned is not None and not has_tokenizer(config.policy):
         rows = assumed_rows(config)
         note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
-        return estimate_rows(config, backend, rows, reference=reference, planned=planned, notes=(note,))
+        views = {name: config.of(name) for name in used_policies(config, algorithm)}
+        further = {name: (view, backend_record(view, manager)) for name, view in views.items()}
+        return estimate_models(config, backend, rows, further, reference=reference, planned=planned, notes=(note,))
     with planned_parts(config, manager, elsewhere=planned is not None) as parts:
         algorithm(parts)
         found = estimate(parts, backend, reference=reference, planned=planned)

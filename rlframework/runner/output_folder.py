@@ -41,6 +41,7 @@ _WRITTEN = re.compile(
     \.lock | config\.yaml | environment\.json | restarts\.jsonl | metrics\.jsonl | samples\.jsonl | timeline\.jsonl
     | curve\.png | report\.html
     | tensorboard/events\.out\.tfevents\.[^/]+
+    | sample_images/[0-9a-f]{{32}}\.jpg
     | wandb/.+ | judge/\w+\.jsonl
     | (model|adapter|critic)/[^/]+\.(json|safetensors|jinja|model|txt|py|bin|distcp) | (model|adapter|critic)/\.metadata
     | checkpoints/step-\d+/.+ | recorded/step-\d+/.+ | traces/step-\d+/.+
@@ -59,11 +60,12 @@ _FOLDERS = (
     "judge",
     "model",
     "recorded",
+    "sample_images",
     "tensorboard",
     "traces",
     "wandb",
 )
-_WITH_METRICS = ("judge", "wandb")
+_WITH_METRICS = ("judge", "sample_images", "wandb")
 """Folders whose files do not say of which step they are, so that the metrics decide."""
 _ALWAYS_STARTUP = (LOCK_FILE, "config.yaml", ENVIRONMENT_FILE, "restarts.jsonl")
 

@@ -122,6 +122,7 @@ def test_vision(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
     assert [row["train/tokens"] > 0 for row in rows if row["step"]] == [True] * 3
     assert (tmp_path / "runs/grpo/model/preprocessor_config.json").exists()
+    assert "data:image/jpeg;base64," in (tmp_path / "runs/grpo/report.html").read_text()
 
 
 @pytest.mark.thorough

@@ -18,7 +18,11 @@ from rlframework.huggingface.tokenizer import character_tokenizer
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-CONFIGURATIONS = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.name != "smollm2.yaml")
+CONFIGURATIONS = sorted(
+    path
+    for path in (ROOT / "examples").rglob("*.yaml")
+    if path.name != "smollm2.yaml" and "recipes" not in path.parts  # test_recipes.py
+)
 
 
 def script(program: Path, *words: object) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -164,3 +165,11 @@ def test_everything_in_the_installed_packages_can_be_imported(installed, tmp_pat
     )
     run(installed / "python", "-c", code, cwd=tmp_path, minutes=3)
     run(*pip_for(installed.parent), "check", cwd=tmp_path)
+
+
+def test_a_wheelhouse_is_enough_without_an_index(wheels, installed, tmp_path):
+    """As on the page Install; what our distributions need from elsewhere is there already."""
+    links = wheels["rlframework-core"].parent
+    words = ("install", "--dry-run", "--no-index", "--find-links", links, "rlframework-core[dtensor,vllm]")
+    printed = run(*pip_for(installed.parent), *words, cwd=tmp_path)
+    assert re.search(r"^Would install rlframework-vllm-[\d.]+$", printed, re.MULTILINE), printed

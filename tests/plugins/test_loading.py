@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from rlframework.plugins.types import (
     EnvironmentRecord,
     GenerationEngineRecord,
     PolicyWorkerRecord,
+    Record,
 )
 
 GOOD = PolicyWorkerRecord("good", "package.module:Class", 1, capabilities=frozenset({Capability.LORA}))
@@ -129,6 +132,17 @@ def test_generation_engines_have_a_version_of_their_own(version, hint):
         f"has version 2 for that kind; install compatible versions of the two{hint}"
     )
     assert read_plugin(plugin_returning([replace(old, api_version=2)], "rlframework_generation_engines"))[1] is None
+
+
+@pytest.mark.parametrize("kind", Record.__subclasses__(), ids=lambda kind: kind.kind)
+def test_a_plugin_of_version_1_loads_or_is_told_what_to_do(kind):
+    fault = read_plugin(plugin_returning([kind("mine", "m:C", 1)], f"rlframework_{kind.kind}s"))[1]
+    if kind.supported_api == 1:
+        assert fault is None
+        return
+    title = re.search(r"\(see the page: (.+)\)$", str(fault))[1]
+    pages = (Path(__file__).parents[2] / "docs" / "moving").glob("*.md")
+    assert f"# {title}" in {page.read_text(encoding="utf-8").partition("\n")[0] for page in pages}
 
 
 def test_the_model_of_a_section_must_have_the_keys_that_the_kind_shares():

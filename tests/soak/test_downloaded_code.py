@@ -237,6 +237,7 @@ def attack(command: str, tmp_path: Path, *more: str) -> int:
     return call(*(places.get(word, word) for word in COMMANDS[command]), *more)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_no_command_runs_code_of_a_run(attacked, soak, tmp_path, monkeypatch, capsys):
     pairs = list(itertools.product(COMMANDS, ARTEFACTS))

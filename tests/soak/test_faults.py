@@ -143,6 +143,7 @@ def suffer(chain: Chain, faults: list[Fault], soak: Any) -> None:
     assert not list(differences(whole, chain.out))
 
 
+@pytest.mark.thorough
 def test_faults_while_shards_are_written(soak, chain):
     suffer(chain("dtensor", "processes", *SHARDED), asynchronous_faults(), soak)
 

@@ -162,6 +162,7 @@ def test_the_attack_finds_what_is_open_to_others_and_code_that_runs(strangers: S
     opened.unlink()
 
 
+@pytest.mark.thorough
 def test_strangers_do_not_disturb_a_run(run_config: Any, tmp_path: Path, strangers: Strangers, soak: Any) -> None:
     steps = soak.times(4, 40)
     for transport in ("collective", "ipc")[: soak.times(1, 2)]:

@@ -23,6 +23,7 @@ from rlframework.models.loading import (
     load_config,
     require_vocabulary,
 )
+from rlframework.models.parts import freeze_part
 from rlframework.models.probing import probe_packing, require_splittable
 from rlframework.policy.head.patch import HeadPatch
 from rlframework.policy.optimization import parameter_groups
@@ -126,14 +127,17 @@ def _shard_weights(deepspeed: Any, model: nn.Module, settings: dict[str, Any], d
 def _prepare_model(model: Any, config: PolicyConfig, tokenizer: Any) -> None:
     """Prepare a model before DeepSpeed wraps it; raise `NotSupported` for models this backend cannot train."""
     require_vocabulary(model, tokenizer)
-    if is_multimodal(model):
+    if is_multimodal(model) and config.parallelism.tensor > 1:
         raise NotSupported(
-            f"{type(model).__name__} is multimodal, which this backend does not support; set policy.backend=dtensor"
+            f"{type(model).__name__} is multimodal, which this backend does not support with tensor parallelism; set "
+            "policy.parallelism.tensor to 1, or policy.backend to dtensor"
         )
     if config.router_aux_loss_coef > 0:
         raise NotSupported("this backend has no load-balancing loss; set policy.router_aux_loss_coef to 0")
     if config.lora is not None:
         adapters.inject(model, config.lora)
+    if config.freeze is not None:
+        freeze_part(model, config.freeze)
     if config.activation_checkpointing:
         checkpoint_activations(model, config.activation_checkpointing)
     give_memory(model, DTYPES[config.precision])

@@ -31,6 +31,7 @@ def check(config: RunConfig, device: str) -> list[Problem]:
         *_layout_problems(config, section),
         *_offload_problems(config, section, device),
         *lora_problems(config),
+        *_part_problems(config),
     ]
 
 
@@ -41,6 +42,15 @@ def _not_taken_problems(section: DeepSpeedConfig) -> Iterator[Problem]:
         for name, reason in keys.not_taken.items():
             key = ".".join(filter(None, ("policy.deepspeed", keys.place, name)))
             yield Problem(key, f"{reason}.", "Remove it.")
+
+
+def _part_problems(config: RunConfig) -> Iterator[Problem]:
+    """DeepSpeed needs a backward of each microbatch; with a frozen language model rows of text have none."""
+    policy, message = config.policy, "a frozen language model is not supported by this backend."
+    if policy.freeze == "language":
+        yield Problem("policy.freeze", message, "Set it to vision or null, or policy.backend to dtensor.")
+    if policy.lora is not None and policy.lora.part == "vision":
+        yield Problem("policy.lora.part", message, "Set it to language or all, or policy.backend to dtensor.")
 
 
 def _precision_problems(config: RunConfig, section: DeepSpeedConfig, device: str) -> Iterator[Problem]:

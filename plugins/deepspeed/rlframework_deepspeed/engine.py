@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlframework.huggingface.vision_models import packs_images
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
+from rlframework.microbatches.aligned_media import align_media
+from rlframework.microbatches.on_demand import on_device, on_host
 from rlframework.models.forward import attending, forward
+from rlframework.models.loading import is_multimodal
 from rlframework.models.varlen import kernel_for_packed_rows
 from rlframework.policy.engine import Step, StepResult
 from rlframework.policy.head.patch import HeadRequest, read_head_output
@@ -47,7 +51,8 @@ class DeepSpeedEngine(ModelState):
         self._tensor, self._groups, self._saved_buffers = built.tensor, built.groups, built.saved_buffers
         self._layout = built.layout
         # the mask that transformers makes for padded rows reads the device in each forward
-        self._replace_padded = built.packs and self.device.type != "cpu"
+        self._multimodal = is_multimodal(self.model)
+        self._replace_padded = built.packs and not self._multimodal and self.device.type != "cpu"
         self._shards = shards_of(self._engine)
         self._host = HostBuffers()
         group = self._groups.context
@@ -64,6 +69,9 @@ class DeepSpeedEngine(ModelState):
         if self._failed:
             self._shards.recover()
         self._failed = True
+        if self._multimodal:  # ranks run the same modules: ZeRO-3 gathers their weights, and all stages sum gradients
+            aligned = align_media(on_host(microbatches), self.data_parallel_group())
+            microbatches = on_device(aligned, self.device)
         self.model.train(not forward_only)
         if not forward_only:
             self._shards.discard()
@@ -113,7 +121,8 @@ class DeepSpeedEngine(ModelState):
     def microbatch_rule(self) -> MicrobatchRule:
         """See `Engine.microbatch_rule`."""
         multiple = 1 if self._context is None else self._context.pad_multiple
-        return MicrobatchRule(pad_multiple=multiple, few_shapes=self.device.type != "cpu")
+        packs_media = self._packs and packs_images(self.model.config)
+        return MicrobatchRule(pad_multiple=multiple, few_shapes=self.device.type != "cpu", packs_media=packs_media)
 
     def preferred_batching(self) -> str:
         """See `Engine.preferred_batching`: on a GPU packed where one kernel computes a packed row."""

@@ -38,6 +38,7 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
                     Capability.LEARNED_POSITIONS,
                     Capability.PORTABLE_OPTIMIZER_STATE,
                     Capability.LORA,
+                    Capability.MULTIMODAL,
                     Capability.SHARDED_CHECKPOINTS,
                     Capability.NATIVE_CHECKPOINTS,
                 }

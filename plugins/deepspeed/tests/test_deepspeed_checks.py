@@ -179,6 +179,18 @@ def test_float16_needs_a_gpu():
     assert problems("cuda", precision="float16") == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [({"freeze": "language"}, "policy.freeze"), ({"lora": {"rank": 2, "part": "vision"}}, "policy.lora.part")],
+)
+def test_a_frozen_language_model_is_refused(keys, key):
+    assert problems(**keys) == [(key, "a frozen language model is not supported by this backend.")]
+
+
+def test_the_other_part_may_be_frozen():
+    assert problems(freeze="vision") == problems(lora={"rank": 2, "part": "language"}) == []
+
+
 def test_attention():
     key, flash = "policy.deepspeed.attention", {"attention": "flash_attention_2"}
     assert problems(own=flash, precision="bfloat16") == [(key, "flash_attention_2 needs a GPU, but the device is cpu.")]

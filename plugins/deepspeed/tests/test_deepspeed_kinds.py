@@ -33,18 +33,11 @@ def gradients(worker: Any) -> dict[str, Tensor]:
     }
 
 
-MULTIMODAL = {"fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize"}
-"""Kinds whose models take more than text, which only the dtensor backend trains."""
-
-
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_kind_is_equal_or_rejected_as_on_the_dtensor_backend(kind: str, tmp_path: Path):
     found = outcomes(KINDS[kind], tmp_path, DeepSpeedPolicyWorker, place=Place(gradients_of=gradients, generates=False))
     text = PAGE.read_text()
-    if kind in MULTIMODAL:
-        reason = "is multimodal, which this backend does not support; set policy.backend=dtensor"
-        assert all(outcome.endswith(reason) for outcome in found.values())
-    elif version_of_page(text) != transformers.__version__:
+    if version_of_page(text) != transformers.__version__:
         assert not any(outcome.startswith("differs") for outcome in found.values())
     else:
         _, _, dynamic, packed, *_, why, _ = re.split(r" *(?<!\\)\| *", rows_of_page(text)[kind])

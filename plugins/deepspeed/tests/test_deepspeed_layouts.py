@@ -11,6 +11,7 @@ import transformers
 
 from rlframework.conformance import PolicyWorkerSuite, cases
 from rlframework.conformance.layouts import Layout
+from rlframework.conformance.suites.policy_worker.images import first_image_step
 from rlframework.models.forward import HeadShard, ranges
 from rlframework.plugins.manager import create_manager
 
@@ -73,3 +74,21 @@ def test_columns_of_the_ranks_are_put_into_the_order_of_the_row_and_back(size):
     row = share.in_row_order(given)
     assert row[:, :, 0].tolist() == [list(range(length)), list(range(100, 100 + length))]
     assert torch.equal(share.in_rank_order(row), given)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+IMAGE_CASES = [
+    (2, "data=2"),
+    (3, "data=2"),
+    *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((0, "data=2"), (1, "data=1"), (1, "data=2"))),
+]
+
+
+@pytest.mark.parametrize(("stage", "layout"), IMAGE_CASES)
+def test_a_step_with_images_is_that_of_the_oracle(harness, stage, layout):
+    """Each worker needs the image encoder at the same steps, of ZeRO-3 its weights too."""
+    opened = harness(layout, {"zero_optimization": {"stage": stage}})
+    first_image_step(opened, "images", {"mode": "padded"})
+    first_image_step(opened, "patches", {"mode": "auto", "tokens": 60})

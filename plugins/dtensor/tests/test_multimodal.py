@@ -4,26 +4,24 @@ processes.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_vlms
 import torch
 from probe_forked import run_program
+from tiny_vlms import TOKENIZER, assert_gradients, expected_step, save
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.errors import BatchError, DataError
-from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.huggingface.vision_models import PACKS_IMAGES
 from rlframework_dtensor.engine import DTensorEngine
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("multimodal")]  # the two ranks are started once for all tests
 
-TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
 IMAGES = [1, 0, 2, 0, 0, 1, 3, 1]
 MODES = ["padded", "dynamic", "auto"]
 """`auto` packs rows of the kinds that can be packed."""
@@ -37,15 +35,6 @@ def family(request):
 @pytest.fixture(scope="module")
 def path(family, tmp_path_factory):
     return save(family, tmp_path_factory.mktemp("models"))
-
-
-def save(family: str, folder: Path) -> Path:
-    from rlframework.huggingface.model_directories import quiet_transformers
-
-    with quiet_transformers():
-        tiny_vlms.make_model(family).save_pretrained(folder / family)
-    TOKENIZER.save_pretrained(folder / family)
-    return folder / family
 
 
 @pytest.fixture(scope="module")
@@ -109,25 +98,6 @@ def worker(path):
     yield make
     for each in made:
         each.shutdown()
-
-
-def expected_step(model: Any, rows: BatchedDataDict[Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss, and the gradients of the weights that have one: each row by itself, unpadded."""
-    mask = rows["token_mask"] * rows["sample_mask"][:, None]
-    mask[:, 0] = 0
-    chosen = rows.select_indices(rows["sample_mask"].nonzero()[:, 0])
-    model.zero_grad()
-    loss = -(tiny_vlms.alone(model, chosen) * mask[rows["sample_mask"] != 0]).sum() / mask.sum()
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """To 1e-5 of each tensor; biases of keys, whose gradient is rounding only, to 1e-6 of the whole."""
-    assert got.keys() == wanted.keys()
-    total = torch.stack([each.norm() for each in wanted.values()]).norm()
-    for name, gradient in wanted.items():
-        assert (got[name] - gradient).norm() < 1e-5 * gradient.norm() + 1e-6 * total, name
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -239,7 +209,6 @@ RUN_ON_RANKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 RANKS = """
 import datetime, os, sys
-from pathlib import Path
 import torch
 import torch.distributed as dist
 import test_multimodal as tests

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import tiny_vlms
 import torch
-from test_multimodal import TOKENIZER, Recorder, assert_gradients, expected_step, save
+from test_multimodal import Recorder
+from tiny_vlms import TOKENIZER, assert_gradients, expected_step, save
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.config.policy import PolicyConfig

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
@@ -21,6 +22,7 @@ from rlframework import __version__
 from rlframework.observers.jsonl import seconds_of
 from rlframework.observers.report.runs import Run, Sample, Turn, facts_of, headlines, settings_of
 from rlframework.observers.report.timeline import timeline_of
+from rlframework.observers.sample_images import image_uri
 
 GROUPS = (
     ("async", "Asynchronous training", r"^async/"),
@@ -92,6 +94,8 @@ NUMBERS = 250_000
 """Maximum number of values in series, over all runs."""
 BUDGET = 600_000
 """Maximum number of characters in samples, over all runs."""
+IMAGES = 1_500_000
+"""Maximum number of characters in their images, over all runs."""
 LONGEST = 4000
 """Maximum number of characters in one prompt or completion."""
 COLUMNS = 160
@@ -167,7 +171,7 @@ def content(runs: Sequence[Run], smooth: int) -> dict[str, Any]:
         "smooth": smooth,
         "splits": {name: split_of(name) for name in names},
         "groups": [_group(key, title, charts, runs) for key, title, charts in arrange(names)],
-        "runs": [_run(run, points, BUDGET // len(runs)) for run in runs],
+        "runs": [_run(run, points, BUDGET // len(runs), IMAGES // len(runs)) for run in runs],
     }
 
 
@@ -202,7 +206,7 @@ def _nearly_equal(values: Array, others: Array) -> bool:
     return np.allclose(values, others, rtol=1e-9, atol=tolerance, equal_nan=True)
 
 
-def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
+def _run(run: Run, points: int, budget: int, images: int) -> dict[str, Any]:
     places: list[list[float]] = []
     clock_at, clock, *_ = thin(run.steps, seconds_of(run.history), points)
     hidden = BROKEN_DOWN | {"step", "time"}
@@ -222,7 +226,7 @@ def _run(run: Run, points: int, budget: int) -> dict[str, Any]:
         "phases": phases_of(run),
         "timeline": timeline_of(run),
         "breakdowns": breakdowns_of(run),
-        "samples": _samples(run, budget),
+        "samples": _samples(run, budget, images),
         "config": settings_of(run.config),
         "environment": settings_of(run.environment),
     }
@@ -299,21 +303,38 @@ def breakdowns_of(run: Run) -> list[Breakdown]:
     return found
 
 
-def _samples(run: Run, budget: int) -> dict[str, Any]:
-    """The samples as `rows` of step, kind, index of the prompt, completion, reward, other fields, and any turns."""
+def _samples(run: Run, budget: int, images: int) -> dict[str, Any]:
+    """The samples as `rows` of step, kind, index of the prompt, completion, reward, other fields, and any turns.
+
+    If any prompts have images, `prompt_images` has the names of those of each prompt, and `images` those by name that
+    fit the page, from the last step on.
+    """
     short = [
         row.model_copy(update={"prompt": _truncate(row.prompt), "completion": _truncate(row.completion)})
         for row in run.samples
     ]
     kept = thin_samples(short, budget)
-    prompts = {prompt: number for number, prompt in enumerate(dict.fromkeys(row.prompt for row in kept))}
+    prompts = {key: number for number, key in enumerate(dict.fromkeys((row.prompt, row.images) for row in kept))}
     rows = []
     for row in kept:
         reward = None if row.reward is None or not math.isfinite(row.reward) else round(row.reward, 4)
         extra = {name: str(value)[:500] for name, value in (row.model_extra or {}).items() if value is not None}
         turns = [[_turn(turn) for turn in row.turns]] if row.turns else []
-        rows.append([row.step, row.kind, prompts[row.prompt], row.completion, reward, extra, *turns])
-    return {"total": len(run.samples), "prompts": list(prompts), "rows": rows}
+        rows.append([row.step, row.kind, prompts[row.prompt, row.images], row.completion, reward, extra, *turns])
+    found = {"total": len(run.samples), "prompts": [prompt for prompt, _ in prompts], "rows": rows}
+    if not any(names for _, names in prompts):
+        return found
+    return {**found, "prompt_images": [names for _, names in prompts], "images": _images(run.path, kept, images)}
+
+
+def _images(output_dir: Path, rows: Sequence[Sample], budget: int) -> dict[str, str]:
+    """The images of `rows` as data URIs of at most `budget` characters, those of the last rows first."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for row in reversed(rows) for name in row.images):
+        uri = image_uri(output_dir, name)
+        if uri is not None and len(uri) <= budget:
+            found[name], budget = uri, budget - len(uri)
+    return found
 
 
 def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:

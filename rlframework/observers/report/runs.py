@@ -79,6 +79,7 @@ class Sample(BaseModel):
     reward: float | None = None
     run: str | None = None
     turns: tuple[Turn, ...] = ()
+    images: tuple[str, ...] = ()
 
 
 Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]

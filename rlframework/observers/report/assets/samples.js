@@ -2,7 +2,7 @@
 const PAGE_SIZE = innerWidth < 760 ? 10 : 20;
 
 function samples() {
-  const all = data.runs.flatMap((run, index) => run.samples.rows.map(([step, kind, prompt, completion, reward, extra, turns]) => ({ run: index, step, kind, prompt: run.samples.prompts[prompt], completion, reward, extra, turns: turns ?? null })));
+  const all = data.runs.flatMap((run, index) => run.samples.rows.map(([step, kind, prompt, completion, reward, extra, turns]) => ({ run: index, step, kind, prompt: run.samples.prompts[prompt], images: run.samples.prompt_images?.[prompt] ?? [], completion, reward, extra, turns: turns ?? null })));
   if (!all.length) return el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", { class: "note" }, "No samples were recorded: observers.samples is 0, or the run has not produced any yet."));
   const rewards = all.map((row) => row.reward).filter((value) => value !== null);
   const range = [rewards.reduce((a, b) => Math.min(a, b), 0), rewards.reduce((a, b) => Math.max(a, b), -Infinity)];
@@ -16,7 +16,7 @@ function samples() {
   const allSteps = el("button", { type: "button", class: "plain", onclick: () => { view.step = view.step === null ? stepsOf().at(-1) ?? null : null; renew(); } }, "all steps");
   const prompt = el("button", { type: "button", class: "plain", hidden: true, title: "Show all prompts", onclick: () => { view.prompt = null; renew(); } });
   const choose = (label, options, change, value) => el("label", {}, label, el("select", { onchange: (event) => { change(event.target.value); renew(); } }, options.map(([key, text]) => el("option", { value: key, selected: key === value }, text))));
-  const fits = (row) => state.shown[row.run] && (!view.kind || row.kind === view.kind) && (view.prompt === null || row.prompt === view.prompt);
+  const fits = (row) => state.shown[row.run] && (!view.kind || row.kind === view.kind) && (view.prompt === null || (row.prompt === view.prompt.prompt && row.images.join() === view.prompt.images.join()));
   const stepsOf = () => [...new Set(all.filter(fits).map((row) => row.step))].sort((a, b) => a - b);
   slider.addEventListener("input", () => { view.step = stepsOf()[Number(slider.value)]; renew(); });
 
@@ -30,7 +30,8 @@ function samples() {
     word.textContent = view.step === null ? "all" : view.step.toLocaleString("en");
     allSteps.setAttribute("aria-pressed", view.step === null);
     prompt.hidden = view.prompt === null;
-    prompt.textContent = view.prompt === null ? "" : `× one prompt: ${view.prompt.length > 40 ? `${view.prompt.slice(0, 40)}…` : view.prompt}`;
+    const only = view.prompt?.prompt ?? "";
+    prompt.textContent = `× one prompt: ${only.length > 40 ? `${only.slice(0, 40)}…` : only}`;
     show();
   }
 
@@ -45,8 +46,8 @@ function samples() {
     status.textContent = `${found.length.toLocaleString("en")} samples${mean.length ? `, mean reward ${number(mean.reduce((sum, row) => sum + row.reward, 0) / mean.length)}` : ""}${found.length > view.count ? `; the first ${view.count} are shown` : ""}`;
   }
 
-  function one(text) {
-    Object.assign(view, { prompt: text, step: null, order: "old" });
+  function one(row) {
+    Object.assign(view, { prompt: row, step: null, order: "old" });
     section.querySelector("[data-order] select").value = "old";
     renew();
   }
@@ -68,15 +69,21 @@ function samples() {
 }
 
 function sampleRow(row, range, one) {
-  const again = el("button", { type: "button", class: "link fold", title: "Show this prompt at all steps", onclick: () => one(row.prompt) }, "over time");
+  const again = el("button", { type: "button", class: "link fold", title: "Show this prompt at all steps", onclick: () => one(row) }, "over time");
   const extra = Object.entries(row.extra).map(([name, value]) => el("div", { class: "extra" }, `${name}: ${value}`));
   return el("tr", {},
     el("td", { class: "n", "data-word": "step" }, row.step.toLocaleString("en")),
     data.runs.length > 1 ? el("td", {}, runName(row.run, row.kind === "validation")) : null,
     el("td", { class: "tag" }, { train: "training", validation: "held out" }[row.kind] ?? row.kind),
-    el("td", { class: "long", "data-word": "prompt" }, el("div", { class: "prompt" }, folded(row.prompt), again)),
+    el("td", { class: "long", "data-word": "prompt" }, pictures(row), el("div", { class: "prompt" }, folded(row.prompt), again)),
     el("td", { class: "long", "data-word": "completion" }, row.turns ? episode(row.turns, row.kind) : folded(row.completion), extra),
     el("td", { "data-word": "reward" }, rewardCell(row.reward, range)));
+}
+
+// The images of a prompt, in their order. Those that the page has no room for are named.
+function pictures(row) {
+  const known = data.runs[row.run].samples.images ?? {};
+  return row.images.length ? el("div", { class: "pictures" }, row.images.map((name) => known[name] ? el("img", { src: known[name], alt: "image of the prompt" }) : el("span", { class: "empty" }, "(image omitted)"))) : null;
 }
 
 function textsOf(row) {

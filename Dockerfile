@@ -1,0 +1,9 @@
+# rlframework with its training backends; docs/install.md says how to build and run it.
+# BASE: an image with pip and Python 3.11 or newer. Its torch is kept if it is of a version that rlframework supports.
+ARG BASE=python:3.12
+FROM ${BASE}
+COPY . /opt/rlframework
+RUN cd /opt/rlframework && pip install --no-cache-dir . plugins/dtensor plugins/deepspeed plugins/megatron plugins/vllm
+WORKDIR /work
+ENTRYPOINT ["rlframework"]
+CMD ["doctor"]

@@ -1,0 +1,107 @@
+"""Generate `recipes.md`: the recipes in examples/recipes, and what each is estimated to need on its hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+from model_shapes import model_shapes
+from pieces import page as page_of
+from pieces import table
+
+from rlframework import load_config
+from rlframework.config.load import compose
+from rlframework.config.sections import RunConfig
+from rlframework.estimates.estimate import Estimate, gib
+from rlframework.estimates.hardware import PlannedGpus
+from rlframework.runner.launch import dry_run
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+
+_INTRO = """Configurations of each kind of training, with the hardware that they are written for:
+
+```
+rlframework train examples/recipes/grpo_8b_8gpus.yaml --dry-run --on 8xH100    # on any machine: does it fit?
+rlframework train examples/recipes/grpo_8b_8gpus.yaml                          # on eight GPUs
+```
+
+A recipe joins three files and adds what belongs to the combination, such as backend and parallelism:
+
+```yaml
+defaults: [models/qwen3_8b.yaml, algorithms/sft.yaml, hardware/8xH100.yaml]
+output_dir: runs/sft_8b
+policy:
+  backend: deepspeed
+  deepspeed: {zero_optimization: {stage: 3}}
+```
+
+To make your own, write such a file beside them, with another model, algorithm or hardware, and plan it with
+`--dry-run`. Any key is changed on the command line too: `policy.model_name=...`, `environment.path=...`.
+
+**No recipe has run on the hardware that it names.** `make recipes` runs each on a CPU, with a model of the same kind
+and random weights. GiB are [estimated](memory.md): on each GPU that trains, with rows as long as a microbatch
+(`policy.batching.tokens`) or as an answer (`generation.max_new_tokens`); an H100 has 79. Learning rates and batch
+sizes are usual values, which have not been tuned."""
+
+_NOTES = """- **Data**: `gsm8k`, `tools` and `agent` read `openai/gsm8k` from the hub, or files with
+  `environment.train_path=train.jsonl` and `environment.path=...`. Preferences are `pairs.jsonl`, images `rows.jsonl`
+  ([formats](data.md)).
+- **Code**: `tools` and `agent` use `gsm8k_tasks.py`, so start them with `PYTHONPATH=examples/recipes`; both need
+  `pip install openai`, and `agent` the extra `serve`. `vision` needs the extra `vision`.
+- **Several machines**: 16 and 32 GPUs are two and four machines of a [Ray cluster](cluster.md), with `RAY_ADDRESS`.
+- **GPUs that generate** have an engine each. vLLM runs in [an environment of its own](vllm.md), `.venv-vllm`."""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    with model_shapes() as shapes:
+        rows = [_row(path, planned(path, shapes)) for path in RECIPES]
+    names = ("recipe", "model", "GPUs that train", "that generate", "backend", "GiB on each GPU")
+    return page_of("# Recipes", _INTRO, table(names, rows), _NOTES)
+
+
+def hardware(path: Path) -> PlannedGpus:
+    """The GPUs that the recipe is written for: those after which its file of hardware is named."""
+    defaults = yaml.safe_load(path.read_text(encoding="utf-8"))["defaults"]
+    (name,) = (Path(each).stem for each in defaults if each.startswith("hardware/"))
+    return PlannedGpus.parse(name)
+
+
+def planned(path: Path, shapes: Mapping[str, Path]) -> Estimate:
+    """The dry run of the recipe on its hardware, with the shapes of its models."""
+    return dry_run(local_config(path, shapes), planned=hardware(path))
+
+
+def local_config(path: Path, shapes: Mapping[str, Path]) -> RunConfig:
+    """The recipe with the `shapes` of its models, and core's engine in place of vLLM, which another environment has."""
+    return load_config(path, list(_overrides(path, shapes)))
+
+
+def engines(config: RunConfig) -> int:
+    """The number of GPUs that only generate."""
+    return 0 if config.generation.workers is None else config.generation.workers.num_workers
+
+
+def _overrides(path: Path, shapes: Mapping[str, Path]) -> Iterator[str]:
+    values = compose(path).values
+    for section in ("policy", "teacher"):
+        if section in values:
+            name = values[section]["model_name"].rpartition("/")[2]
+            yield f"{section}.model_name={shapes[name]}"
+    if values.get("generation", {}).get("name") == "vllm":
+        yield "generation.name=transformers"
+        yield "~generation.workers.python"
+
+
+def _row(path: Path, found: Estimate) -> tuple[str, ...]:
+    generating, model = engines(found.config), Path(found.config.policy.model_name).name
+    return (
+        f"[`{path.stem}`](../examples/recipes/{path.name})",
+        model,
+        str(found.config.worker_group.num_workers),
+        str(generating) if generating else "-",
+        f"`{found.config.policy.backend}`",
+        gib(found.device_bytes),
+    )
