@@ -13,7 +13,7 @@ import pytest
 from rlframework.config.sections import ObserversConfig
 from rlframework.interfaces.pictures import Picture
 from rlframework.observers.jsonl import JsonlObserver
-from rlframework.observers.report import content as pages
+from rlframework.observers.report.content import content
 from rlframework.observers.report.runs import read_run
 from rlframework.observers.sample_images import FOLDER
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
@@ -44,7 +44,7 @@ def record(*images: Picture, prompt: str = "color?") -> SampleRecord:
 
 
 def page_of(folder: Path) -> dict[str, Any]:
-    return pages.content([read_run(folder, "a")], 1)["runs"][0]["samples"]
+    return content([read_run(folder, "a")], 1)["runs"][0]["samples"]
 
 
 def test_equal_images_are_stored_once_and_small(tmp_path: Path) -> None:
@@ -52,9 +52,10 @@ def test_equal_images_are_stored_once_and_small(tmp_path: Path) -> None:
     rows = write(tmp_path, record(big, picture((8, 8), BLUE)), record(picture((300, 100), RED)), record())
     first, second = rows[0]["images"]
     assert [row.get("images") for row in rows] == [[first, second], [first], None]
-    files = {file.name: Image.open(file) for file in (tmp_path / FOLDER).iterdir()}
-    assert {name: file.size for name, file in files.items()} == {first: (128, 43), second: (8, 8)}
-    red, green, blue = files[first].getpixel((64, 20))
+    assert {path.name for path in (tmp_path / FOLDER).iterdir()} == {first, second}
+    with Image.open(tmp_path / FOLDER / first) as image, Image.open(tmp_path / FOLDER / second) as small:
+        assert (image.size, small.size) == ((128, 43), (8, 8))
+        red, green, blue = image.getpixel((64, 20))
     assert red > 200
     assert max(green, blue) < 20
 
@@ -84,7 +85,7 @@ def test_images_beyond_the_budget_are_omitted_from_the_first_steps(
 ) -> None:
     rows = write(tmp_path, *(record(picture((8, 8), (shade, 0, 0))) for shade in (10, 90, 200)))
     longest = max(map(len, page_of(tmp_path)["images"].values()))
-    monkeypatch.setattr(pages, "IMAGES", 2 * longest)
+    monkeypatch.setitem(content.__globals__, "IMAGES", 2 * longest)
     assert page_of(tmp_path)["images"].keys() == {rows[1]["images"][0], rows[2]["images"][0]}
 
 

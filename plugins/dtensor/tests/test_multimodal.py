@@ -209,6 +209,7 @@ RUN_ON_RANKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 RANKS = """
 import datetime, os, sys
+from pathlib import Path
 import torch
 import torch.distributed as dist
 import test_multimodal as tests

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlframework.errors import NotSupported
 
@@ -81,8 +81,15 @@ def require_known_formula(model: Any) -> None:
     """Raise `NotSupported` if `model` changes its logits after the head otherwise than `LogitFormula.of(model)` says.
 
     Patching the head would then give wrong log-probabilities without an error. Checked by running a few tokens, because
-    the settings' names differ between models. `model` must be whole and on one device.
+    the settings' names differ between models. A head with a `forward` of its own is rejected by its class: what it adds
+    may be 1 or 0 in the weights that are there now. `model` must be whole and on one device.
     """
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and type(head).forward is not nn.Linear.forward:
+        raise NotSupported(
+            f"the output head of {type(model).__name__}, a {type(head).__name__}, does more than multiply by its "
+            "weights; use a model whose head is a torch.nn.Linear"
+        )
     formula, ids = LogitFormula.of(model), probe_ids(model)[None]
     outputs, logits = _head_and_logits(model, ids)
     with without_formula(model):

@@ -201,6 +201,17 @@ def test_a_model_that_changes_its_logits_otherwise_is_rejected():
         require_known_formula(Squared(transformers.LlamaConfig(**SMALL, **HEADS)))
 
 
+def test_a_head_with_a_formula_of_its_own_is_rejected_even_where_it_changes_nothing_yet():
+    class Scaled(torch.nn.Linear):
+        def forward(self, hidden):
+            return 1.0 * super().forward(hidden)
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS))
+    model.set_output_embeddings(Scaled(SMALL["hidden_size"], SMALL["vocab_size"], bias=False))
+    with pytest.raises(NotSupported, match="output head of LlamaForCausalLM, a Scaled, does more than multiply"):
+        require_known_formula(model)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     count=st.integers(0, 9),
