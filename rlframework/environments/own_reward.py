@@ -38,6 +38,9 @@ START_SECONDS = 300.0
 GRACE_SECONDS = 2.0
 """Added to the timeout of async calls, which the process normally cancels itself."""
 
+_STARTS = 2
+"""Starts in a row that may end with the death of the process, after one that did not: as by a kernel without memory."""
+
 _DUMP_SECONDS, _STACK_LINES = 0.2, 12
 _PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory before installed packages
     "import json, sys; sys.path[:], *descriptors = json.loads(sys.argv[1]); "
@@ -104,6 +107,7 @@ class RewardProcess:
         self._path, self._timeout, self._is_async = path, timeout, is_async
         self._patience = timeout + (GRACE_SECONDS if is_async else 0.0)
         self._process: subprocess.Popen[bytes] | None = None
+        self._more_starts = 0
         function = load_reward(path)[0] if path.startswith("__main__:") else None
         setup = {"path": path, "timeout": timeout if is_async else None, "concurrency": concurrency}
         try:
@@ -167,6 +171,10 @@ class RewardProcess:
             self._link.send_bytes(self._setup)
             self._receive(START_SECONDS)
         except (EOFError, OSError, ConfigError) as error:
+            if self._more_starts and not isinstance(error, (TimeoutError, ConfigError)):
+                self._more_starts -= 1
+                self.close()
+                return self._running()
             if isinstance(error, TimeoutError):
                 reason = f"its module was not imported within {START_SECONDS:g} s"
             else:
@@ -175,6 +183,7 @@ class RewardProcess:
                 f"environment.reward={self._path!r} cannot be used in a process of its own: {reason}. Set "
                 "environment.reward_timeout=null to run it in this one"
             ) from error
+        self._more_starts = _STARTS
         return process
 
     def _receive(self, seconds: float) -> Any:

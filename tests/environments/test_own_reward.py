@@ -93,6 +93,21 @@ def test_a_call_that_hangs_or_dies_is_one_failure_and_the_others_are_scored(make
     assert f'own_rewards.py", line {line} in act' in caplog.text
 
 
+def test_a_process_that_dies_while_it_starts_again_is_started_once_more(make, folder: Path) -> None:
+    """It is killed at its second start; the first import is this process's."""
+    (folder / "fragile.py").write_text(
+        "import os, pathlib, signal\n"
+        "starts = pathlib.Path('starts')\n"
+        "count = len(starts.read_text()) if starts.exists() else 0\n"
+        "starts.write_text('x' * (count + 1))\n"
+        "if count == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def act(completion):\n    return os._exit(3) if completion == 'die' else 1.0\n"
+    )
+    environment = make("fragile:act", max_reward_failures=0.5)
+    assert rewards(environment, ["ok", "die", "ok"]) == [1.0, 0.0, 1.0]
+    assert (folder / "starts").read_text() == "xxxx"
+
+
 def test_async_calls_time_out_alone_but_one_that_blocks_takes_its_neighbours_with_it(make) -> None:
     environment = make("act_async", reward_timeout=0.5, max_reward_failures=0.9, reward_concurrency=2)
     assert rewards(environment, ["ok", "sleep", "raise", "ok", "ok"]) == [1.0, 0.0, 0.0, 1.0, 1.0]
