@@ -39,7 +39,7 @@ def score(completion):
     return sum(letter.isdigit() for letter in completion) / max(1, len(completion))
 """
 FORGOTTEN = ("memory", "objects")
-"""What a life of the driver may gain for a while: the rest of what `probe_usage` counts is constant."""
+"""Quantities that a life of the driver may gain for a while: the rest of what `probe_usage` counts is constant."""
 DRIVER = 16_000
 """Bytes that a step may leave in the driver: the metrics of a step in its history, and a new engine every 50 steps."""
 
