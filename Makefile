@@ -38,7 +38,7 @@ check: lint imports  ## style, import rules, types and fast tests, in under 3 mi
 fast: PYTEST_ARGS = -n 2 --dist loadgroup -q -m "not slow"
 fast: test
 
-test: $(VENV)/.installed-dev  ## the tests, in under 20 minutes
+test: $(VENV)/.installed-dev  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # `make test` leaves out tests marked `thorough`, and cases of some others: see SAMPLED in conftest.py.
