@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from interleave import Timings, machine, table, write_json  # noqa: E402
-from work import CLIP, LR, MICRO_ROWS, VOCABULARY, WEIGHT_DECAY, make_rows  # noqa: E402
+from work import CLIP, LR, MICRO_ROWS, VOCABULARY, make_rows  # noqa: E402
 
 OURS = "rlframework"
 SIDES: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -47,8 +47,8 @@ SIDES: Mapping[str, Mapping[str, tuple[str, str]]] = {
             {} if work == "grpo" else {f"plain loop, {way}": ("plain", f"{work} {way}") for way in ("padded", "sorted")}
         ),
         "TRL": ("trl", work),
-        **({"TRL, batch_rebalance": ("trl", "train rebalanced")} if work == "train" else {}),
-        **({"verl": ("verl", work)} if work in {"logprobs", "train"} else {}),
+        **({"TRL, batch_rebalance": ("trl", "train_rebalanced")} if work == "train" else {}),
+        **{f"verl, {way}": ("verl", f"{work} {way}") for way in ("packed", "padded") if work in {"logprobs", "train"}},
     }
     for work in ("logprobs", "train", "dpo", "grpo")
 }
@@ -130,7 +130,7 @@ def make_task(folder: Path, lengths: str, count: int, longest: int, new_tokens: 
         "new_tokens": new_tokens,
         "micro_rows": MICRO_ROWS,
         "lr": LR,
-        "weight_decay": WEIGHT_DECAY,
+        "weight_decay": 0.0,  # verl's is of all parameters
         "clip": CLIP,
         "beta": 0.1,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +52,9 @@ def arguments(kind: type[Any], task: Mapping[str, Any], micro: int, **options: A
     )
 
 
-def batches(rows: list[dict[str, str]]) -> Dataset:
+def batches(rows: list[dict[str, str]], copies: int = COPIES) -> Dataset:
     """Return a dataset in which each step's batch, taken in order, has the same `rows`."""
-    return Dataset.from_list(rows * COPIES)
+    return Dataset.from_list(rows * copies)
 
 
 def grpo_trainer(task: Mapping[str, Any], reward: Callable[..., list[float]], **options: Any) -> GRPOTrainer:
@@ -102,11 +101,20 @@ def logprobs(task: Mapping[str, Any]) -> None:
     serve(score, lambda result: {"logprobs": result[masks["completion"] > 0].tolist()})
 
 
-def train(task: Mapping[str, Any], sampling: str = "sequential") -> None:
-    """`SFTTrainer` on the completions."""
+def train(task: Mapping[str, Any]) -> None:
+    """`SFTTrainer` on the completions, in the order given."""
+    _sft(task, COPIES, "sequential")
+
+
+def train_rebalanced(task: Mapping[str, Any]) -> None:
+    """The same with rows of about the same length in a microbatch. Each step is an epoch, so that it has all rows."""
+    _sft(task, 1, "batch_rebalance")
+
+
+def _sft(task: Mapping[str, Any], copies: int, sampling: str) -> None:
     config = arguments(SFTConfig, task, task["micro_rows"], train_sampling_strategy=sampling)
     texts = [{name: row[f"{name}_text"] for name in ("prompt", "completion")} for row in task["rows"]]
-    _train(SFTTrainer(task["model"], config, train_dataset=batches(texts), callbacks=[StepEnd()]))
+    _train(SFTTrainer(task["model"], config, train_dataset=batches(texts, copies), callbacks=[StepEnd()]))
 
 
 def dpo(task: Mapping[str, Any]) -> None:
@@ -149,6 +157,5 @@ def _train(trainer: Any) -> None:
 
 
 WORKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
-    **{work.__name__: work for work in (logprobs, train, dpo, grpo)},
-    "train rebalanced": partial(train, sampling="batch_rebalance"),
+    work.__name__: work for work in (logprobs, train, train_rebalanced, dpo, grpo)
 }
