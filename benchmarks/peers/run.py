@@ -5,7 +5,8 @@
 
 Each side runs in a process of its own, in its own environment (`.venv-trl`, `.venv-verl`; rlframework and the plain
 loop in this one), on one thread. Sides do their steps in turn, never at the same time, in an order that rotates; the
-time is the CPU time of the process that does the step. Work: a random Llama of 4 layers x 256, vocabulary 2,048, in fp32.
+time is the CPU time of the process that does the step. Model: a random Llama of 4 layers x 256, vocabulary 2,048, in
+fp32.
 
 - logprobs: of the completions of 32 rows, about 3,000 tokens, a quarter of each the prompt.
 - train: an optimizer step on their mean negative log-likelihood. rlframework and TRL: a step of a whole run, with its
@@ -184,6 +185,7 @@ def measure(work: str, sides: Mapping[str, tuple[str, str]], task: Path, rounds:
                 timings.units[name].append(answers[name].get("tokens", 1.0) if work == "grpo" else 1.0)
         versions = {name: each.versions for name, each in workers.items()}
     return {
+        "machine": machine(),
         "ratios": {name: asdict(timings.ratio(OURS, name)) for name in names[1:]},
         "differences": differences,
         "seconds": timings.seconds,
@@ -224,7 +226,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.pairs < 1:
         parser.error("--pairs must be 1 or more")
-    found, results = machine(), {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         settings = {"lengths": arguments.lengths, "count": 32, "longest": arguments.longest}
         task = Path(folder) / "task.json"
@@ -232,12 +234,12 @@ def main() -> None:
         task.write_text(json.dumps(made), encoding="utf-8")
         for work in arguments.works:
             sides = {name: side for name, side in SIDES[work].items() if side[0] in {"ours", *arguments.sides}}
-            results[work] = measure(work, sides, task, arguments.pairs)
-            print(report({work: results[work]}), flush=True)
+            key = f"{work}, {arguments.lengths} lengths"
+            results[key] = {"settings": settings, **measure(work, sides, task, arguments.pairs)}
+            print(report({key: results[key]}), flush=True)
     if arguments.json:
         known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        results = {**known.get("results", {}), **results}
-        write_json(arguments.json, {"machine": found, "settings": settings, "results": results})
+        write_json(arguments.json, {"results": {**known.get("results", {}), **results}})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""verl: its FSDP2 engine for language models, packed (its default) or padded.
+"""verl: its FSDP2 engine for language models, packed (its default) or padded, on a gloo group of one process.
 
-verl registers this engine for CUDA and NPU devices only, so the class is used as it is, on a gloo group of one process.
+verl has no CPU among its platforms and registers this engine for CUDA and NPU devices only. So a platform of ours names
+the CPU (`set_platform` is its interface for that), and the engine's class is used without the registry.
 """
 
 from __future__ import annotations
@@ -8,18 +9,45 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from plain_side import as_rows
 from steps import serve
 from tensordict import TensorDict
-from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils
-from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.utils.losses import sft_loss
+from verl.plugin.platform import set_platform
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+
+class PlatformCPU(PlatformCUDA):
+    """The CPU, as verl asks for devices."""
+
+    device_name = "cpu"
+
+    @property
+    def device_module(self) -> ModuleType:
+        """torch.cpu, with the functions that verl expects of a device's memory."""
+        module = ModuleType("cpu")
+        module.__dict__.update(vars(torch.cpu))
+        for name, value in (("mem_get_info", (1, 1)), ("memory_allocated", 0), ("memory_reserved", 0)):
+            setattr(module, name, lambda *_, value=value: value)
+        module.empty_cache = lambda: None  # type: ignore[attr-defined]
+        return module
+
+    def current_device(self) -> Any:
+        """The device, instead of an index."""
+        return torch.device("cpu")
+
+
+set_platform(PlatformCPU())  # before the modules that ask for the device where they are imported
+
+from verl.trainer.config import CheckpointConfig  # noqa: E402
+from verl.utils import tensordict_utils  # noqa: E402
+from verl.utils.dataset.dataset_utils import DatasetPadMode  # noqa: E402
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
+from verl.workers.utils.losses import sft_loss  # noqa: E402
 
 
 def make_engine(task: Mapping[str, Any], packed: bool) -> FSDPEngineWithLMHead:
@@ -72,13 +100,8 @@ def logprobs(task: Mapping[str, Any], packed: bool) -> None:
 
     def values(result: Mapping[str, Any]) -> dict[str, Any]:
         scored = result["model_output"]["log_probs"].unbind()
-        return {
-            "logprobs": [
-                value
-                for row, of in zip(scored, mask, strict=True)
-                for value in row[of[1 : len(row) + 1].nonzero()[:, 0]].tolist()
-            ]
-        }
+        chosen = [row[of[1 : len(row) + 1].nonzero()[:, 0]] for row, of in zip(scored, mask, strict=True)]
+        return {"logprobs": torch.cat(chosen).tolist()}
 
     batch = make_batch(task, packed)
     with engine.eval_mode():
