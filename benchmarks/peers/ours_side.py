@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from plain_side import as_rows
 from steps import serve, steps
@@ -14,6 +15,7 @@ from work import as_batch
 from rlframework import build_parts, load_config, run
 from rlframework.algorithms.advantages import add_advantages
 from rlframework.algorithms.grpo import policy_loss
+from rlframework.batch.packing import get_packer
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.rollout.result import Rollout
 
@@ -107,6 +109,31 @@ def grpo_update(task: Mapping[str, Any]) -> None:
         )
 
 
+def pack(task: Mapping[str, Any]) -> None:
+    """Rows as dense bins of tokens."""
+    rows, packer = [np.array(row) for row in task["documents"]], get_packer("balanced", task["capacity"])
+
+    def packed() -> list[np.ndarray[Any, Any]]:
+        bins = packer.pack([len(row) for row in rows])
+        return [np.concatenate([rows[index] for index in bin_]) for bin_ in bins]
+
+    serve(packed, lambda bins: {"tokens": sum(map(len, bins)), "bins": len(bins), "largest": max(map(len, bins))})
+
+
+def partition(task: Mapping[str, Any]) -> None:
+    """Bins of rows by their lengths alone."""
+    lengths, packer = (
+        [len(row) for row in task["documents"][: task["partitioned"]]],
+        get_packer("balanced", task["capacity"]),
+    )
+
+    def sizes(bins: list[list[int]]) -> dict[str, int]:
+        sums = [sum(lengths[index] for index in bin_) for bin_ in bins]
+        return {"tokens": sum(sums), "bins": len(bins), "largest": max(sums)}
+
+    serve(lambda: packer.pack(lengths), sizes)
+
+
 def _grpo(task: Mapping[str, Any]) -> Any:
     algorithm = {
         "name": "grpo",
@@ -126,5 +153,5 @@ def _run(config: Any, rows: Sequence[Mapping[str, str]]) -> None:
 
 
 WORKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
-    work.__name__: work for work in (logprobs, train, dpo, grpo, grpo_update)
+    work.__name__: work for work in (logprobs, train, dpo, grpo, grpo_update, pack, partition)
 }

@@ -12,6 +12,9 @@ fp32.
 - train: an optimizer step on their mean negative log-likelihood. rlframework and TRL: a step of a whole run, with its
   data loading and logs. The plain loop and verl's engine are given a batch of tensors.
 - dpo: a step on 16 pairs, with the log-probabilities of a reference model, likewise.
+- pack: 4,096 rows with lognormal lengths as dense bins of at most 8,192 tokens; TRL's `pack_dataset`, `bfd`.
+- partition: the bins of 512 of them by their lengths alone; verl's `get_seqlen_balanced_partitions`, with as many bins as
+  its dynamic batches have, which may be larger.
 - grpo: a step of a run, with its rollouts of 8 completions for each of 4 prompts, by transformers' `generate` in TRL.
 
 Before anything is printed, the values of every step (log-probabilities; loss and gradient norm before clipping) are
@@ -38,6 +41,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from interleave import Timings, machine, table, write_json  # noqa: E402
+from packing import lognormal  # noqa: E402
 from work import CLIP, LR, MICRO_ROWS, VOCABULARY, make_rows  # noqa: E402
 
 OURS = "rlframework"
@@ -52,10 +56,14 @@ SIDES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         **{f"verl, {way}": ("verl", f"{work} {way}") for way in ("packed", "padded") if work in {"logprobs", "train"}},
     }
     for work in ("logprobs", "train", "dpo", "grpo")
+} | {
+    "pack": {OURS: ("ours", "pack"), "TRL": ("trl", "pack")},
+    "partition": {OURS: ("ours", "partition"), "verl": ("verl", "partition")},
 }
 """For each work the sides by name: the module `X_side.py` and environment `.venv-X`, and its own name of the work."""
 TOLERANCES = {"logprobs": 1e-4, "loss": 1e-4, "grad_norm": 1e-3}
 """Largest difference: absolute, and relative for the norm."""
+PACKING, CAPACITY = ("pack", "partition"), 8192
 
 
 class Worker:
@@ -105,6 +113,12 @@ def worker(side: str, work: str, task: Path) -> Iterator[Worker]:
         started.process.communicate()
 
 
+def documents(count: int) -> list[list[int]]:
+    """Rows with the lengths of `benchmarks/packing.py`, each of one token."""
+    rng = random.Random(0)
+    return [[rng.randrange(VOCABULARY)] * length for length in lognormal(count)]
+
+
 def make_task(folder: Path, lengths: str, count: int, longest: int, new_tokens: int) -> dict[str, Any]:
     """Make a model in `folder`; return the data and settings that all sides use."""
     from rlframework.huggingface.model_directories import make_llama
@@ -134,6 +148,9 @@ def make_task(folder: Path, lengths: str, count: int, longest: int, new_tokens: 
         "weight_decay": 0.0,  # verl's is of all parameters
         "clip": CLIP,
         "beta": 0.1,
+        "documents": documents(4096),
+        "partitioned": 512,
+        "capacity": CAPACITY,
     }
 
 
@@ -150,6 +167,10 @@ def _parts(prompt: list[int], **answers: list[int]) -> dict[str, Any]:
 def compare(work: str, name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
     """Return the largest difference of each value of a step; exits if one is beyond its tolerance."""
     found = {}
+    if work in PACKING:
+        if ours["tokens"] != theirs["tokens"]:
+            sys.exit(f"{work}: bins of {ours['tokens']} and, of {name}, {theirs['tokens']} tokens")
+        return {key: theirs[key] - ours[key] for key in ("bins", "largest")}
     for key in (key for key in TOLERANCES if key in ours and key in theirs):
         mine, other = (value[key] if key == "logprobs" else [value[key]] for value in (ours, theirs))
         scale = abs(mine[0]) if key == "grad_norm" else 1.0
@@ -208,7 +229,7 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> str:
     for work, found in results.items():
         for name, ratio in found["ratios"].items():
             seconds = sorted(found["seconds"][name])[len(found["seconds"][name]) // 2]
-            spread = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            spread = f"{ratio['median']:.2g} ({ratio['low']:.2g} to {ratio['high']:.2g})"
             apart = ", ".join(f"{key} {value:.1e}" for key, value in found["differences"][name].items())
             rows.append([work, name, f"{seconds:.3f}", spread, apart])
     return table(rows)

@@ -11,7 +11,7 @@ from rewards import odd_share
 from steps import serve, steps
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, pack_dataset
 
 ENDLESS, COPIES = 1_000_000, 200
 
@@ -151,11 +151,23 @@ def grpo(task: Mapping[str, Any]) -> None:
     _train(trainer)
 
 
+def pack(task: Mapping[str, Any]) -> None:
+    """Best-fit decreasing bins of a dataset in memory, all rows in one call as on the other side."""
+    data = Dataset.from_dict({"input_ids": task["documents"]})
+    options = {"batch_size": len(data), "load_from_cache_file": False}
+
+    def sizes(packed: Dataset) -> dict[str, int]:
+        lengths = [sum(each) for each in packed["seq_lengths"]]
+        return {"tokens": sum(lengths), "bins": len(lengths), "largest": max(lengths)}
+
+    serve(lambda: pack_dataset(data, task["capacity"], map_kwargs=options), sizes)
+
+
 def _train(trainer: Any) -> None:
     steps().ready()
     trainer.train()
 
 
 WORKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
-    work.__name__: work for work in (logprobs, train, train_rebalanced, dpo, grpo)
+    work.__name__: work for work in (logprobs, train, train_rebalanced, dpo, grpo, pack)
 }

@@ -45,6 +45,7 @@ set_platform(PlatformCPU())  # before the modules that ask for the device where 
 from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.utils import tensordict_utils  # noqa: E402
 from verl.utils.dataset.dataset_utils import DatasetPadMode  # noqa: E402
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions  # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
 from verl.workers.utils.losses import sft_loss  # noqa: E402
@@ -119,8 +120,20 @@ def train(task: Mapping[str, Any], packed: bool) -> None:
         )
 
 
+def partition(task: Mapping[str, Any]) -> None:
+    """As many bins of rows as a dynamic batch takes, by their lengths alone; they may exceed the capacity."""
+    lengths = [len(row) for row in task["documents"][: task["partitioned"]]]
+    count = -(-sum(lengths) // task["capacity"])
+
+    def sizes(bins: list[list[int]]) -> dict[str, int]:
+        sums = [sum(lengths[index] for index in bin_) for bin_ in bins]
+        return {"tokens": sum(sums), "bins": len(bins), "largest": max(sums)}
+
+    serve(lambda: get_seqlen_balanced_partitions(lengths, count, equal_size=False), sizes)
+
+
 WORKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     f"{work.__name__} {way}": partial(work, packed=way == "packed")
     for work in (logprobs, train)
     for way in ("packed", "padded")
-}
+} | {"partition": partition}
