@@ -111,10 +111,11 @@ def grpo_update(task: Mapping[str, Any]) -> None:
 
 def pack(task: Mapping[str, Any]) -> None:
     """Rows as dense bins of tokens."""
-    rows, packer = [np.array(row) for row in task["documents"]], get_packer("balanced", task["capacity"])
+    rows = [np.full(length, index) for index, length in enumerate(task["documents"])]
+    packer = get_packer("balanced", task["capacity"])
 
     def packed() -> list[np.ndarray[Any, Any]]:
-        bins = packer.pack([len(row) for row in rows])
+        bins = packer.pack(task["documents"])
         return [np.concatenate([rows[index] for index in bin_]) for bin_ in bins]
 
     serve(packed, lambda bins: {"tokens": sum(map(len, bins)), "bins": len(bins), "largest": max(map(len, bins))})
@@ -122,10 +123,7 @@ def pack(task: Mapping[str, Any]) -> None:
 
 def partition(task: Mapping[str, Any]) -> None:
     """Bins of rows by their lengths alone."""
-    lengths, packer = (
-        [len(row) for row in task["documents"][: task["partitioned"]]],
-        get_packer("balanced", task["capacity"]),
-    )
+    lengths, packer = task["documents"][: task["partitioned"]], get_packer("balanced", task["capacity"])
 
     def sizes(bins: list[list[int]]) -> dict[str, int]:
         sums = [sum(lengths[index] for index in bin_) for bin_ in bins]

@@ -12,9 +12,10 @@ fp32.
 - train: an optimizer step on their mean negative log-likelihood. rlframework and TRL: a step of a whole run, with its
   data loading and logs. The plain loop and verl's engine are given a batch of tensors.
 - dpo: a step on 16 pairs, with the log-probabilities of a reference model, likewise.
-- pack: 4,096 rows with lognormal lengths as dense bins of at most 8,192 tokens; TRL's `pack_dataset`, `bfd`.
-- partition: the bins of 512 of them by their lengths alone; verl's `get_seqlen_balanced_partitions`, with as many bins as
-  its dynamic batches have, which may be larger.
+- pack: 4,096 rows, with the lengths of `benchmarks/packing.py`, as dense bins of at most 8,192 tokens; in TRL by
+  `pack_dataset` with its `bfd`.
+- partition: the bins of 512 of them by their lengths alone; verl's `get_seqlen_balanced_partitions`, with as many
+  bins as its dynamic batches have, which may be larger.
 - grpo: a step of a run, with its rollouts of 8 completions for each of 4 prompts, by transformers' `generate` in TRL.
 
 Before anything is printed, the values of every step (log-probabilities; loss and gradient norm before clipping) are
@@ -113,20 +114,17 @@ def worker(side: str, work: str, task: Path) -> Iterator[Worker]:
         started.process.communicate()
 
 
-def documents(count: int) -> list[list[int]]:
-    """Rows with the lengths of `benchmarks/packing.py`, each of one token."""
-    rng = random.Random(0)
-    return [[rng.randrange(VOCABULARY)] * length for length in lognormal(count)]
-
-
-def make_task(folder: Path, lengths: str, count: int, longest: int, new_tokens: int) -> dict[str, Any]:
-    """Make a model in `folder`; return the data and settings that all sides use."""
+def make_model(folder: Path) -> Path:
+    """Make a Llama with random weights, in whose texts each character is a token."""
     from rlframework.huggingface.model_directories import make_llama
     from rlframework.huggingface.tokenizer import character_tokenizer
 
-    characters = [chr(0x4E00 + index) for index in range(VOCABULARY - 2)]
-    tokenizer = character_tokenizer(characters)
-    model = make_llama(folder / "model", tokenizer, hidden=256, layers=4, heads=4, init_std=0.08)
+    tokenizer = character_tokenizer([chr(0x4E00 + index) for index in range(VOCABULARY - 2)])
+    return make_llama(folder / "model", tokenizer, hidden=256, layers=4, heads=4, init_std=0.08)
+
+
+def make_task(folder: Path, model: Path | None, lengths: str, count: int, longest: int) -> dict[str, Any]:
+    """Return the data and settings that all sides use."""
     drawn, rng = make_rows(lengths, count, longest), random.Random(1)
     whole = [ids[:size].tolist() for ids, size in zip(drawn.input_ids, drawn.lengths.tolist(), strict=True)]
     rows = [_parts(prompt=ids[: len(ids) // 4], completion=ids[len(ids) // 4 :]) for ids in whole]
@@ -137,18 +135,18 @@ def make_task(folder: Path, lengths: str, count: int, longest: int, new_tokens: 
     ]
     return {
         "folder": str(folder),
-        "model": str(model),
+        "model": str(model or make_model(folder)),
         "rows": rows,
         "pairs": pairs,
         "prompts": [row["prompt_text"] for row in rows],
         "samples": 8,
-        "new_tokens": new_tokens,
+        "new_tokens": 64,
         "micro_rows": MICRO_ROWS,
         "lr": LR,
         "weight_decay": 0.0,  # verl's is of all parameters
         "clip": CLIP,
         "beta": 0.1,
-        "documents": documents(4096),
+        "documents": lognormal(4096),
         "partitioned": 512,
         "capacity": CAPACITY,
     }
@@ -242,20 +240,25 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="steps of each side that are timed (default 7)")
     parser.add_argument("--lengths", choices=("even", "tailed"), default="even", help="see benchmarks/policy.py")
     parser.add_argument("--longest", type=int, default=175, help="tokens of the longest row if lengths are even")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a completion of grpo at most")
+    parser.add_argument(
+        "--rows", type=int, default=32, help=f"rows of a batch, a multiple of {MICRO_ROWS} (default 32)"
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="another model, for logprobs only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE; keeps other works there")
     arguments = parser.parse_args()
-    if arguments.pairs < 1:
-        parser.error("--pairs must be 1 or more")
+    if arguments.pairs < 1 or arguments.rows % MICRO_ROWS:
+        parser.error(f"--pairs must be 1 or more, and --rows a multiple of {MICRO_ROWS}")
+    if arguments.model and arguments.works != ["logprobs"]:
+        parser.error("--model is for --works logprobs: other works need a tokenizer of single characters")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"lengths": arguments.lengths, "count": 32, "longest": arguments.longest}
+        settings = {"lengths": arguments.lengths, "count": arguments.rows, "longest": arguments.longest}
         task = Path(folder) / "task.json"
-        made = make_task(Path(folder), **settings, new_tokens=arguments.new_tokens)
+        made = make_task(Path(folder), arguments.model, **settings)
         task.write_text(json.dumps(made), encoding="utf-8")
         for work in arguments.works:
             sides = {name: side for name, side in SIDES[work].items() if side[0] in {"ours", *arguments.sides}}
-            key = f"{work}, {arguments.lengths} lengths"
+            key = f"{work}, {arguments.lengths} lengths" + (f", {arguments.model.name}" if arguments.model else "")
             results[key] = {"settings": settings, **measure(work, sides, task, arguments.pairs)}
             print(report({key: results[key]}), flush=True)
     if arguments.json:

@@ -153,7 +153,7 @@ def grpo(task: Mapping[str, Any]) -> None:
 
 def pack(task: Mapping[str, Any]) -> None:
     """Best-fit decreasing bins of a dataset in memory, all rows in one call as on the other side."""
-    data = Dataset.from_dict({"input_ids": task["documents"]})
+    data = Dataset.from_dict({"input_ids": [[index] * length for index, length in enumerate(task["documents"])]})
     options = {"batch_size": len(data), "load_from_cache_file": False}
 
     def sizes(packed: Dataset) -> dict[str, int]:

@@ -122,7 +122,7 @@ def train(task: Mapping[str, Any], packed: bool) -> None:
 
 def partition(task: Mapping[str, Any]) -> None:
     """As many bins of rows as a dynamic batch takes, by their lengths alone; they may exceed the capacity."""
-    lengths = [len(row) for row in task["documents"][: task["partitioned"]]]
+    lengths = task["documents"][: task["partitioned"]]
     count = -(-sum(lengths) // task["capacity"])
 
     def sizes(bins: list[list[int]]) -> dict[str, int]:
