@@ -36,7 +36,7 @@ _HOW = """## How it is measured
   difference. Steps follow each other, so equal losses also say that the optimizers did the same.
 - **Each side has its own process and environment**, with `OMP_NUM_THREADS=1`. The sides take their steps in turn,
   never at the same time, in an order that rotates; a ratio is taken within a round, and the table has the median over
-  the rounds with quartiles. The first step of each side is not timed.
+  the rounds (3 to 9) with quartiles. The first step of each side is not timed.
 - **Process CPU time**, because the machine also does other work; it does not include waiting.
 - **Work**: a random Llama of 4 layers x 256 with a vocabulary of 2,048, fp32; 32 rows, a quarter of each a prompt
   that the loss excludes. Lengths are `even` (12 to 175 tokens, about 3,100 in all) or `tailed` (most short, few long,

@@ -55,7 +55,7 @@ def test_a_worker_answers_a_line_with_a_step_and_ends_with_its_input():
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_it_runs_beside_the_plain_loop_and_writes_json(tmp_path):
-    few = ["--works", "logprobs", "dpo", "--sides", "plain", "--pairs", 1, "--rows", 8, "--longest", 24]
+    few = ["--works", "logprobs", "dpo", "--sides", "plain", "--pairs", 1, "--rows", 8, "--longest", 70]
     done = run_program(PEERS / "run.py", *few, "--json", tmp_path / "peers.json")
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "peers.json").read_text())["results"]
