@@ -132,7 +132,11 @@ def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config
 def test_the_loss_of_the_only_engine_changes_nothing(
     run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is replaced while the step waits, and completes the requests: the numbers of an undisturbed run."""
+    """It is replaced while the step waits, and completes the requests that had no answer.
+
+    These are then decoded beside fewer rows, so the log-probabilities of engines, which metrics alone read here, differ
+    in rounding. All else is that of an undisturbed run, bit for bit.
+    """
     run(run_config("grpo", f"output_dir={tmp_path}/whole", *APART, staleness(0)))
     ordinary = AsynchronousRollouts.rollout
 
@@ -146,7 +150,11 @@ def test_the_loss_of_the_only_engine_changes_nothing(
     monkeypatch.setattr(AsynchronousRollouts, "rollout", after_a_loss)
     run(run_config("grpo", f"output_dir={tmp_path}/lost", *APART, staleness(0)))
     assert_same_weights(tmp_path / "whole", tmp_path / "lost")
-    assert numbers(tmp_path / "whole") == numbers(tmp_path / "lost")
+    whole, lost = numbers(tmp_path / "whole"), numbers(tmp_path / "lost")
+    for step, row in whole.items():
+        of_engines = {name for name in row if name.startswith("train/generation_")}
+        assert of_engines
+        assert lost[step] == row | {name: pytest.approx(row[name], abs=1e-6) for name in of_engines}
     assert metric(tmp_path / "lost", "generation/lost_engines") == [1.0]
 
 
