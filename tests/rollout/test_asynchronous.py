@@ -116,6 +116,28 @@ def test_without_staleness_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ru
         resume(tmp_path / "two", ["algorithm.num_steps=5", "algorithm.async=null"])
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("most", [None, 0, 2])
+def test_the_number_of_engines_may_change_on_resume(run_config: Any, tmp_path: Path, most: int | None) -> None:
+    """From 2 to 1 and to 3, against 2 all the time: what engines return agrees up to rounding, which no loss reads."""
+    options = (*APART, "generation.workers.num_workers=2", "checkpoints.every=1")
+    run(run_config("grpo", f"output_dir={tmp_path}/whole", *options, "algorithm.num_steps=4"))
+    more = () if most is None else (staleness(most),)
+    run(run_config("grpo", f"output_dir={tmp_path}/run", *options, *more, "algorithm.num_steps=2"))
+    resume(tmp_path / "run", ["algorithm.num_steps=3", "generation.workers.num_workers=1"])
+    resume(tmp_path / "run", ["algorithm.num_steps=4", "generation.workers.num_workers=3"])
+    assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "whole")
+    engines = [
+        len(row["lanes"].keys() - {"trainer", "refits", "environment"})
+        for row in rows_of(tmp_path / "run" / "timeline.jsonl")
+    ]
+    assert engines == [2, 2, 1, 3]
+    if most:
+        assert max(metric(tmp_path / "run", "async/staleness_max")) <= most
+    else:
+        assert_same_weights(tmp_path / "whole", tmp_path / "run")
+
+
 def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config: Any, tmp_path: Path) -> None:
     run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=12"))
     options = (*APART, "algorithm.num_steps=12", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")
