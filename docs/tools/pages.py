@@ -19,6 +19,7 @@ import configuration_page
 import memory_page
 import mutants_page
 import parity_page
+import peers_page
 import pictures
 import recipes_page
 import soak_page
@@ -31,6 +32,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/configuration.md": configuration_page.page,
     "memory.md": memory_page.page,
     "mutants.md": mutants_page.page,
+    "peers.md": peers_page.page,
     "recipes.md": recipes_page.page,
     "results/parity.md": parity_page.page,
     "results/benchmarks.md": benchmarks_page.page,
