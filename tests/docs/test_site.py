@@ -58,12 +58,6 @@ def test_nothing_comes_from_another_host(site):
         assert not re.search(r'<link [^>]*rel="(stylesheet|preconnect|preload)"[^>]*href="(https?:)?//', text), page
 
 
-def test_the_search_works_without_a_server(site):
-    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
-    assert index.startswith("var __index =")
-    assert "What happens in a step" in index
-
-
 def test_a_page_of_something_that_is_gone_does_not_build(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("# Page\n\n::: rlframework.interfaces.loss.NoSuchLoss\n")

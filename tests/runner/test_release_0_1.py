@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rlframework import load_config, resume, run
+from rlframework.config.yaml_text import read_yaml
 from rlframework.errors import ConfigError
 
 OLD = Path(__file__).parents[1] / "fixtures" / "release_0_1"
@@ -42,7 +42,7 @@ def differences(old: object, new: object, key: str = "") -> list[str]:
 
 @pytest.mark.parametrize("phase", ["sft", "grpo"])
 def test_a_resolved_configuration_keeps_every_value(old, phase):
-    values = yaml.safe_load((old / phase / "config.yaml").read_text())
+    values = read_yaml(old / phase / "config.yaml").values
     assert differences(values, load_config(old / phase / "config.yaml").model_dump(mode="json")) == []
     load_config(old / f"{phase}.yaml", ["policy.activation_checkpointing=true"])
 
