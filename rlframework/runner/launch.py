@@ -280,9 +280,11 @@ def resume(
         raise ConfigError(f"{str(run_dir)!r} holds no run to resume: it has no config.yaml. Give a run's output_dir")
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
+        model = Path(run_dir) / "model"
+        trained = f". Its trained model is another run's policy.model_name={model}" if model.is_dir() else ""
         raise ConfigError(
             f"{str(run_dir)!r} has no checkpoint to resume from: the run ended before it wrote one. Start it again "
-            "with --overwrite or in another output_dir; checkpoints.every=N writes one every N steps"
+            f"with --overwrite or in another output_dir; checkpoints.every=N writes one every N steps{trained}"
         )
     source = None if trust_run else Path(run_dir)
     if source is not None:
