@@ -230,6 +230,8 @@ def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
     environment, algorithm = config.environment, config.algorithm
     if environment.images is None:
         return
+    if hasattr(environment, "agent_timeout"):
+        yield Problem("environment.images", "must be null with agents: the endpoint serves text only")
     if type(algorithm) not in (SFTConfig, GRPOConfig):
         yield Problem(
             "environment.images", f"is for sft, grpo and its presets, not for algorithm.name={algorithm.name}"

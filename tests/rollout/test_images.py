@@ -80,7 +80,9 @@ class Look(Environment):
         self.broken = ""
 
     def samples(self, split):
-        return [Sample(name, ({"role": "user", "content": "?"},), "red") for name in ("12" if split == "train" else "3")]
+        return [
+            Sample(name, ({"role": "user", "content": "?"},), "red") for name in ("12" if split == "train" else "3")
+        ]
 
     def episode(self, sample, seed):
         return Looking(self.broken, int(sample.id))
@@ -156,7 +158,7 @@ def test_a_message_whose_image_cannot_be_used_ends_the_rollout(looking):
             play(looking)
     looking.environment.broken = Image.new("RGB", (16, 16))
     looking.tokenizer.chat_template += "<|image_pad|>"
-    with pytest.raises(UserError, match="wrote 2 placeholders '<.image_pad.>' for 1 images"):
+    with pytest.raises(UserError, match=r"wrote 2 placeholders '<.image_pad.>' for 1 images"):
         play(looking)
 
 
