@@ -61,6 +61,10 @@ def plugins(as_json: Json = False, debug: Debug = False) -> None:
 def doctor(
     config: Annotated[str | None, Argument(help="YAML file of a run to check as well.")] = None,
     overrides: Overrides = None,
+    measure: Annotated[
+        bool, Option("--measure", help="Run some steps of CONFIG, and say how many engines keep its trainer busy.")
+    ] = False,
+    rates: Annotated[str | None, Option(metavar="RUN_DIR", help="Say that from the rates of this run instead.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -72,10 +76,14 @@ def doctor(
     \b
     rlframework doctor
     rlframework doctor grpo.yaml worker_group.num_workers=8
+    rlframework doctor grpo.yaml --measure
     """
     from rlframework.doctor.examination import examine
+    from rlframework.errors import UserError
 
-    found = examine(config, overrides or ())
+    if config is None and (measure or rates is not None):
+        raise UserError("--measure and --rates are about the run of a CONFIG: give it first")
+    found = examine(config, overrides or (), rates=rates, measure=measure)
     if as_json:
         print(found.as_json())
     else:

@@ -67,11 +67,20 @@ class ProbeError(Exception):
 class Context:
     """The configuration, if given, the plugins, and the results of child processes.
 
-    `config` is None if none is given or it fails to load (see `config_error`).
+    `config` is None if none is given or it fails to load (see `config_error`). `rates`: folder of a run whose rates
+    count; `measure`: whether to measure them.
     """
 
-    def __init__(self, source: str | None = None, overrides: Sequence[str] = ()) -> None:
-        self.source = source
+    def __init__(
+        self,
+        source: str | None = None,
+        overrides: Sequence[str] = (),
+        *,
+        rates: str | None = None,
+        measure: bool = False,
+    ) -> None:
+        self.source, self.overrides = source, tuple(overrides)
+        self.rates, self.measure = rates, measure
         self.config: RunConfig | None = None
         self.config_error: Exception | None = None
         self._lock = threading.Lock()

@@ -19,6 +19,7 @@ from rlframework import __version__
 from rlframework.config.sections import RunConfig
 from rlframework.doctor import machine, run
 from rlframework.doctor.checks import Context, Finding, Level, unknown
+from rlframework.doctor.rates import rates as engines_and_trainers
 from rlframework.logs import printable
 from rlframework.secrets import hide_secrets
 
@@ -64,6 +65,9 @@ CHECKS = (
     Check("run", "generation engine", _if_loaded(run.generation_engine)),
 )
 """All checks in display order. Those of the topic "run" need a configuration, and are skipped without one."""
+
+RATES = Check("run", "engines and trainers", _if_loaded(engines_and_trainers))
+"""The check that comes after all others."""
 
 _TOGETHER = 8
 _COLOURS = {
@@ -120,16 +124,25 @@ class Examination:
         return f"{verdict}: {', '.join(parts)}"
 
 
-def examine(source: str | None = None, overrides: Sequence[str] = (), checks: Sequence[Check] = CHECKS) -> Examination:
+def examine(
+    source: str | None = None,
+    overrides: Sequence[str] = (),
+    checks: Sequence[Check] = CHECKS,
+    *,
+    rates: str | None = None,
+    measure: bool = False,
+) -> Examination:
     """Check this machine and, if given, the run of the configuration `source`.
 
-    Output of plugins and libraries goes to stderr.
+    `rates` and `measure`: see `Context`. Output of plugins and libraries goes to stderr.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        context = Context(source, overrides)
+        context = Context(source, overrides, rates=rates, measure=measure)
         chosen = [one for one in checks if source is not None or one.topic != "run"]
         with ThreadPoolExecutor(_TOGETHER, thread_name_prefix="doctor") as pool:
             found = list(pool.map(lambda one: _findings(one, context), chosen))
+        if context.config is not None:  # alone, because it measures
+            found.append(_findings(RATES, context))
     return Examination(tuple(_hidden(finding) for some in found for finding in some), source is not None)
 
 

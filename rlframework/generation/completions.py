@@ -13,6 +13,7 @@ from torch import Tensor
 from rlframework.errors import RefitError
 from rlframework.generation.client import GenerationClient
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
+from rlframework.observers.timeline import Timeline
 
 
 class Completions:
@@ -33,6 +34,11 @@ class Completions:
         """The versions of the weights that tokens were sampled with."""
         self._client, self.sampling = client, sampling
         self._name, self._numbers = uuid.uuid4().hex, count()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The timeline of the run, if it records one."""
+        return self._client.timeline
 
     def session(self) -> str:
         """Return a session id that no other process uses."""

@@ -64,7 +64,8 @@ class SampleRecord:
 class TimeSpan(NamedTuple):
     """An activity of a part of the run from `start` to `end`, in seconds since 1970.
 
-    `lane`: the part: `trainer`, `engine 0`, `engine 1`, ..., or `refits`. `activity`: what it did, such as `train`.
+    `lane`: the part: `trainer`, `engine 0`, `engine 1`, ..., `refits` or `environment`. `activity`: what it did, such
+    as `train`.
     """
 
     lane: str
@@ -182,7 +183,7 @@ def rlframework_step_finished(
 ) -> None:
     """Called after each step. `metrics` are values by name; `samples` are some completions with their rewards.
 
-    `timeline`: when trainer, engines and refits were busy since the last call.
+    `timeline`: when trainer, engines, refits and environment were busy since the last call.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl

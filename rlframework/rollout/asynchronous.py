@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.config.asynchrony import AsyncConfig
 from rlframework.datasets.loader import PromptLoader
-from rlframework.environments.agent import runs_agents
 from rlframework.errors import ConfigError, RLFrameworkError, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
-from rlframework.observers.timeline import TRAINER
+from rlframework.observers.timeline import TRAINER, timed
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.group_players import group_player
 from rlframework.rollout.ledger import Ledger
 from rlframework.rollout.result import Rollout
+from rlframework.rollout.rollouts import add_rewards_of_models
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.staleness import StepStaleness
 from rlframework.rollout.step_rollouts import StepRollouts
@@ -51,11 +51,6 @@ def check_asynchronous(parts: Parts) -> None:
             f"algorithm.async generates while the policy is trained, but generation.workers is {given}, so that one "
             "process does both; set generation.workers={group: processes, num_workers: N} or group: ray, or remove "
             "algorithm.async"
-        )
-    if runs_agents(parts.environment):
-        raise ConfigError(
-            f"algorithm.async cannot roll out environment {parts.config.environment.name!r}, whose agents call the "
-            "endpoint of one synchronous rollout; remove algorithm.async"
         )
 
 
@@ -97,10 +92,9 @@ class AsynchronousRollouts(StepRollouts):
         assert isinstance(generation, RemoteGeneration)
         running = self._thread is not None
         if running:
-            interrupt, begun = self._config.weight_updates == "in_flight", time.perf_counter()
-            self._in_loop(lambda: self._completions.close(interrupt=interrupt))
-            if (timeline := generation.client.timeline) is not None:
-                timeline.add(TRAINER, "wait", begun, time.perf_counter())
+            interrupt = self._config.weight_updates == "in_flight"
+            with timed(generation.client.timeline, TRAINER, "wait"):
+                self._in_loop(lambda: self._completions.close(interrupt=interrupt))
         generation.prepare_for_generation()
         version = generation.weights_version
         assert version is not None
@@ -141,7 +135,9 @@ class AsynchronousRollouts(StepRollouts):
             raise UserError(f"all {len(found)} groups of step {step} failed; the first: {found[0].reason}")
         groups = [(self._samples[each.ticket.prompt], self._rows, each.reason or each.group) for each in found]
         self._staleness.setdefault(step, StepStaleness(step)).add(found, self._step_of, self._player.spans)
-        return self._player.rollout(groups)
+        result = self._player.rollout(groups)
+        add_rewards_of_models(self._parts, result)
+        return result
 
     def take(self, step: int) -> dict[str, float]:
         """See `StepRollouts.take`."""
@@ -245,24 +241,23 @@ class AsynchronousRollouts(StepRollouts):
     async def _play_tickets(self, bridge: Bridge) -> None:
         """Play each ticket that the ledger admits, until `finish`."""
         self._player_loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
-        self._player.begin(bridge)
-        self._ready.set()
-        with self._changed:
-            self._changed.notify_all()
-        try:
-            while not (self._ending and not self._tasks):
-                self._woken.clear()
-                while not self._ending and (ticket := self._admit()) is not None:
-                    self._tasks[ticket.number] = asyncio.create_task(self._play(ticket))
-                for task in [task for task in self._tasks.values() if task.done()]:
-                    task.result()
-                await self._woken.wait()
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-            self._tasks.clear()
-            self._player.end()
+        async with self._player.playing(bridge):
+            self._ready.set()
+            with self._changed:
+                self._changed.notify_all()
+            try:
+                while not (self._ending and not self._tasks):
+                    self._woken.clear()
+                    while not self._ending and (ticket := self._admit()) is not None:
+                        self._tasks[ticket.number] = asyncio.create_task(self._play(ticket))
+                    for task in [task for task in self._tasks.values() if task.done()]:
+                        task.result()
+                    await self._woken.wait()
+            finally:
+                for task in self._tasks.values():
+                    task.cancel()
+                await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+                self._tasks.clear()
 
     def _admit(self) -> Ticket[int] | None:
         with self._changed:

@@ -39,6 +39,7 @@ class Bridge:
         self._completions, self._loop = completions, asyncio.get_running_loop()
         self._timeout = timeout
         self.positions, self.max_new_tokens = completions.positions, completions.max_new_tokens
+        self.sampling, self.timeline = completions.sampling, completions.timeline
         self._away = set[str]()
         self._came = asyncio.Event()
 

@@ -25,6 +25,7 @@ from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, pictures_of, text_of
+from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.outcomes import EpisodeChecks
@@ -211,7 +212,8 @@ class EpisodePlayer:
         state.completion = text_of(message)
         turn: dict[str, Any] = {**message, "trained": True}
         state.transcript.append(turn)
-        given = await self._call("step", number, partial(episode.step, message))
+        with timed(self._bridge.timeline, ENVIRONMENT, "step"):
+            given = await self._call("step", number, partial(episode.step, message))
         outcome = state.checks.outcome(given, number, calls)
         state.outcomes.append(outcome)
         turn["reward"] = outcome.reward

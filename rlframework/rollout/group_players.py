@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from rlframework.datasets.rendering import render_prompt
+from rlframework.environments.agent import runs_agents
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.errors import UserError
 from rlframework.generation.batch import batch_of
@@ -19,8 +21,9 @@ from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample, StepOutcome, has_episodes
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.rollout.chat_format import ChatFormat
+from rlframework.rollout.endpoint.agents import agent_runner
 from rlframework.rollout.episode_thread import Bridge
-from rlframework.rollout.episodes import EpisodePlayer
+from rlframework.rollout.episodes import EpisodePlayer, report_failures
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 from rlframework.rollout.seeds import task_seeds
 from rlframework.rollout.single_turn import rollout_of_turns, score_turns
@@ -42,8 +45,8 @@ class GroupPlayer(ABC, Generic[G]):
         self.pad_id = int(parts.tokenizer.pad_token_id)
 
     @abstractmethod
-    def begin(self, bridge: Bridge) -> None:
-        """Use `bridge` from now on. Called in the event loop that `play` is called in."""
+    def playing(self, bridge: Bridge) -> AbstractAsyncContextManager[None]:
+        """Return a context in which groups are played on `bridge`, in one event loop; the driver has the rest."""
 
     @abstractmethod
     async def play(self, sample: Sample, seeds: Sequence[int]) -> G:
@@ -56,9 +59,6 @@ class GroupPlayer(ABC, Generic[G]):
     @abstractmethod
     def rollout(self, groups: Sequence[tuple[Sample, int, G | str]]) -> Rollout:
         """Return the rollout of samples with the number of their rows, and their groups or why these have failed."""
-
-    def end(self) -> None:
-        """Leave the environment to the driver until `begin` is called again."""
 
     def close(self) -> None:
         """End all that was started."""
@@ -92,19 +92,20 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        # kept between `end` and `begin`, because the process of a reward function ends with the thread that started it
+        # kept between contexts, because the process of a reward function ends with the thread that started it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
-    def begin(self, bridge: Bridge) -> None:
-        """See `GroupPlayer.begin`."""
+    @asynccontextmanager
+    async def playing(self, bridge: Bridge) -> AsyncIterator[None]:
+        """See `GroupPlayer.playing`."""
         self._bridge = bridge
         self._count_calls(False)
         self._unscored: list[_Unscored] = []
         self._scoring: asyncio.Task[None] | None = None
-
-    def end(self) -> None:
-        """See `GroupPlayer.end`."""
-        self._count_calls(True)
+        try:
+            yield
+        finally:
+            self._count_calls(True)
 
     def close(self) -> None:
         """See `GroupPlayer.close`."""
@@ -184,9 +185,8 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
     async def _score_together(self, waiting: Sequence[_Unscored]) -> None:
         samples = [sample for each in waiting for sample in each.samples]
         texts = [text for each in waiting for text in each.texts]
-        environment, name = self.parts.environment, self.parts.config.environment.name
         loop = asyncio.get_running_loop()
-        outcomes = list(await loop.run_in_executor(self._thread, score_turns, environment, name, samples, texts))
+        outcomes = list(await loop.run_in_executor(self._thread, score_turns, self.parts, samples, texts))
         for each in waiting:
             own, outcomes = outcomes[: len(each.samples)], outcomes[len(each.samples) :]
             if not each.outcomes.done():  # its group may have been cancelled
@@ -198,20 +198,21 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
                 each.outcomes.set_exception(error)
 
 
-class EpisodesPlayer(GroupPlayer[list[PlayedEpisode]]):
-    """Plays episodes, at most as many at once as in synchronous rollouts."""
+class SeveralTurnsPlayer(GroupPlayer[list[PlayedEpisode]]):
+    """Plays what has several turns, at most as many at once as in synchronous rollouts."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._chat = ChatFormat(parts.tokenizer)
         self.stop_token_ids = frozenset(self._chat.turn_end_ids)
 
-    def begin(self, bridge: Bridge) -> None:
-        """See `GroupPlayer.begin`."""
+    @asynccontextmanager
+    async def playing(self, bridge: Bridge) -> AsyncIterator[None]:
+        """See `GroupPlayer.playing`."""
         config, client = self.parts.config.environment, self.parts.generation.client
-        self._bridge = bridge
         self._room = asyncio.Semaphore(config.max_concurrent_episodes or client.limit * client.lanes)
-        self._player = EpisodePlayer(self.parts.environment, config, self._chat, bridge)
+        async with self._player(bridge) as self._play_one:
+            yield
 
     async def play(self, sample: Sample, seeds: Sequence[int]) -> list[PlayedEpisode]:
         """See `GroupPlayer.play`."""
@@ -219,13 +220,13 @@ class EpisodesPlayer(GroupPlayer[list[PlayedEpisode]]):
 
         async def one(seed: int, task_seed: int) -> PlayedEpisode:
             async with self._room:
-                session = self._bridge.begin()
-                try:
-                    return await self._player.play(sample, seed, task_seed, session)
-                finally:
-                    self._bridge.end(session)
+                return await self._play_one(sample, seed, task_seed)
 
         return await gather_or_cancel([one(*each) for each in zip(seeds, tasks, strict=True)])
+
+    @abstractmethod
+    def _player(self, bridge: Bridge) -> AbstractAsyncContextManager[Callable[..., Awaitable[PlayedEpisode]]]:
+        """Return a context with the function that plays a sample with its seed and the seed of its environment."""
 
     def spans(self, group: list[PlayedEpisode]) -> Iterable[WeightSpan]:
         """See `GroupPlayer.spans`."""
@@ -233,6 +234,8 @@ class EpisodesPlayer(GroupPlayer[list[PlayedEpisode]]):
 
     def rollout(self, groups: Sequence[tuple[Sample, int, list[PlayedEpisode] | str]]) -> Rollout:
         """See `GroupPlayer.rollout`."""
+        complete = [episode for *_, group in groups if not isinstance(group, str) for episode in group]
+        report_failures(complete, self.parts.config.environment.name)
         played = list[PlayedEpisode]()
         for sample, rows, group in groups:
             failed = [PlayedEpisode(sample, (), (), (), failure=group)] * rows if isinstance(group, str) else group
@@ -240,6 +243,38 @@ class EpisodesPlayer(GroupPlayer[list[PlayedEpisode]]):
         return rollout_of(played, self.pad_id)
 
 
+class EpisodesPlayer(SeveralTurnsPlayer):
+    """Plays episodes of the environment."""
+
+    @asynccontextmanager
+    async def _player(self, bridge: Bridge) -> AsyncIterator[Callable[..., Awaitable[PlayedEpisode]]]:
+        player = EpisodePlayer(self.parts.environment, self.parts.config.environment, self._chat, bridge)
+
+        async def play(sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
+            session = bridge.begin()
+            try:
+                return await player.play(sample, seed, task_seed, session)
+            finally:
+                bridge.end(session)
+
+        yield play
+
+
+class AgentsPlayer(SeveralTurnsPlayer):
+    """Has the environment's agent attempt samples, against an endpoint that is served meanwhile."""
+
+    @asynccontextmanager
+    async def _player(self, bridge: Bridge) -> AsyncIterator[Callable[..., Awaitable[PlayedEpisode]]]:
+        async with agent_runner(self.parts, bridge) as runner:
+
+            async def play(sample: Sample, seed: int, _task_seed: int) -> PlayedEpisode:
+                return await runner.play(sample, seed)
+
+            yield play
+
+
 def group_player(parts: Parts) -> GroupPlayer[Any]:
-    """Return the player of the run's environment, which has episodes or scores single turns."""
+    """Return the player of the run's environment: of its agents, its episodes, or single turns that it scores."""
+    if runs_agents(parts.environment):
+        return AgentsPlayer(parts)
     return EpisodesPlayer(parts) if has_episodes(parts.environment) else SingleTurnPlayer(parts)

@@ -32,9 +32,14 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
     elif has_episodes(parts.environment):
         play = play_episodes
     result = play(parts, samples, seeds, greedy=greedy)
-    if (model := parts.models.get("reward_model")) is not None:
-        add_model_rewards(result, model)
+    add_rewards_of_models(parts, result)
     return result
+
+
+def add_rewards_of_models(parts: Parts, result: Rollout) -> None:
+    """Make the scores of the run's reward model, if it has one, part of the rewards of `result`."""
+    if (model := parts.models.get("reward_model")) is not None:
+        add_model_rewards(result, model, parts.generation.client.timeline)
 
 
 def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleRecord]]:

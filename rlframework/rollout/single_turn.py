@@ -13,6 +13,7 @@ from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import NotSupported
 from rlframework.interfaces.messages import Message, pictures_of
+from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.outcomes import outcome_metrics, require_numbers
 from rlframework.rollout.result import Rollout, accuracy_of
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from rlframework.algorithm import Parts
     from rlframework.generation.driver import Generation
-    from rlframework.interfaces.environment import Environment, Sample, StepOutcome
+    from rlframework.interfaces.environment import Sample, StepOutcome
 
 
 NO_MEDIA: Mapping[str, Any] = {}
@@ -90,17 +91,17 @@ def scored_turns(
     if parts.images is not None:
         media = media_of(parts, samples, pad_rows(prompts, parts.tokenizer.pad_token_id)[0])
     output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy, media=media)
-    return output, texts, score_turns(parts.environment, parts.config.environment.name, samples, texts)
+    return output, texts, score_turns(parts, samples, texts)
 
 
-def score_turns(
-    environment: Environment, name: str, samples: Sequence[Sample], texts: Sequence[str]
-) -> list[StepOutcome]:
-    """Return what the environment, called `name` in errors, makes of the completions `texts` of `samples`."""
+def score_turns(parts: Parts, samples: Sequence[Sample], texts: Sequence[str]) -> list[StepOutcome]:
+    """Return what the environment makes of the completions `texts` of `samples`."""
+    name = parts.config.environment.name
     conversations = [
         [*sample.messages, Message(role="assistant", content=text)] for sample, text in zip(samples, texts, strict=True)
     ]
-    outcomes = environment.step(samples, conversations)
+    with timed(parts.generation.client.timeline, ENVIRONMENT, "score"):
+        outcomes = parts.environment.step(samples, conversations)
     require_numbers(outcomes, samples, name)
     if not all(outcome.done for outcome in outcomes):
         raise NotSupported(

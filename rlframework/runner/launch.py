@@ -117,7 +117,7 @@ def _train(
     from rlframework.estimates.estimate import print_estimate
     from rlframework.observers.environment import write_environment
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
-    from rlframework.training.checkpoints import seed_random_states  # imports torch
+    from rlframework.training.checkpoints import seed_random_states, step_of_checkpoint  # imports torch
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
     backend = backend_record(config, manager)
@@ -140,8 +140,10 @@ def _train(
         if first:
             lock()
             remove_temporary(folder)
-            if starts:
+            if attempt.checkpoint is None:
                 check_output_dir(config)  # again, because another process may have trained in the folder since
+            else:
+                drop_steps_after(folder, step_of_checkpoint(attempt.checkpoint))
             # it has the secrets that the configuration spells out, which a resumed run needs
             write_atomically(folder / "config.yaml", config_yaml(config), private=has_secrets(dump_config(config)))
         write_environment(folder, manager.listing())  # before observers read the run's id from it

@@ -98,13 +98,20 @@ def test_spans_with_next_to_no_time_between_them_are_joined_but_not_counted() ->
         TimeSpan("engine 0", "generate", 104.06, 105.0),
         TimeSpan("trainer", "train", 101.0, 103.0),
         TimeSpan("trainer", "checkpoint", 103.0, 103.0001),
+        TimeSpan("environment", "step", 102.0, 104.0),  # of several episodes at the same time
+        TimeSpan("environment", "step", 102.5, 103.0),
+        TimeSpan("environment", "score", 103.0, 106.0),
     ]
     assert timeline_row(3, spans, 100.0, 110.0) == {
         "step": 3,
         "start": 100.0,
         "seconds": 10.0,
-        "lanes": {"engine 0": [("generate", -1.0, 4.0), ("generate", 4.06, 5.0)], "trainer": [("train", 1.0, 3.0)]},
-        "busy": {"engine 0": 5.9, "trainer": 2.0},
+        "lanes": {
+            "engine 0": [("generate", -1.0, 4.0), ("generate", 4.06, 5.0)],
+            "environment": [("step", 2.0, 4.0), ("score", 4.0, 6.0)],
+            "trainer": [("train", 1.0, 3.0)],
+        },
+        "busy": {"engine 0": 5.9, "environment": 4.0, "trainer": 2.0},
     }
 
 

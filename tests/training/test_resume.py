@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from probe_runs import assert_same_run, assert_same_weights, begin, numbers_of, weights
+from probe_runs import assert_same_run, assert_same_weights, begin, numbers_of, rows_of, weights
 
 from rlframework import run
 from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
@@ -34,6 +35,17 @@ def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path,
     del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
     assert whole == two
     assert_same_weights(tmp_path / "whole", tmp_path / "two")
+
+
+def test_steps_that_a_resume_repeats_are_in_the_files_once(run_config, tmp_path):
+    """The checkpoint of step 4 is gone, as after a crash between a step and its checkpoint."""
+    run(run_config("grpo", *overrides(tmp_path / "run"), "algorithm.num_steps=4", "checkpoints.keep_last=2"))
+    samples = (tmp_path / "run" / "samples.jsonl").read_text()
+    shutil.rmtree(checkpoints_in(tmp_path / "run")[-1])
+    resume(tmp_path / "run")
+    steps = [row["step"] for row in rows_of(tmp_path / "run" / "timeline.jsonl")]
+    assert steps == [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    assert (tmp_path / "run" / "samples.jsonl").read_text() == samples
 
 
 def test_the_last_and_the_best_are_kept(run_config, tmp_path):

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TypedDict
 
 from rlframework.observers.report.runs import Run, TimelineRow
-from rlframework.observers.timeline import REFITS, TRAINER
+from rlframework.observers.timeline import ENVIRONMENT, REFITS, TRAINER
 
 STEPS = 10
 """Maximum number of steps that are drawn: the last ones."""
@@ -48,14 +48,14 @@ def timeline_of(run: Run) -> TimelineData | None:
     total = sum(row.seconds for row in rows) or 1.0
     names = {lane for row in rows for lane in row.lanes}
     apart = REFITS in names
-    engines = sorted(names - {TRAINER, REFITS}, key=lambda name: (len(name), name))
+    engines = sorted(names - {TRAINER, REFITS, ENVIRONMENT}, key=lambda name: (len(name), name))
     spent = _spent(rows, apart)
     busy = {name: sum(row.busy.get(name, 0.0) for row in rows) / total for name in names | {TRAINER}}
     waits = spent.get("wait", 0.0) / total
     busy[TRAINER] -= waits
     shown = rows[-STEPS:]
     *starts, end = accumulate((row.seconds for row in shown), initial=0.0)
-    lanes = [TRAINER, *engines[:ENGINES], *sorted(names & {REFITS})]
+    lanes = [TRAINER, *engines[:ENGINES], *sorted(names & {REFITS, ENVIRONMENT})]
     drawn = {lane: _spans(lane, list(zip(starts, shown, strict=True)), apart) for lane in lanes}
     activities = list(dict.fromkeys([*spent, *(span[0] for spans in drawn.values() for span in spans)]))
     idle = 1.0 - sum(busy[name] for name in engines) / max(1, len(engines))

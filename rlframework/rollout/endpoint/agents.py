@@ -6,7 +6,8 @@ An agent that fails (an exception, its deadline, no turn) costs itself alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -16,6 +17,7 @@ from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.generation import SamplingParams
+from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.endpoint.sampling import Sampler, SamplingRule
 from rlframework.rollout.endpoint.server import Endpoint, served
@@ -46,11 +48,9 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
     at_once = config.max_concurrent_episodes or client.limit * client.lanes
     tasks = list(zip(samples, seeds.tolist(), strict=True))
 
-    async def play(bridge: Bridge, rule: SamplingRule) -> list[PlayedEpisode]:
-        endpoint = Endpoint(Sampler(parts.tokenizer, bridge, rule, config.max_episode_tokens), "policy")
+    async def play(bridge: Bridge) -> list[PlayedEpisode]:
         room = asyncio.Semaphore(at_once)
-        async with served(endpoint) as base_url:
-            runner = AgentRunner(cast("RunsAgents", parts.environment), config, endpoint, bridge, base_url)
+        async with agent_runner(parts, bridge) as runner:
 
             async def one(sample: Sample, seed: int) -> PlayedEpisode:
                 async with room:
@@ -61,14 +61,10 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
     async def serve() -> list[PlayedEpisode]:
         ends = ChatFormat(parts.tokenizer).turn_end_ids
         async with generation.completions(greedy=greedy, stop_token_ids=ends) as completions:
-            bridge, run = Bridge(completions, config.gather_timeout), generation.config
-            rule = SamplingRule(
-                SamplingParams(run.temperature, run.top_k, run.top_p), completions.sampling, config.agent_sampling
-            )
+            bridge = Bridge(completions, config.gather_timeout)
             client.gather = bridge.gather
             try:
-                work = partial(play, bridge, rule)
-                return await run_beside(work, stalled_after=config.step_timeout, name=config.name)
+                return await run_beside(partial(play, bridge), stalled_after=config.step_timeout, name=config.name)
             finally:
                 client.gather = None
 
@@ -77,6 +73,18 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
     generation.finish_generation()  # not after a failure, as a second error would hide the first
     report_failures(played, config.name)
     return rollout_of(played, int(parts.tokenizer.pad_token_id))
+
+
+@asynccontextmanager
+async def agent_runner(parts: Parts, bridge: Bridge) -> AsyncIterator[AgentRunner]:
+    """Context with the runner of the environment's agents, whose endpoint samples on `bridge`."""
+    run, config = parts.generation.config, parts.config.environment
+    assert isinstance(config, AttemptsConfig)
+    configured = SamplingParams(run.temperature, run.top_k, run.top_p)
+    rule = SamplingRule(configured, bridge.sampling, config.agent_sampling)
+    endpoint = Endpoint(Sampler(parts.tokenizer, bridge, rule, config.max_episode_tokens), "policy")
+    async with served(endpoint) as base_url:
+        yield AgentRunner(cast("RunsAgents", parts.environment), config, endpoint, bridge, base_url)
 
 
 class AgentRunner:
@@ -130,7 +138,8 @@ class AgentRunner:
         """Return the posted reward, or the environment's for the model's last message."""
         if session.reward is not None:
             return StepOutcome(session.reward, metrics=session.metrics)
-        return await self._environment.score_answer(sample, session.completion)
+        with timed(self._bridge.timeline, ENVIRONMENT, "score"):
+            return await self._environment.score_answer(sample, session.completion)
 
 
 def _episode(sample: Sample, session: Session, outcome: StepOutcome | None, failure: str) -> PlayedEpisode:
