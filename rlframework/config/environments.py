@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, Section, import_path
-from rlframework.config.images import ImagesConfig
 from rlframework.config.judge import JudgeConfig
 from rlframework.config.numbers import Coefficient, Fraction, Seconds, Steps, Workers
 from rlframework.config.sections import EnvironmentConfig
@@ -221,7 +220,6 @@ class DatasetConfig(RowsConfig):
     max_samples: Steps | None = Field(None, description="use only this many of the first training rows")
     max_validation_samples: Steps = Field(1024, description="maximum validation samples, held out or given")
     columns: ColumnsConfig = ColumnsConfig()
-    images: ImagesConfig | None = Field(None, description="how to read images; null: rows have none")
     instruction: str = Field("", description="text appended to the last user turn")
     check: Literal["none", "exact", "math"] = Field(
         "none",

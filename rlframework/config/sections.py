@@ -17,6 +17,7 @@ from rlframework.config.further_policies import (
     RewardModelConfig,
     TeacherConfig,
 )
+from rlframework.config.images import ImagesConfig
 from rlframework.config.numbers import (
     Count,
     CountOrZero,
@@ -120,6 +121,7 @@ class EnvironmentConfig(Section):
         description="an environment (`rlframework plugins` lists them), or the import path `module:Class` of yours"
     )
     system_prompt: str | None = Field(None, description="system message of conversations, if there is a chat template")
+    images: ImagesConfig | None = Field(None, description="how to read images; null: messages have none")
     max_turns: Count = Field(16, description="most turns of the model in an episode, which then ends as truncated")
     max_episode_tokens: Tokens | None = Field(
         None, description="most tokens of an episode's conversation, with all turns; null: the model's positions"

@@ -228,10 +228,10 @@ def _generation_conflicts(config: RunConfig) -> Iterator[Problem]:
 def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
     """Settings that rows with images do not go with: such rows must never be trained on without their images."""
     environment, algorithm = config.environment, config.algorithm
-    if getattr(environment, "images", None) is None:
+    if environment.images is None:
         return
-    if environment.name != "dataset":
-        yield Problem("environment.images", f"is for environment.name=dataset, and it is {environment.name}")
+    if hasattr(environment, "agent_timeout"):
+        yield Problem("environment.images", "must be null with agents: the endpoint serves text only")
     if type(algorithm) not in (SFTConfig, GRPOConfig):
         yield Problem(
             "environment.images", f"is for sft, grpo and its presets, not for algorithm.name={algorithm.name}"

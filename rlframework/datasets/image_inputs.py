@@ -67,6 +67,12 @@ class ImageInputs:
 
     def processed(self, pictures: Sequence[Picture]) -> ProcessedImages:
         """Return the images of a row. Raises an `ImageError` that names its row."""
+        for picture in pictures:
+            if not isinstance(picture, Picture):
+                raise ImageError(
+                    f"a message has an image of type {type(picture).__name__}; it must be an "
+                    "rlframework.interfaces.pictures.Picture"
+                )
         key = tuple(picture.digest for picture in pictures)
         if (known := self._kept.get(key)) is None:
             images = [decoded(picture) for picture in pictures]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import ClassVar
 
@@ -51,14 +51,18 @@ class Completions:
         max_new_tokens: int,
         session_id: str | None = None,
         sampling: SamplingParams | None = None,
+        media: Mapping[str, Tensor] | None = None,
     ) -> GenerationResult:
         """Return the completion of a prompt, sampled as the rollout is unless `sampling` is given.
+
+        `media`: the model's multimodal inputs for the prompt, by name; None: it has none.
 
         Raises like `GenerationClient.generate`.
         """
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
         name = f"{self._name}:{next(self._numbers)}"
-        request = GenerationRequest(name, prompt, seed, max_new_tokens, sampling or self.sampling, session_id)
+        sampling = sampling or self.sampling
+        request = GenerationRequest(name, prompt, seed, max_new_tokens, sampling, session_id, media or {})
         result = await self._client.generate(request)
         self.versions.update(span.version for span in result.spans)
         return result

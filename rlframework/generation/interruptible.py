@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -59,6 +59,7 @@ class InterruptibleCompletions(Completions):
         max_new_tokens: int,
         session_id: str | None = None,
         sampling: SamplingParams | None = None,
+        media: Mapping[str, Tensor] | None = None,
     ) -> GenerationResult:
         """See `Completions.complete`. A prompt whose engine is lost for the third time fails with `WorkerLost`."""
         progress, losses = _Progress(torch.as_tensor(prompt_ids, dtype=torch.int64), max_new_tokens), 0
@@ -66,7 +67,9 @@ class InterruptibleCompletions(Completions):
             await self._opened.wait()
             self._inside += 1
             try:
-                result = await super().complete(progress.ids, progress.seed(seed), progress.left, session_id, sampling)
+                result = await super().complete(
+                    progress.ids, progress.seed(seed), progress.left, session_id, sampling, media
+                )
             except WorkerLost:
                 losses += 1
                 if losses == MOST_LOSSES:

@@ -66,9 +66,19 @@ class JsonlObserver:
 
     def _fields(self, sample: SampleRecord) -> dict[str, Any]:
         """The fields of `sample` without those of episodes and images, if it has none; images as `store_image`."""
-        row = asdict(replace(sample, images=()))  # which would copy them
+        turns = [{**turn, "content": self._content(turn["content"])} for turn in sample.turns]
+        row = asdict(replace(sample, images=(), turns=turns))  # which would copy images
         row["images"] = [store_image(self._output_dir, picture) for picture in sample.images]
         return {name: value for name, value in row.items() if name not in ("turns", "failure", "images") or value}
+
+    def _content(self, content: Any) -> Any:
+        """The content of a message with its images as `store_image`."""
+        if isinstance(content, str):
+            return content
+        return [
+            {**part, "image": store_image(self._output_dir, part["image"])} if part["type"] == "image" else part
+            for part in content
+        ]
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 from rlframework.errors import DataError
-from rlframework.interfaces.messages import Message, ToolSpec
+from rlframework.interfaces.messages import Message, ToolSpec, pictures_of
+from rlframework.interfaces.pictures import Picture
 from rlframework.rollout.chat_text import ChatText
 from rlframework.rollout.continuation import continuation
 from rlframework.rollout.reply_parser import parser_for
 from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from rlframework.datasets.image_inputs import ImageInputs
 
 
 class ChatFormat:
     """Converts between messages and tokens for the chat template of `tokenizer`. Sampled tokens are never rendered.
 
-    Special tokens that users or tools spell stay text, as in `rlframework.rollout.chat_text`.
+    Special tokens that users or tools spell stay text, as in `rlframework.rollout.chat_text`. `images`: makes tokens
+    and inputs of the model from images; None if messages have none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._text = ChatText(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None = None) -> None:
+        self._tokenizer, self._images = tokenizer, images
+        self._text = ChatText(tokenizer, images)
         self._parse = parser_for(self._text.template)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """Return the tokens of `messages` that the model continues with its turn. `DataError` if there are none."""
-        ids = [*self._text.begin, *self._text.encode(self._text.render(messages, tools, prompt=True))]
+        """Return the tokens of `messages` that the model continues with its turn. `DataError` if there are none.
+
+        Raises an `ImageError` unless each image has its tokens, one for each feature.
+        """
+        pictures = pictures_of(messages)
+        ids = [*self._text.begin, *self._text.encode(self._text.render(messages, tools, prompt=True), pictures)]
         if not messages or not ids:
             raise DataError(f"the prompt {list(messages)!r} has no token; give at least one message with text")
-        return ids
+        return self._checked(ids, pictures)
 
     def extend(
         self,
@@ -49,9 +58,18 @@ class ChatFormat:
         `history_ids` are the exact tokens so far and end with a sampled turn; `messages` are the conversation up to
         and including that turn. A turn that was cut off is ended first. Returns None where the template rewrites
         history, or writes another token at the end of the turn than was sampled: the caller then uses `prompt`.
+        Raises an `ImageError` as `prompt` does: `history_ids` have the tokens of the images of `messages`.
         """
+        added = self._added_ids(history_ids, messages, new, tools)
+        return None if added is None else self._checked([*history_ids, *added], pictures_of([*messages, *new]))
+
+    def _added_ids(
+        self, history_ids: Sequence[int], messages: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        """Return the tokens that `extend` appends; see there."""
+        pictures = pictures_of(new)
         if self._text.template is None:
-            return [*history_ids, *self._text.encode(self._text.render(new), continued=True)]
+            return self._text.encode(self._text.render(new), pictures, continued=True)
         found = continuation(self._text, messages, new, tools)
         if found is None:
             return None
@@ -59,8 +77,18 @@ class ChatFormat:
         if last in self._closing_ids:
             if last != self._tokenizer.convert_tokens_to_ids(found.end):
                 return None
-            return [*history_ids, *self._after(found.end, found.tail)]
-        return [*history_ids, *self._text.encode(found.end + found.tail, continued=True)]
+            # some tokenizers put a space before a text's start
+            return self._text.encode(found.end + found.tail, pictures)[1:]
+        return self._text.encode(found.end + found.tail, pictures, continued=True)
+
+    def media(self, pictures: Sequence[Picture]) -> Mapping[str, Tensor]:
+        """Return the inputs of the model for the images of a prompt, in order, by name; empty if it has none."""
+        return self._images.processed(pictures).tensors if self._images is not None and pictures else {}
+
+    def _checked(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+        if self._images is not None:
+            self._images.check(ids, pictures)
+        return ids
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """Return the assistant message in a completion, with the token that ended it left out.
@@ -117,7 +145,3 @@ class ChatFormat:
         if self._text.template is None or not self._knows_reasoning:
             return False
         return self._text.render([{"role": "user", "content": "a"}], prompt=True).rstrip().endswith("<think>")
-
-    def _after(self, end: str, tail: str) -> list[int]:
-        """The tokens of `tail` after the special token `end`: some tokenizers put a space before a text's start."""
-        return self._text.encode(end + tail)[1:]

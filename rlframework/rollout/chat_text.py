@@ -10,16 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rlframework.datasets.chat_template import apply_template, template_text
 from rlframework.datasets.rendering import encode_texts
 from rlframework.datasets.tools_as_text import tools_as_text
 from rlframework.errors import DataError
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
+from rlframework.interfaces.messages import Content, ContentPart, Message, TextPart, ToolCall, ToolSpec, text_of
+from rlframework.interfaces.pictures import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlframework.datasets.image_inputs import ImageInputs
 
 _MARK = "\ue002"
 """Inserted after the first character of a spelled special token. Anywhere else it is ordinary text."""
@@ -34,14 +38,20 @@ _PROBE_CALL: ToolCall = {
 
 
 class ChatText:
-    """Renders and tokenises conversations for `tokenizer`; without a chat template, contents are concatenated."""
+    """Renders and tokenises conversations for `tokenizer`; without a chat template, contents are concatenated.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    `images`: makes tokens of images; None if messages have none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None = None) -> None:
+        self._tokenizer, self._images = tokenizer, images
         self.template = template_text(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
-        """Return the text of `messages`, with spelled special tokens marked; `prompt`: the model answers next."""
+        """Return the text of `messages`, with spelled special tokens marked; `prompt`: the model answers next.
+
+        It has one placeholder for each image.
+        """
         if self.template is None:
             messages = tools_as_text(messages, tools)
         safe = [self._safe(message) for message in messages]
@@ -50,11 +60,16 @@ class ChatText:
         described: list[ToolSpec] = [self._marked_strings(tool) for tool in tools]
         return apply_template(self._tokenizer, safe, described, prompt=prompt)
 
-    def encode(self, text: str, *, continued: bool = False) -> list[int]:
+    def encode(self, text: str, pictures: Sequence[Picture] = (), *, continued: bool = False) -> list[int]:
         """Return the tokens of `text`, as `render` returns it; `continued`: other text is before it.
 
-        `DataError` if there is none for a character.
+        `pictures`: the images in `text`, in order. `DataError` if there is no token for a character, and unless there
+        is one placeholder for each image.
         """
+        if self._images is not None:
+            [text] = self._images.expanded([text], pictures)
+        elif pictures:
+            raise DataError("a message has an image, and images are not read; set environment.images")
         parts = self._split.split(text) if _MARK in text else [text]
         first = [] if continued else encode_texts(self._tokenizer, [parts.pop(0)])[0]
         try:
@@ -123,12 +138,23 @@ class ChatText:
         return found[-1 if last else 0] if found else None
 
     def _safe(self, message: Message) -> Message:
-        safe: Message = {**message, "content": self.mark(text_of(message), message["role"])}
+        safe: Message = {**message, "content": self._marked_content(message)}
         if "reasoning_content" in message:
             safe["reasoning_content"] = self.mark(message["reasoning_content"], "user")
         if "tool_calls" in message:
             safe["tool_calls"] = self._marked_strings(message["tool_calls"])
         return safe
+
+    def _marked_content(self, message: Message) -> Content:
+        content, role = message["content"], message["role"]
+        if isinstance(content, str):
+            return self.mark(content, role)
+        parts: list[ContentPart] = []
+        for kind, group in groupby(content, key=lambda part: part["type"]):  # two texts may spell a token together
+            some = list(group)
+            text = text_of({"role": role, "content": some})
+            parts += [TextPart(type="text", text=self.mark(text, role))] if kind == "text" else some
+        return parts
 
     def _marked_strings(self, value: Any) -> Any:
         if isinstance(value, str):

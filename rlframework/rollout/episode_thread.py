@@ -11,7 +11,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -62,12 +62,13 @@ class Bridge:
         sampling: SamplingParams | None = None,
         *,
         share_prefix: bool = True,
+        media: Mapping[str, Tensor] | None = None,
     ) -> GenerationResult:
         """Return the completion of a prompt, see `Completions.complete`. Called in the episodes' thread.
 
         `share_prefix`: whether the engine keeps what it computes for later requests of `session`.
         """
-        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling, share_prefix)
+        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling, share_prefix, media)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
 
     async def gather(self) -> None:
@@ -89,11 +90,12 @@ class Bridge:
         session: str,
         sampling: SamplingParams | None,
         share_prefix: bool,
+        media: Mapping[str, Tensor] | None,
     ) -> GenerationResult:
         self._back(session)
         shared = session if share_prefix else None
         try:
-            return await self._completions.complete(prompt_ids, seed, max_new_tokens, shared, sampling)
+            return await self._completions.complete(prompt_ids, seed, max_new_tokens, shared, sampling, media)
         finally:
             self._away.add(session)
 

@@ -12,17 +12,19 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.datasets.pictures import PictureReader
 from rlframework.environments.threads import exited
 from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known
 from rlframework.errors import DataError, UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
+from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, pictures_of, text_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_thread import Bridge, run_beside
@@ -55,7 +57,7 @@ def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gre
     tasks = list(zip(samples, numbers, task_seeds(samples, numbers), strict=True))
     at_once = config.max_concurrent_episodes or generation.client.limit * generation.client.lanes
 
-    chat = ChatFormat(parts.tokenizer)
+    chat = ChatFormat(parts.tokenizer, parts.images)
 
     async def play(bridge: Bridge) -> list[PlayedEpisode]:
         player = EpisodePlayer(parts.environment, config, chat, bridge)
@@ -85,7 +87,7 @@ def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gre
     played = run_in_loop(serve())
     generation.finish_generation()  # not after a failure, as a second error would hide the first
     report_failures(played, config.name)
-    return rollout_of(played, int(parts.tokenizer.pad_token_id))
+    return rollout_of(played, int(parts.tokenizer.pad_token_id), parts.images)
 
 
 def report_failures(played: Sequence[PlayedEpisode], environment: str) -> None:
@@ -160,10 +162,11 @@ class EpisodePlayer:
         self._environment, self._config, self._chat, self._bridge = environment, config, chat, bridge
         limits = [limit for limit in (config.max_episode_tokens, bridge.positions) if limit is not None]
         self._most_tokens = min(limits, default=None)
+        self._reader = None if config.images is None else PictureReader(config.images, Path())
 
     async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
         """Play one episode: turns depend on `seed`, its environment on `task_seed`. Its `close` is always called."""
-        state = _State(sample, seed, session, EpisodeChecks(self._config.name, sample))
+        state = _State(sample, seed, session, EpisodeChecks(self._config.name, sample, self._reader))
         return state.played(await self._play(state, task_seed))
 
     async def _play(self, state: _State, task_seed: int) -> str:
@@ -197,9 +200,10 @@ class EpisodePlayer:
         """Sample a turn and give it to the environment; return whether the episode is done."""
         number = state.trajectory.turns + 1
         seed = turn_seed(state.seed, number - 1)
-        prompt = torch.tensor(state.prompt)
-        result = await self._bridge.complete(prompt, seed, self._room(state), state.session)
-        state.trajectory.add(prompt, result)
+        prompt, pictures = torch.tensor(state.prompt), pictures_of(state.messages)
+        media = self._chat.media(pictures)
+        result = await self._bridge.complete(prompt, seed, self._room(state), state.session, media=media)
+        state.trajectory.add(prompt, result, pictures)
         ids = result.token_ids.tolist()
         message = self._chat.parse(ids, state.tools)
         calls = message.get("tool_calls", ())

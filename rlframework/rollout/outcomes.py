@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+from rlframework.datasets.pictures import KINDS, PictureReader, decoded
 from rlframework.errors import UserError
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
+from rlframework.interfaces.messages import ContentPart, ImagePart, Message, ToolCall, ToolSpec
+from rlframework.interfaces.pictures import Picture
 
 _KEYS = frozenset(Message.__annotations__)
 _RESET_ROLES = ("system", "user", "assistant", "tool")
@@ -54,10 +56,13 @@ def outcome_metrics(outcomes: Iterable[StepOutcome]) -> dict[str, float]:
 
 
 class EpisodeChecks:
-    """Checks what the episode of `sample` returned. Each method raises `UserError` for what is wrong."""
+    """Checks what the episode of `sample` returned. Each method raises `UserError` for what is wrong.
 
-    def __init__(self, environment: str, sample: Sample) -> None:
-        self._environment, self._sample = environment, sample
+    `reader`: reads the images of messages; None if they must have none.
+    """
+
+    def __init__(self, environment: str, sample: Sample, reader: PictureReader | None = None) -> None:
+        self._environment, self._sample, self._reader = environment, sample, reader
 
     def where(self, turn: int) -> str:
         """Return the sample and the turn, counted from 1, for messages; turn 0 is `reset`."""
@@ -106,8 +111,8 @@ class EpisodeChecks:
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             self._reject(turn, f"{messages!r:.80} of type {type(messages).__name__}; it must be a sequence of messages")
         unanswered = {call["id"] for call in calls}
-        for message in messages:
-            self._message(message, turn, roles)
+        checked = [self._message(message, turn, roles) for message in messages]
+        for message in checked:
             if message["role"] == "assistant":
                 unanswered = {call["id"] for call in message.get("tool_calls", ())}
             elif message["role"] == "tool":
@@ -118,9 +123,9 @@ class EpisodeChecks:
                         turn, f"a tool message with tool_call_id={answered!r}; calls without an answer: {open_ids}"
                     )
                 unanswered.remove(answered)
-        return tuple(messages)
+        return tuple(checked)
 
-    def _message(self, message: Any, turn: int, roles: Sequence[str]) -> None:
+    def _message(self, message: Any, turn: int, roles: Sequence[str]) -> Message:
         if not isinstance(message, Mapping):
             self._reject(turn, f"{message!r:.80} of type {type(message).__name__} as a message; it must be a mapping")
         if message.get("role") not in roles:
@@ -129,15 +134,30 @@ class EpisodeChecks:
             self._reject(turn, f"a message with {', '.join(unknown)}; the keys are {', '.join(sorted(_KEYS))}")
         content = message.get("content")
         if isinstance(content, str):
-            return
+            return cast("Message", message)
         parts = content if isinstance(content, Sequence) else (content,)
-        for part in parts:
-            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                self._reject(
-                    turn,
-                    f"a message with the content {part!r:.80} of type {type(part).__name__}; it must be a text, or "
-                    "parts {'type': 'text', 'text': ...}",
-                )
+        return cast("Message", {**message, "content": [read for part in parts for read in self._parts(part, turn)]})
+
+    def _parts(self, part: Any, turn: int) -> Sequence[ContentPart]:
+        """Return a part of a content; its images as they are now, since files and arrays may change later."""
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            return [cast("ContentPart", part)]
+        if kind not in KINDS or self._reader is None:
+            hint = "; images need environment.images" if kind in KINDS else ""
+            self._reject(
+                turn,
+                f"a message with the content {part!r:.80} of type {type(part).__name__}; it must be a text, or parts "
+                f"{{'type': 'text', 'text': ...}}{hint}",
+            )
+        if isinstance(part.get("image"), Picture):
+            return [cast("ContentPart", part)]
+        where = f"environment {self._environment!r}, {self.where(turn)}"
+        read = self._reader.parts(part, where)
+        found = [each["image"] for each in read if each["type"] == "image"]
+        if len(found) < len(read):
+            self._reject(turn, f"a part of the type {kind} without an image")
+        return [ImagePart(type="image", image=Picture(decoded(picture), picture.where)) for picture in found]
 
     def _reject(self, turn: int, what: str) -> NoReturn:
         raise UserError(f"environment {self._environment!r} returned {self.where(turn)} {what}")

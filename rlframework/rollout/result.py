@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from rlframework.interfaces.messages import Message, pictures_of, text_of
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.outcomes import outcome_metrics
 from rlframework.rollout.trajectory import TrainingRow
+
+if TYPE_CHECKING:
+    from rlframework.datasets.image_inputs import ImageInputs
 
 
 @dataclass
@@ -105,11 +108,14 @@ class PlayedEpisode:
         return StepOutcome(sum(float(outcome.reward) for outcome in self.outcomes), metrics=metrics)
 
 
-def rollout_of(played: Sequence[PlayedEpisode], pad_id: int) -> Rollout:
-    """Return the rollout of `played`, whose episodes have at least one row each: an empty one gets a masked token."""
+def rollout_of(played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs | None = None) -> Rollout:
+    """Return the rollout of `played`, whose episodes have at least one row each: an empty one gets a masked token.
+
+    `images`: makes the columns of the rows' images; None if they have none.
+    """
     totals = [episode.total for episode in played]
     failed = torch.tensor([bool(episode.failure) for episode in played])
-    data, episode_of = _rows(played, pad_id)
+    data, episode_of = _rows(played, pad_id, images)
     data["sample_mask"] = (~failed[episode_of]).float()
     rewards = torch.tensor([float(total.reward) for total in totals])
     accuracies = torch.tensor([accuracy_of(total) for total in totals])
@@ -151,7 +157,9 @@ def accuracy_of(outcome: StepOutcome) -> float:
     return float(outcome.metrics.get("accuracy", outcome.reward >= 1.0))
 
 
-def _rows(played: Sequence[PlayedEpisode], pad_id: int) -> tuple[BatchedDataDict[Any], Tensor]:
+def _rows(
+    played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs | None
+) -> tuple[BatchedDataDict[Any], Tensor]:
     one, none = torch.tensor([pad_id]), torch.zeros(1)
     empty = TrainingRow(one, none.bool(), none, (), torch.full((1,), -1))
     rows = [row for episode in played for row in episode.rows or (empty,)]
@@ -167,4 +175,6 @@ def _rows(played: Sequence[PlayedEpisode], pad_id: int) -> tuple[BatchedDataDict
             "generation_logprobs": logprobs,
         }
     )
+    if images is not None:
+        data.update(images.columns([row.pictures for row in rows], data["input_ids"]))
     return data, episode_of

@@ -174,7 +174,7 @@ def open_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
 
 def open_images(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageInputs | None:
     """Load what makes the policy's inputs of images; None if rows have none (`environment.images`)."""
-    if getattr(config.environment, "images", None) is None:
+    if config.environment.images is None:
         return None
     from rlframework.datasets.image_inputs import ImageInputs
     from rlframework.huggingface.model_directories import read_config

@@ -38,7 +38,7 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
     algorithm other than `sft`, and invalid data raise `UserError`.
     """
     algorithm = _supervised(config)
-    if getattr(config.environment, "images", None) is not None:
+    if config.environment.images is not None:
         raise ConfigError(
             "environment.images is set, but token data has no images; train without it (algorithm.token_data), or look "
             "at the rows with --show"

@@ -13,7 +13,7 @@ from rlframework.errors import ConfigError
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("environment.name=tools environment.tools=os:listdir", "is for environment.name=dataset, and it is tools"),
+        ("environment.name=agent environment.agent=os:listdir", "must be null with agents"),
         ("algorithm.name=distillation", "is for sft, grpo and its presets, not for algorithm.name=distillation"),
         ("algorithm.name=ppo", "is for sft, grpo and its presets, not for algorithm.name=ppo"),
         ("algorithm.name=sft algorithm.token_data=tokens", "token data has no images"),
@@ -28,7 +28,7 @@ def test_what_would_lose_images_is_rejected(tmp_path: Path, overrides: str, mess
         "policy: {model_name: m}\nalgorithm: {name: grpo}\n"
         "environment: {name: dataset, path: rows.jsonl, check: exact, images: {}}\n"
     )
-    assert load_config(path).environment.images is not None  # type: ignore[attr-defined]
+    assert load_config(path).environment.images is not None
     assert load_config(path, ["algorithm.name=dapo"]).algorithm.name == "dapo"
     with pytest.raises(ConfigError) as error:
         load_config(path, overrides.split())

@@ -97,3 +97,17 @@ def test_a_name_in_samples_reads_no_other_file(tmp_path: Path, stem: str) -> Non
     row = {"step": 1, "prompt": "p", "completion": "c", "images": [f"{stem}.jpg"]}
     (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
     assert page_of(tmp_path)["images"] == {}
+
+
+def test_the_page_shows_the_images_of_each_turn(tmp_path: Path) -> None:
+    seen = [{"type": "image", "image": picture((8, 8), RED)}, {"type": "text", "text": "color?"}]
+    turns = (
+        {"role": "user", "content": seen, "trained": False},
+        {"role": "assistant", "content": "a", "trained": True},
+    )
+    [row] = write(tmp_path, SampleRecord("color?", "a", 1.0, 1, turns=turns))
+    [name] = [part["image"] for part in row["turns"][0]["content"] if part["type"] == "image"]
+    found = page_of(tmp_path)
+    assert [turn.get("images") for turn in found["rows"][0][6]] == [[name], None]
+    assert list(found["images"]) == [name]
+    assert seen[0]["image"].digest == name.removesuffix(".jpg")  # what was logged is left as it was

@@ -1,4 +1,4 @@
-"""Rollouts with images: training scores what was sampled, each row with its own images."""
+"""Rollouts with images, of single turns and of episodes: training scores what was sampled, with its own images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from PIL import Image
 
 from rlframework import load_config
 from rlframework.algorithms.sft import SFT
+from rlframework.errors import UserError
+from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
+from rlframework.interfaces.messages import pictures_of
 from rlframework.models.loading import auto_class
+from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
 from rlframework.runner.parts import build_parts
@@ -67,3 +71,98 @@ def test_training_scores_what_was_sampled_from_the_images(config):
             logprobs = model(input_ids=ids, **media).logits[0, :-1].log_softmax(-1)
         total -= float(logprobs.gather(1, ids[0, 1:, None])[:, 0] @ batch["token_mask"][row, 1:length])
     assert float(loss) == pytest.approx(total / float(batch["token_mask"][:, 1:].sum()), rel=1e-5)
+
+
+class Look(Environment):
+    """Three turns: the first sees one image, the others two of which one is wider. The canvas is drawn on again."""
+
+    def __init__(self, config, *, seed):
+        self.broken = ""
+
+    def samples(self, split):
+        return [
+            Sample(name, ({"role": "user", "content": "?"},), "red") for name in ("12" if split == "train" else "3")
+        ]
+
+    def episode(self, sample, seed):
+        return Looking(self.broken, int(sample.id))
+
+
+class Looking(Episode):
+    def __init__(self, broken, number):
+        self.broken, self.number, self.turn, self.canvas = broken, number, 0, Image.new("RGB", (16, 16))
+
+    def seen(self):
+        self.canvas.paste(((91 * self.turn * self.number) % 256, 85 * self.turn, 80 * self.number), (0, 0, 16, 16))
+        content = [{"type": "image", "image": self.canvas}, {"type": "text", "text": f"{self.turn}?"}]
+        if self.turn:
+            noise = Image.effect_noise((16, 24), 90 + self.turn)
+            content.insert(0, {"type": "image", "image": noise if self.broken == "" else self.broken})
+        return {"role": "user", "content": content}
+
+    async def reset(self):
+        return [self.seen()]
+
+    async def step(self, message):
+        self.turn += 1
+        return StepOutcome(0.5, done=self.turn == 3, observations=(self.seen(),))
+
+
+@pytest.fixture
+def looking(config, monkeypatch):
+    """The parts of a run, with the environment `Look`. Every second token ends a turn: the model knows no end."""
+    with build_parts(config) as parts:
+        ends = {*range(1, len(parts.tokenizer), 2), parts.tokenizer.eos_token_id}
+        monkeypatch.setattr(ChatFormat, "turn_end_ids", frozenset(ends))
+        parts.environment = Look(config.environment, seed=0)
+        yield parts
+
+
+def play(parts):
+    samples = [sample for sample in parts.environment.samples("train") for _ in range(2)]
+    return rollout(parts, samples, row_seeds(0, 1, len(samples)))
+
+
+@pytest.mark.parametrize("config", ["qwen2_vl", "llava", "idefics3"], indirect=True)
+def test_training_scores_the_turns_of_episodes_with_the_images_that_they_saw(looking):
+    """As the engine did, also where the environment draws on the same image again; swapped images are noticed."""
+    result = play(looking)
+    assert result.metrics["episode_turns"] == 3.0
+    assert result.metrics["episode_rows"] == 1.0
+    seen = [pictures_of(turns) for turns in result.transcripts]
+    assert [[picture.source.width for picture in row] for row in seen] == [[16, 16, 16, 16, 16]] * 4
+    assert len({picture.digest for picture in seen[0]}) == 5
+    mask = result.data["token_mask"].bool()
+    assert int(mask.sum()) >= 3 * len(seen)
+    sampled = result.data["generation_logprobs"][mask]
+    looking.policy.prepare_for_lp_inference()
+    scored = looking.policy.get_logprobs(result.data)["logprobs"][mask]
+    torch.testing.assert_close(scored, sampled, rtol=1e-5, atol=1e-5)
+
+    swapped = [(row[2], row[1], row[0], *row[3:]) for row in seen]
+    result.data.update(looking.images.columns(swapped, result.data["input_ids"]))
+    scored = looking.policy.get_logprobs(result.data)["logprobs"][mask]
+    assert float((scored - sampled).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("config", ["qwen2_vl"], indirect=True)
+def test_a_message_whose_image_cannot_be_used_ends_the_rollout(looking):
+    where = "environment 'dataset', for sample '[12]' in turn 1"
+    for broken, problem in (
+        (b"no image", f"{where}: the image is in no known format, or damaged"),
+        ("https://example.com/a.png", f"{where}: 'https://example.com/a.png' is an address on the network"),
+        (None, "for sample '[12]' in turn 1 a part of the type image without an image"),
+    ):
+        looking.environment.broken = broken
+        with pytest.raises(UserError, match=problem):
+            play(looking)
+    looking.environment.broken = Image.new("RGB", (16, 16))
+    looking.tokenizer.chat_template += "<|image_pad|>"
+    with pytest.raises(UserError, match=r"wrote 2 placeholders '<.image_pad.>' for 1 images"):
+        play(looking)
+
+
+def test_images_need_the_key_that_reads_them(make_parts):
+    parts = make_parts(lambda sample, seed: Looking("", 1))
+    with pytest.raises(UserError, match=r"for sample .* in reset .* images need environment\.images"):
+        play(parts)

@@ -145,7 +145,9 @@ class _RecordingEngine:
     def end(self, session: str) -> None:
         pass
 
-    async def complete(self, prompt: Tensor, seed: int, max_new_tokens: int, session: str) -> GenerationResult:
+    async def complete(
+        self, prompt: Tensor, seed: int, max_new_tokens: int, session: str, *, media: Mapping[str, Tensor]
+    ) -> GenerationResult:
         number = int(session)
         if len(self.sessions[number]) > 2 * MOST_TURNS:
             raise RuntimeError(f"episode {number} has had {len(self.sessions[number])} turns of {MOST_TURNS}")

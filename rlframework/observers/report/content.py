@@ -306,8 +306,8 @@ def breakdowns_of(run: Run) -> list[Breakdown]:
 def _samples(run: Run, budget: int, images: int) -> dict[str, Any]:
     """The samples as `rows` of step, kind, index of the prompt, completion, reward, other fields, and any turns.
 
-    If any prompts have images, `prompt_images` has the names of those of each prompt, and `images` those by name that
-    fit the page, from the last step on.
+    If any prompts or turns have images, `prompt_images` has the names of those of each prompt, and `images` those by
+    name that fit the page, from the last step on.
     """
     short = [
         row.model_copy(update={"prompt": _truncate(row.prompt), "completion": _truncate(row.completion)})
@@ -322,7 +322,7 @@ def _samples(run: Run, budget: int, images: int) -> dict[str, Any]:
         turns = [[_turn(turn) for turn in row.turns]] if row.turns else []
         rows.append([row.step, row.kind, prompts[row.prompt, row.images], row.completion, reward, extra, *turns])
     found = {"total": len(run.samples), "prompts": [prompt for prompt, _ in prompts], "rows": rows}
-    if not any(names for _, names in prompts):
+    if not any(row.images or any(map(_turn_images, row.turns)) for row in kept):
         return found
     return {**found, "prompt_images": [names for _, names in prompts], "images": _images(run.path, kept, images)}
 
@@ -330,7 +330,8 @@ def _samples(run: Run, budget: int, images: int) -> dict[str, Any]:
 def _images(output_dir: Path, rows: Sequence[Sample], budget: int) -> dict[str, str]:
     """The images of `rows` as data URIs of at most `budget` characters, those of the last rows first."""
     found: dict[str, str] = {}
-    for name in dict.fromkeys(name for row in reversed(rows) for name in row.images):
+    shown = (name for row in reversed(rows) for names in (row.images, *map(_turn_images, row.turns)) for name in names)
+    for name in dict.fromkeys(shown):
         uri = image_uri(output_dir, name)
         if uri is not None and len(uri) <= budget:
             found[name], budget = uri, budget - len(uri)
@@ -363,9 +364,17 @@ def _turn(turn: Turn) -> dict[str, Any]:
         shown["reasoning"] = _truncate(turn.reasoning_content)
     if calls := [call.get("function") or {} for call in turn.tool_calls]:
         shown["calls"] = [_truncate(f"{call.get('name', '')}({call.get('arguments', '')})") for call in calls]
+    if images := _turn_images(turn):
+        shown["images"] = images
     if turn.reward is not None and math.isfinite(turn.reward):
         shown["reward"] = round(turn.reward, 4)
     return shown
+
+
+def _turn_images(turn: Turn) -> list[str]:
+    """The names of the images of a message."""
+    parts = turn.content if isinstance(turn.content, list) else []
+    return [str(part["image"]) for part in parts if isinstance(part, dict) and part.get("image")]
 
 
 def _turn_size(turn: Turn) -> int:

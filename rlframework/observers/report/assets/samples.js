@@ -75,15 +75,15 @@ function sampleRow(row, range, one) {
     el("td", { class: "n", "data-word": "step" }, row.step.toLocaleString("en")),
     data.runs.length > 1 ? el("td", {}, runName(row.run, row.kind === "validation")) : null,
     el("td", { class: "tag" }, { train: "training", validation: "held out" }[row.kind] ?? row.kind),
-    el("td", { class: "long", "data-word": "prompt" }, pictures(row), el("div", { class: "prompt" }, folded(row.prompt), again)),
-    el("td", { class: "long", "data-word": "completion" }, row.turns ? episode(row.turns, row.kind) : folded(row.completion), extra),
+    el("td", { class: "long", "data-word": "prompt" }, pictures(row, row.images), el("div", { class: "prompt" }, folded(row.prompt), again)),
+    el("td", { class: "long", "data-word": "completion" }, row.turns ? episode(row) : folded(row.completion), extra),
     el("td", { "data-word": "reward" }, rewardCell(row.reward, range)));
 }
 
-// The images of a prompt, in their order. Those that the page has no room for are named.
-function pictures(row) {
+// The images `names` of a prompt or turn, in their order. Those that the page has no room for are named.
+function pictures(row, names) {
   const known = data.runs[row.run].samples.images ?? {};
-  return row.images.length ? el("div", { class: "pictures" }, row.images.map((name) => known[name] ? el("img", { src: known[name], alt: "image of the prompt" }) : el("span", { class: "empty" }, "(image omitted)"))) : null;
+  return names.length ? el("div", { class: "pictures" }, names.map((name) => known[name] ? el("img", { src: known[name], alt: "image that the model saw" }) : el("span", { class: "empty" }, "(image omitted)"))) : null;
 }
 
 function textsOf(row) {
@@ -91,14 +91,15 @@ function textsOf(row) {
 }
 
 // An episode turn by turn; the model's turns are marked, and called trained where they are in the loss.
-function episode(turns, kind) {
-  const sampled = kind === "train" ? "trained" : "sampled";
-  return el("ol", { class: "turns" }, turns.map((turn) => {
+function episode(row) {
+  const sampled = row.kind === "train" ? "trained" : "sampled";
+  return el("ol", { class: "turns" }, row.turns.map((turn) => {
     const facts = [turn.trained ? sampled : "masked", ...(turn.reward === undefined ? [] : [`reward ${number(turn.reward)}`])];
     return el("li", { class: turn.trained ? "trained" : null },
       el("div", { class: "extra" }, el("b", {}, turn.role), ` ${facts.join(", ")}`),
       turn.reasoning ? el("div", { class: "extra" }, folded(turn.reasoning)) : null,
-      turn.text || !turn.calls ? folded(turn.text) : null,
+      pictures(row, turn.images ?? []),
+      turn.text || !(turn.calls || turn.images) ? folded(turn.text) : null,
       (turn.calls ?? []).map((call) => el("div", { class: "text mono call" }, call)));
   }));
 }
