@@ -18,22 +18,24 @@ _INTRO = """# Beside other frameworks
 
 The same work in rlframework, in TRL and verl, and in a hand-written loop with torch and transformers, on one thread
 of a CPU. A ratio is the CPU time of rlframework divided by that of the other side: **below 1, rlframework is
-faster**. Every ratio can be repeated with two commands:
+faster**. Every ratio can be repeated:
 
 ```shell
 benchmarks/peers/setup.sh
 python benchmarks/peers/run.py --json docs/results/peers.json
 ```
 
-The first makes the environments `.venv-trl` and `.venv-verl` with pinned versions. The second takes about 25 minutes;
-`--works`, `--sides` and `--pairs` select, and `--lengths tailed` gives the other rows of the tables."""
+The first makes the environments `.venv-trl` and `.venv-verl` with pinned versions. The second makes the rows
+with `even` lengths; `--lengths tailed` gives the others, and `--works`, `--sides` and `--pairs` select. Expect half
+an hour on two cores."""
 
 _HOW = """## How it is measured
 
 - **First both sides must compute the same.** The log-probabilities of every token, or loss and gradient norm (before
   clipping) of *every* step, those that are timed included, are compared with rlframework's; a difference above 1e-4
   (log-probabilities, loss) or 1e-3 of the norm ends the program. The last column of the tables has the largest
-  difference. Steps follow each other, so equal losses also say that the optimizers did the same.
+  difference. Steps follow each other, so equal losses also say that the optimizers did the same. GRPO is the
+  exception: the two sides sample different tokens, so only the update of the first step is compared.
 - **Each side has its own process and environment**, with `OMP_NUM_THREADS=1`. The sides take their steps in turn,
   never at the same time, in an order that rotates; a ratio is taken within a round, and the table has the median over
   the rounds (3 to 9) with quartiles. The first step of each side is not timed.
@@ -43,7 +45,9 @@ _HOW = """## How it is measured
   like a policy's answers). One optimizer step per batch, AdamW without weight decay, gradients clipped at norm 1.
 - **Settings are each framework's defaults**, except those that make the work equal: fp32, nothing recomputed in the
   backward (TRL and verl recompute by default), microbatches of 8 rows for padded sides, no checkpoints and no reports
-  to services. rlframework chooses its microbatches itself: packed, the default on a CPU.
+  to services; of rlframework, TensorBoard, the curve and the process of the reward function are off as well.
+  rlframework chooses its microbatches itself: packed, the default on a CPU. TRL has no public function for
+  log-probabilities; its trainer's private one is called.
 - **What a step includes.** Of rlframework and TRL it is a step of a whole run (`rlframework.run`, `trainer.train()`),
   from the end of one step to the end of the next, with data loading, collation, metrics and logs. The plain loop and
   verl's engine are given a batch of tensors that is ready, which is to their advantage."""
