@@ -26,8 +26,7 @@ python benchmarks/peers/run.py --json docs/results/peers.json
 ```
 
 The first makes the environments `.venv-trl` and `.venv-verl` with pinned versions. The second makes the rows
-with `even` lengths; `--lengths tailed` gives the others, and `--works`, `--sides` and `--pairs` select. Expect half
-an hour on two cores."""
+with `even` lengths; `--lengths tailed` gives the others, and `--works`, `--sides` and `--pairs` select."""
 
 _HOW = """## How it is measured
 
