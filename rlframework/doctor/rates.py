@@ -106,7 +106,7 @@ def rates(context: Context, config: RunConfig) -> Iterator[Finding]:
 
 
 def expected(config: RunConfig, found: Rates) -> Iterator[Finding]:
-    """What `config` can expect with the rates `found`."""
+    """The findings for `config` with the rates `found`."""
     setup = _setup(config.model_dump(mode="json", by_alias=True))
     if other := [name for name, value in found.setup.items() if setup[name] != value]:
         yield note(f"the rates are of a run with another {', another '.join(other)}: {found.source}")
@@ -189,7 +189,7 @@ def _waited(row: TimelineRow) -> float:
 
 
 def _setup(config: Mapping[str, Any]) -> dict[str, str]:
-    """What rates depend on most, of a configuration as a mapping."""
+    """The settings of a configuration, as a mapping, that rates depend on most."""
     policy, generation = config["policy"], config["generation"]
     return {
         "model": str(policy["model_name"]),

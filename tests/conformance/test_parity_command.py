@@ -34,6 +34,7 @@ def test_a_backend_that_breaks_is_told_and_the_others_go_on(model, manager, caps
     assert [line.split()[-1] for line in out.splitlines() if line.startswith("dtensor ")] == ["agrees", "agrees"]
 
 
+@pytest.mark.thorough
 def test_all_that_is_installed_with_one_worker_and_two(tmp_path):
     assert parity(steps=2, rows=4, precisions=["float32"], json_file=str(tmp_path / "parity.json")) == 0
     found = json.loads((tmp_path / "parity.json").read_text())

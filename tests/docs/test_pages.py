@@ -171,6 +171,7 @@ def test_write_an_algorithm(tmp_path: Path) -> None:
     assert other[1]["train/loss"] == pytest.approx(rows[1]["train/loss"], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_optimizers(tmp_path: Path) -> None:
     execute(DOCS / "optimizers.md", tmp_path)
 

@@ -218,6 +218,7 @@ def test_a_mistake_is_one_message_and_nothing_is_written(tiny_llama, folder, cap
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_workers_and_keeps_what_was_answered(tiny_llama, folder):
     words = [tiny_llama, *ADDITION, "worker_group.name=processes", "worker_group.num_workers=2"]
     words += ["--attempts", 64, "--out", "out", "generation.max_new_tokens=40"]

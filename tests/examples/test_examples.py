@@ -126,6 +126,7 @@ def test_the_benchmarks_of_learning_train_what_is_missing(tmp_path):
     assert (place / "cispo-verl" / "model" / "model.safetensors").stat().st_mtime_ns == written
 
 
+@pytest.mark.thorough
 def test_the_benchmark_of_a_gpu_runs_on_a_cpu_and_writes_json(tmp_path):
     few = ["--device", "cpu", "--size", "tiny", "--rounds", 1, "--page", tmp_path / "gpu.md"]
     script(ROOT / "benchmarks" / "gpu.py", *few, "--json", tmp_path / "gpu.json")

@@ -129,6 +129,7 @@ def test_rejected_batches_leave_the_group_as_it_was(make_policy: Any, group: str
     check_group(make_policy, group, workers)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")

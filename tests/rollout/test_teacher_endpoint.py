@@ -50,6 +50,7 @@ def endpoint(base_url: str, temperature: float = 1.0, **options: Any) -> Teacher
     return TeacherEndpoint(config, TOKENIZER, temperature)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_served_model_gives_the_log_probabilities_of_the_model(tmp_path: Path, key: None) -> None:
     model = make_llama(tmp_path / "model", TOKENIZER, hidden=32, layers=1, heads=2)

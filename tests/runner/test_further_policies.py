@@ -84,6 +84,7 @@ def test_a_run_is_resumed_with_its_critic_bit_for_bit(followed, tmp_path):
     assert all(torch.equal(weight, wanted[name]) for name, weight in critic_weights(tmp_path / "two").items())
 
 
+@pytest.mark.thorough
 def test_a_sharded_checkpoint_in_the_background_has_the_critic_too(followed, tmp_path):
     options = ["checkpoints={every: 1, format: sharded, asynchronous: true}", "critic.backend=megatron"]
     run(followed(f"output_dir={tmp_path}/whole", *options))

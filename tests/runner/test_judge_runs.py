@@ -99,6 +99,7 @@ def test_a_run_that_failed_after_the_first_replies_can_be_started_again(judged, 
     assert "judge" in found.deletable
 
 
+@pytest.mark.thorough
 def test_a_served_model_scores(judged, tmp_path):
     """A model with random weights: its reply is some text, and its first digit, if there is any, the score."""
     model = make_llama(tmp_path / "judge", character_tokenizer("".join(map(chr, range(32, 127)))), hidden=32, layers=1)

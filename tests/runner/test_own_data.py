@@ -374,6 +374,7 @@ def test_rows_of_token_data_are_those_of_the_samples(tokens, tiny_llama):
     assert all(tokenizer.decode(ids[mask].tolist()).endswith("<eos>") for ids, mask in rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("ray")
 def test_validation_by_loss_does_not_depend_on_the_number_of_workers(run_config, tmp_path, ray_session):
     """Three rows on two workers: one row is duplicated, and counts once."""

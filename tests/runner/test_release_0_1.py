@@ -1,4 +1,4 @@
-"""What release 0.1 wrote: its configurations load, and its models train on with the numbers of that release.
+"""Files of release 0.1: its configurations load, and its models train on with the numbers of that release.
 
 `fixtures/release_0_1` was made with 0.1: a model, two configurations and the folders of their runs. The supervised run
 takes all rows at each step, so that its numbers do not depend on their order.

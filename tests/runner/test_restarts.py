@@ -96,6 +96,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     assert len(rows_of(tmp_path / "run" / "samples.jsonl")) == len(rows_of(whole / "samples.jsonl"))
 
 
+@pytest.mark.thorough
 def test_without_a_checkpoint_it_starts_from_the_beginning(run_config, tmp_path, whole, plan, caplog):
     run(run_config("sft", *options(tmp_path / "run", plan("0-2-kill"), "checkpoints.every=0")))
     assert_same(whole, tmp_path / "run")
@@ -118,6 +119,7 @@ def test_a_resumed_run_restarts_from_its_checkpoint(run_config, tmp_path, whole,
     assert [told["from_step"] for told in rows_of(tmp_path / "run" / RESTARTS_FILE)] == [2]
 
 
+@pytest.mark.thorough
 def test_a_worker_that_hangs_after_a_step_is_lost(run_config, tmp_path, whole, plan):
     run(run_config("sft", *options(tmp_path / "run", plan("1-4-hang")), "worker_group.deadlines.call=8"))
     assert_same(whole, tmp_path / "run")

@@ -195,6 +195,7 @@ def prepare(folder: Path, soak: Any, monkeypatch: Any) -> tuple[Path, dict[str, 
     return folder / "run.yaml", planted
 
 
+@pytest.mark.thorough
 def test_a_run_full_of_secrets_leaves_none(soak: Any, tmp_path: Path, monkeypatch: Any, console: Any) -> None:
     path, planted = prepare(tmp_path, soak, monkeypatch)
     folder = tmp_path / "run"

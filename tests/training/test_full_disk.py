@@ -47,6 +47,7 @@ def fill_disk_after_a_checkpoint(process: subprocess.Popen[str], out: Path) -> s
     return process.communicate(timeout=90.0)[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "form", "group"),
     [

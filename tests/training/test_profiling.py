@@ -28,6 +28,7 @@ def events(path: Path) -> list[dict]:
     return [event for event in found["traceEvents"] if event.get("ph") == "X"]
 
 
+@pytest.mark.thorough
 def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(run_config, tmp_path, caplog):
     peak = "observers.peak_tflops=0.5"
     config = run_config("grpo", "profiler={steps: [2], record_shapes: true}", "algorithm.num_steps=2", peak)

@@ -81,6 +81,7 @@ def listed(*folders: Path) -> set[Path]:
     return {path for folder in folders for path in folder.rglob("*")}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dtensor", "deepspeed", "megatron"])
 def test_a_run_leaves_nothing_besides_its_folder(run_config, tmp_path, monkeypatch, backend):

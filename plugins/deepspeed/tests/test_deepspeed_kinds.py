@@ -75,6 +75,7 @@ NO_PLAN = ("mixtral", "phi3")
 """Those whose plan has styles that AutoTP does not know."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_selected_kinds_are_equal_on_two_workers_or_rejected(layout: str, tmp_path: Path):
     ranks = ContextRanks(TARGET, *LAYOUTS[layout], gradients_of="test_deepspeed_kinds:gradients")

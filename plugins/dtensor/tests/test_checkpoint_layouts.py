@@ -39,6 +39,7 @@ def policy(model_path, tokenizer):
     return make
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
 def test_sharded_checkpoints_are_bit_equal_across_layouts(policy, batches, tmp_path):

@@ -36,6 +36,7 @@ def llama(path, layers, *, tied):
     return make_llama(path, tokenizer, **sizes, tied=tied, init_std=0.2), tokenizer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layers", "mode", "compiler"),
     [(1, "padded", "inductor"), (1, "packed", "inductor"), (2, "padded", "eager")],

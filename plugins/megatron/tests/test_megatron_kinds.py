@@ -156,6 +156,7 @@ def test_only_these_settings_are_rejected(kind):
     assert switched(kind)[1] == expected.get(kind, [])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_each_type_computes_what_transformers_does(folder):
     compare(1, folder, [f"{kind}:data=1:packed" for kind in ARCHITECTURES])
@@ -175,6 +176,7 @@ SPLIT = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SPLIT)
 def test_types_that_are_split_compute_what_transformers_does(folder, layout):

@@ -121,6 +121,7 @@ def test_bfloat16_weights_that_are_loaded_alone_are_the_fp32_weights_too(written
         assert torch.equal(weight, wanted[name].bfloat16().float()), name
 
 
+@pytest.mark.thorough
 def test_two_ranks_resume_under_other_layouts_and_one_after_them(folder, model, written, worker_of):
     """The same numbers under each layout, to the bit; see `native_ranks.py`."""
     assert complaints(PROGRAM, str(folder), model, *CASES) == {case: {} for case in CASES}

@@ -307,6 +307,7 @@ CASES = (
 """Each optimizer, precision and layout at least once; `megatron_ranks.py` accepts any other."""
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_four_ranks_agree_with_the_whole_model(folders):
     """Loading, gathering, shards, snapshots, steps and resuming from moments: see `megatron_ranks.py`."""

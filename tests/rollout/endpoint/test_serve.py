@@ -44,6 +44,7 @@ def ask(process: subprocess.Popen[str], printed: dict[str, str], **options: Any)
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_served_model_answers_until_it_is_asked_to_end(tmp_path: Path, number: int) -> None:
     from openai import AuthenticationError

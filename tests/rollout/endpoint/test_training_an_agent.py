@@ -132,6 +132,7 @@ def earned(turns: list[dict[str, Any]]) -> float:
     return float(right and turns[3]["content"] == str(a + b))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_grpo_trains_a_model_to_call_the_tool_of_an_agent(warm: Any, tmp_path: Path) -> None:
     CALLED.clear()
