@@ -65,7 +65,8 @@ def parts(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = run_config("grpo", "~environment", f"environment={section}")
     environment = DatasetEnvironment(config.environment, seed=0)
     tokenizer = load_tokenizer(config.policy.model_name)
-    yield SimpleNamespace(config=config, environment=environment, tokenizer=tokenizer)
+    generation = SimpleNamespace(client=SimpleNamespace(timeline=None))
+    yield SimpleNamespace(config=config, environment=environment, tokenizer=tokenizer, generation=generation)
     environment.shutdown()
 
 
@@ -74,8 +75,8 @@ def play(parts: Any, answers: Sequence[Sequence[int]]) -> tuple[SingleTurnPlayer
     player, samples = SingleTurnPlayer(parts), parts.environment.samples("train")
 
     async def groups() -> list[Turns]:
-        player.begin(Answers(parts.tokenizer))  # type: ignore[arg-type]
-        return [await player.play(sample, own) for sample, own in zip(samples, answers, strict=False)]
+        async with player.playing(Answers(parts.tokenizer)):  # type: ignore[arg-type]
+            return [await player.play(sample, own) for sample, own in zip(samples, answers, strict=False)]
 
     played = asyncio.run(groups())
     return player, [(sample, len(group.texts), group) for sample, group in zip(samples, played, strict=False)]
@@ -110,7 +111,6 @@ def test_the_answers_of_a_failed_group_count_as_answers_of_the_step(parts: Any) 
 def test_validation_between_rollouts_uses_the_same_process_and_counts_its_own_answers(parts: Any) -> None:
     player, groups = play(parts, [[1, 2]])
     sample = groups[0][0]
-    player.end()
     pids = {outcome.metrics["process"] for outcome in groups[0][2].outcomes}
 
     def scored(*texts: str) -> Any:
