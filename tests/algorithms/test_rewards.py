@@ -18,6 +18,8 @@ from rlframework.rollout.single_turn import single_turns
 class Generation:
     """Answers every prompt of one token with `b`."""
 
+    client = SimpleNamespace(timeline=None)
+
     def prepare_for_generation(self) -> None:
         pass
 
