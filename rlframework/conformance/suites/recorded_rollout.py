@@ -132,6 +132,7 @@ class _RecordingEngine:
     """
 
     positions, max_new_tokens = _MOST_TOKENS, 1024
+    timeline = None
 
     def __init__(self, oracle: Oracle, tokenizer: Any, environment: _Recorded, samples: Any, script: Script) -> None:
         self._oracle, self._tokenizer, self._environment = oracle, tokenizer, environment
