@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Environment
     from rlframework.observers.dispatch import Observers
+    from rlframework.observers.timeline import Timeline
     from rlframework.policy.client import Policy
 
 
@@ -25,7 +26,7 @@ class Parts:
 
     `checkpoint` is the one to resume from, or None for a new run. `models` has the further policies of the run by the
     names of their sections: `critic`, `teacher`, `reward_model`. `images` makes the model's inputs of images, or is
-    None if rows have none (`environment.images`).
+    None if rows have none (`environment.images`). `timeline` is what the training loop records, None outside of one.
     """
 
     config: RunConfig
@@ -37,6 +38,7 @@ class Parts:
     checkpoint: Path | None = None
     models: Mapping[str, Policy] = field(default_factory=dict)
     images: ImageInputs | None = None
+    timeline: Timeline | None = None
 
     @property
     def trained(self) -> dict[str, Policy]:

@@ -62,9 +62,9 @@ def doctor(
     config: Annotated[str | None, Argument(help="YAML file of a run to check as well.")] = None,
     overrides: Overrides = None,
     measure: Annotated[
-        bool, Option("--measure", help="Run some steps of CONFIG, and say how many engines keep its trainer busy.")
+        bool, Option("--measure", help="Run a few steps of CONFIG, and report how many engines keep its trainer busy.")
     ] = False,
-    rates: Annotated[str | None, Option(metavar="RUN_DIR", help="Say that from the rates of this run instead.")] = None,
+    rates: Annotated[str | None, Option(metavar="RUN_DIR", help="Take the rates from this run instead.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -82,7 +82,7 @@ def doctor(
     from rlframework.errors import UserError
 
     if config is None and (measure or rates is not None):
-        raise UserError("--measure and --rates are about the run of a CONFIG: give it first")
+        raise UserError("--measure and --rates need a CONFIG; give it before them")
     found = examine(config, overrides or (), rates=rates, measure=measure)
     if as_json:
         print(found.as_json())

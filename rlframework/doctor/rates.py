@@ -32,7 +32,7 @@ from rlframework.observers.report.timeline import LITTLE
 from rlframework.observers.timeline import REFITS, TRAINER
 
 MEASURED_STEPS = 4
-SECONDS = 3600.0
+MEASURING_SECONDS = 3600.0
 """Time limit of a measurement."""
 
 _WAITS = ("generate", "wait")
@@ -96,7 +96,7 @@ def rates(context: Context, config: RunConfig) -> Iterator[Finding]:
     try:
         found = _rates(context)
     except (ProbeError, RLFrameworkError) as error:
-        yield broken(f"no rates: {error}", "Give the output_dir of a run that generates with --rates")
+        yield broken(f"no rates: {error}", "Give --rates the output_dir of a run that generates")
         return
     if found is None:
         text = "the ratio of engines to trainers depends on rates, which have not been measured"
@@ -157,7 +157,9 @@ def _rates(context: Context) -> Rates | None:
     if not context.measure:
         return None
     program = f"from {__name__} import print_measured; print_measured()"
-    found: Mapping[str, Any] = ask([sys.executable, "-c", program, str(context.source), *context.overrides], SECONDS)
+    found: Mapping[str, Any] = ask(
+        [sys.executable, "-c", program, str(context.source), *context.overrides], MEASURING_SECONDS
+    )
     return Rates(**found)
 
 

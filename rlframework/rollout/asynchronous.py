@@ -93,7 +93,7 @@ class AsynchronousRollouts(StepRollouts):
         running = self._thread is not None
         if running:
             interrupt = self._config.weight_updates == "in_flight"
-            with timed(generation.client.timeline, TRAINER, "wait"):
+            with timed(self._parts.timeline, TRAINER, "wait"):
                 self._in_loop(lambda: self._completions.close(interrupt=interrupt))
         generation.prepare_for_generation()
         version = generation.weights_version

@@ -39,7 +39,7 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: b
 def add_rewards_of_models(parts: Parts, result: Rollout) -> None:
     """Make the scores of the run's reward model, if it has one, part of the rewards of `result`."""
     if (model := parts.models.get("reward_model")) is not None:
-        add_model_rewards(result, model, parts.generation.client.timeline)
+        add_model_rewards(result, model, parts.timeline)
 
 
 def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleRecord]]:

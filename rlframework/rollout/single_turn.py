@@ -100,7 +100,7 @@ def score_turns(parts: Parts, samples: Sequence[Sample], texts: Sequence[str]) -
     conversations = [
         [*sample.messages, Message(role="assistant", content=text)] for sample, text in zip(samples, texts, strict=True)
     ]
-    with timed(parts.generation.client.timeline, ENVIRONMENT, "score"):
+    with timed(parts.timeline, ENVIRONMENT, "score"):
         outcomes = parts.environment.step(samples, conversations)
     require_numbers(outcomes, samples, name)
     if not all(outcome.done for outcome in outcomes):

@@ -138,7 +138,7 @@ class StepLoop(Algorithm):
     def run(self) -> RunResult:
         """See `Algorithm.run`. The `history` of a resumed run begins at its checkpoint."""
         validation = self.config.validation
-        self.parts.generation.client.timeline = self.timeline
+        self.parts.timeline = self.parts.generation.client.timeline = self.timeline
         with self.checkpoints.handling_signals(), self.checkpoints.finishing():
             last = self._begin()
             for step in range(int(last["step"]) + 1, self.config.num_steps + 1):

@@ -18,8 +18,6 @@ from rlframework.rollout.single_turn import single_turns
 class Generation:
     """Answers every prompt of one token with `b`."""
 
-    client = SimpleNamespace(timeline=None)
-
     def prepare_for_generation(self) -> None:
         pass
 
@@ -47,6 +45,7 @@ def rolled(outcomes: list[StepOutcome]) -> Any:
         environment=environment,
         config=config,
         images=None,
+        timeline=None,
     )
     samples = [Sample(name, ({"role": "user", "content": "a"},), "b") for name in ("one", "two")]
     return single_turns(parts, samples, torch.arange(2))

@@ -130,12 +130,6 @@ class OraclePolicy:
         return total, norm, float(tokens), {name: float(value) for name, value in metrics.items()}
 
 
-class _Client:
-    """Stands in for a `GenerationClient`, of which the steps read the timeline."""
-
-    timeline = None
-
-
 class StoredGeneration:
     """Answers of up to `max_new_tokens` random tokens, which depend on each row's seed alone.
 
@@ -146,7 +140,6 @@ class StoredGeneration:
         """`vocabulary`: the number of token ids; answers that stop end with the token `end`, and `pad` pads rows."""
         self._policy, self._vocabulary, self._end, self._pad = policy, vocabulary, end, pad
         self._longest = policy.config.generation.max_new_tokens
-        self.client = _Client()
 
     def prepare_for_generation(self) -> bool:
         """Return True: there are no weights to wait for."""
