@@ -31,6 +31,7 @@ def make_parts(run_config: Any):
             engine=engine,
             models={},
             images=None,
+            timeline=None,
         )
 
     return make
