@@ -65,14 +65,17 @@ def metric(folder: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize("environment", [("algorithm.dynamic_sampling=3",), (*GAME, "environment.gather_timeout=20")])
 def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(
-    run_config: Any, tmp_path: Path, environment: tuple[str, ...]
+    run_config: Any, tmp_path: Path, reward_model: Path, environment: tuple[str, ...]
 ) -> None:
-    options = ("generation.workers.group=processes", *environment)
+    """Episodes have the scores of a reward model in their rewards, too."""
+    scored = (f"reward_model.model_name={reward_model}",) if "~environment" in environment else ()
+    options = ("generation.workers.group=processes", *environment, *scored)
     run(run_config("grpo", f"output_dir={tmp_path}/sync", *options))
     run(run_config("grpo", f"output_dir={tmp_path}/async", *options, staleness(0)))
     assert_same_weights(tmp_path / "sync", tmp_path / "async")
     assert numbers(tmp_path / "sync") == numbers(tmp_path / "async")
     assert metric(tmp_path / "async", "async/staleness_max") == [0.0, 0.0, 0.0]
+    assert len(metric(tmp_path / "async", "train/model_score")) == 3 * len(scored)
 
 
 @pytest.mark.parametrize("update", ["in_flight", "drain"])
