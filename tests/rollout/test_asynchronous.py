@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from probe_runs import assert_same_weights, begin, numbers_of, rows_of
 from probe_tasks import Digits
 
 from rlframework import run
+from rlframework.configure import config_yaml
 from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.runner.launch import dry_run, resume
@@ -138,6 +142,39 @@ def test_the_number_of_engines_may_change_on_resume(run_config: Any, tmp_path: P
         assert_same_weights(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.thorough
+@pytest.mark.xdist_group("ray")
+def test_engines_are_added_on_a_node_that_joined_the_cluster_after_the_run_began(
+    run_config: Any, tmp_path: Path
+) -> None:
+    """A resume with two engines and room for one says what it waits for; when a second node has joined, both work."""
+    run(run_config("grpo", f"output_dir={tmp_path}/whole", *APART, "algorithm.num_steps=6"))
+    ray = ("generation.workers.group=ray", "checkpoints.every=2", staleness(1), f"output_dir={tmp_path}/run")
+    (tmp_path / "run.yaml").write_text(config_yaml(run_config("grpo", *APART, *ray, "algorithm.num_steps=2")))
+    program = Path(__file__).parents[1] / "fixtures" / "probe_growing_cluster.py"
+    ran = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "run.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(program.parent), *sys.path]))},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    told = json.loads(ran.stdout.splitlines()[-1])
+    (said,) = told["said"]
+    assert re.match(r"Waiting up to \d+ s for resources or further nodes\. ", said)
+    assert "'GenerationWorker 2 of 2' requests bundles of CPU 1 (node 0: 1), in total CPU 1" in said
+    assert "CPU 1 (0 free)" in said
+    first, second = told["nodes"]
+    assert told["before"] == {"0": first}
+    assert sorted(told["after"].values()) == sorted([first, second])
+    busy = [row["busy"] for row in rows_of(tmp_path / "run" / "timeline.jsonl") if row["step"] > 2]
+    assert all(sum(row.get(f"engine {number}", 0.0) for row in busy) > 0 for number in (0, 1))
+    assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "whole")
+    assert max(metric(tmp_path / "run", "async/staleness_max")) <= 1
+
+
 def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config: Any, tmp_path: Path) -> None:
     run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=12"))
     options = (*APART, "algorithm.num_steps=12", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")
@@ -225,6 +262,8 @@ def test_configurations_that_cannot_be_asynchronous(run_config: Any) -> None:
         dry_run(run_config("grpo", staleness(1)))
     with pytest.raises(ConfigError, match=r"generation\.workers is with group=inline"):
         dry_run(run_config("grpo", "generation.workers.group=inline", staleness(1)))
+    with pytest.raises(ConfigError, match=r"cache_after_update=keep has no effect with algorithm\.async"):
+        dry_run(run_config("grpo", *APART, "generation.cache_after_update=keep", staleness(1)))
 
 
 def test_agents_behind_the_endpoint_are_within_the_bound(run_config: Any, tmp_path: Path) -> None:
