@@ -1,4 +1,4 @@
-"""The simulation of benchmarks/asynchrony.py: by hand, its goal at a small size, and its files; benchmarks/overlap.py."""
+"""The simulation of benchmarks/asynchrony.py by hand, its goal at a small size, its files; benchmarks/overlap.py."""
 
 from __future__ import annotations
 
