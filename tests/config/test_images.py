@@ -13,7 +13,6 @@ from rlframework.errors import ConfigError
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("environment.name=agent environment.agent=os:listdir", "must be null with agents"),
         ("algorithm.name=distillation", "is for sft, grpo and its presets, not for algorithm.name=distillation"),
         ("algorithm.name=ppo", "is for sft, grpo and its presets, not for algorithm.name=ppo"),
         ("algorithm.name=sft algorithm.token_data=tokens", "token data has no images"),
