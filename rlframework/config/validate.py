@@ -236,8 +236,6 @@ def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
         )
     if getattr(algorithm, "token_data", None) is not None:
         yield Problem("algorithm.token_data", "must be null with environment.images: token data has no images")
-    if getattr(algorithm, "asynchronous", None) is not None:
-        yield Problem("environment.images", "must be null with algorithm.async, which sends no images to its engines")
     if config.further_policies:
         names = ", ".join(config.further_policies)
         yield Problem("environment.images", f"must be null with further policies ({names}), which get no images")
