@@ -186,6 +186,11 @@ def test_data_and_python(page: str, tmp_path: Path) -> None:
     execute(DOCS / page, tmp_path)
 
 
+@pytest.mark.slow
+def test_the_answers_to_frequent_questions(tmp_path: Path) -> None:
+    execute(DOCS / "faq.md", tmp_path)
+
+
 def test_exact_tokens(tmp_path: Path) -> None:
     execute(DOCS / "exact_tokens.md", tmp_path)
 
