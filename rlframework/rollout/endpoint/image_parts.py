@@ -91,10 +91,11 @@ def _check(picture: Picture) -> None:
     """Raise `ApiError` unless the image can be decoded."""
     from PIL import Image
 
-    if not picture.source:
+    source = picture.source
+    if not isinstance(source, bytes) or not source:
         raise ApiError(f"{picture.where}: the image is empty")
     try:
-        Image.open(BytesIO(picture.source), formats=FORMATS)
+        Image.open(BytesIO(source), formats=FORMATS)
     except Exception as error:  # Pillow's readers of headers raise anything
         raise ApiError(
             f"{picture.where}: the image is damaged, or in no format that is served ({', '.join(FORMATS)})"
