@@ -94,7 +94,7 @@ def _check(picture: Picture) -> None:
     if not picture.source:
         raise ApiError(f"{picture.where}: the image is empty")
     try:
-        Image.open(BytesIO(picture.source), formats=FORMATS)
+        Image.open(BytesIO(picture.encoded()), formats=FORMATS)
     except Exception as error:  # Pillow's readers of headers raise anything
         raise ApiError(
             f"{picture.where}: the image is damaged, or in no format that is served ({', '.join(FORMATS)})"
