@@ -91,11 +91,10 @@ def _check(picture: Picture) -> None:
     """Raise `ApiError` unless the image can be decoded."""
     from PIL import Image
 
-    source = picture.source
-    if not isinstance(source, bytes) or not source:
+    if not picture.source:
         raise ApiError(f"{picture.where}: the image is empty")
     try:
-        Image.open(BytesIO(source), formats=FORMATS)
+        Image.open(BytesIO(picture.encoded()), formats=FORMATS)
     except Exception as error:  # Pillow's readers of headers raise anything
         raise ApiError(
             f"{picture.where}: the image is damaged, or in no format that is served ({', '.join(FORMATS)})"
