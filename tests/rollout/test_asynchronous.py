@@ -143,6 +143,7 @@ def test_the_number_of_engines_may_change_on_resume(run_config: Any, tmp_path: P
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(700)
 @pytest.mark.xdist_group("ray")
 def test_engines_are_added_on_a_node_that_joined_the_cluster_after_the_run_began(
     run_config: Any, tmp_path: Path
@@ -156,7 +157,7 @@ def test_engines_are_added_on_a_node_that_joined_the_cluster_after_the_run_began
         [sys.executable, str(program), str(tmp_path / "run.yaml")],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(program.parent), *sys.path]))},
         check=False,
     )
