@@ -92,6 +92,9 @@ def test_your_own_reward_function(tmp_path: Path) -> None:
     assert all(row["train/reward_failures"] == 0 for row in rows[1:])
     assert (tmp_path / "runs/own/model/model.safetensors").exists()
     assert not (tmp_path / "runs/fragile/model").exists()
+    assert (tmp_path / "runs/chat/model/chat_template.jinja").read_text() == (
+        tmp_path / "my_template.jinja"
+    ).read_text()
 
 
 @pytest.mark.parametrize("page", ["tools.md", "bring_your_environment.md"])
