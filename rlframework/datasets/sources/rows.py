@@ -1,4 +1,4 @@
-"""`Rows`, the interface of every source of data: `JsonlRows` of JSON-lines files, `ArrowRows` of Arrow, Parquet and CSV.
+"""`Rows`, the interface of every source of data: `JsonlRows` of JSON lines, `ArrowRows` of Arrow, Parquet and CSV.
 
 A JSON-lines file is scanned once for the offsets of its lines, 8 bytes per row, and stays open; a row is read on
 access. The readers of `datasets` and pyarrow convert a file to Arrow first: they know no line numbers, and reject rows
