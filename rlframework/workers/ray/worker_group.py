@@ -184,11 +184,13 @@ class RayWorkerGroup(RemoteWorkerGroup):
         return value if isinstance(value, ray.ObjectRef) else ray.put(transport.Packed(value))
 
     def _wait_any(self, refs: Mapping[Any, int], timeout: float) -> list[Any]:
-        until = time.monotonic() + timeout
+        until, waiting = time.monotonic() + timeout, list(refs)
         while True:
             left = max(until - time.monotonic(), 0.0)
-            ready = list(ray.wait(list(refs), num_returns=1, timeout=min(left, heartbeat.PERIOD))[0])
-            ready = ready or [ref for ref, rank in refs.items() if self._heartbeat.is_silent(rank)]
+            ready: list[Any] = ray.wait(waiting, num_returns=1, timeout=min(left, heartbeat.PERIOD))[0]
+            if ready:  # all that have arrived: one at a time, N workers would take N waits for up to N references
+                return list(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0])
+            ready = [ref for ref, rank in refs.items() if self._heartbeat.is_silent(rank)]
             if ready or left <= heartbeat.PERIOD:
                 return ready
 
