@@ -85,10 +85,11 @@ def test_the_longest_matching_path_counts() -> None:
 
 
 def rows_of_the_pages() -> list[tuple[list[str], str]]:
-    """The rows of the tables in docs/moving: the words of the peer, and the rest of the row."""
+    """The rows of the tables of keys in docs/moving: the words of the peer, and the rest of the row."""
     rows = []
     for page in sorted(MOVING.glob("*.md")):
-        for line in page.read_text(encoding="utf-8").splitlines():
+        keys, *_ = page.read_text(encoding="utf-8").split("\n## An example, translated\n")
+        for line in keys.splitlines():
             cells = line.strip("|").split(" | ", 1)
             if line.startswith("| `") and len(cells) == 2:
                 rows.append((re.findall(r"`([\w.]+)`", cells[0]), cells[1]))
