@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.config.asynchrony import AsyncConfig
@@ -26,7 +27,7 @@ from rlframework.rollout.group_players import group_player
 from rlframework.rollout.ledger import Ledger
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.rollouts import add_rewards_of_models
-from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.seeds import ticket_seeds
 from rlframework.rollout.staleness import StepStaleness
 from rlframework.rollout.step_rollouts import StepRollouts
 from rlframework.rollout.tickets import Settled, Ticket
@@ -75,6 +76,7 @@ class AsynchronousRollouts(StepRollouts):
         )
         self._changed = threading.Condition()  # guards the ledger, the loader and what follows
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._raised: list[asyncio.Task[None]] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -249,15 +251,23 @@ class AsynchronousRollouts(StepRollouts):
                 while not (self._ending and not self._tasks):
                     self._woken.clear()
                     while not self._ending and (ticket := self._admit()) is not None:
-                        self._tasks[ticket.number] = asyncio.create_task(self._play(ticket))
-                    for task in [task for task in self._tasks.values() if task.done()]:
-                        task.result()
+                        task = self._tasks[ticket.number] = asyncio.create_task(self._play(ticket))
+                        task.add_done_callback(partial(self._played, ticket.number))
+                    if self._raised:
+                        self._raised[0].result()
                     await self._woken.wait()
             finally:
                 for task in self._tasks.values():
                     task.cancel()
                 await asyncio.gather(*self._tasks.values(), return_exceptions=True)
                 self._tasks.clear()
+                self._raised.clear()
+
+    def _played(self, number: int, task: asyncio.Task[None]) -> None:
+        """Keep a task that has raised for `_play_tickets`, which raises it; others have removed themselves."""
+        if self._tasks.get(number) is task:
+            self._raised.append(task)
+            self._woken.set()
 
     def _admit(self) -> Ticket[int] | None:
         with self._changed:
@@ -265,8 +275,7 @@ class AsynchronousRollouts(StepRollouts):
 
     async def _play(self, ticket: Ticket[int]) -> None:
         """Play the group of `ticket`, and settle it."""
-        first = ticket.slot * self._rows
-        seeds = row_seeds(self._parts.config.seed, ticket.step, first + self._rows)[first:].tolist()
+        seeds = ticket_seeds(self._parts.config.seed, ticket.step, ticket.slot, self._rows, self._groups)
         try:
             group = await self._player.play(self._samples[ticket.prompt], seeds)
             with self._changed:

@@ -44,6 +44,10 @@ from rlframework.workers.remote_group import KILL_WAIT, SMALL, RemoteWorkerGroup
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
+_MANY = 64
+_GATHER = 0.05
+"""Seconds in which further results of more than `_MANY` workers are gathered after the first: few waits for many."""
+
 
 class RayCall(MultiWorkerFuture, list[Any]):
     """A call that is also the list of its references, for `ray.get`."""
@@ -188,6 +192,11 @@ class RayWorkerGroup(RemoteWorkerGroup):
         while True:
             left = max(until - time.monotonic(), 0.0)
             ready = list(ray.wait(list(refs), num_returns=1, timeout=min(left, heartbeat.PERIOD))[0])
+            if (
+                ready and len(refs) > 1
+            ):  # a call for each result would look at all of them as often as there are results
+                more = _GATHER if len(refs) > _MANY else 0
+                ready = list(ray.wait(list(refs), num_returns=len(refs), timeout=more)[0])
             ready = ready or [ref for ref, rank in refs.items() if self._heartbeat.is_silent(rank)]
             if ready or left <= heartbeat.PERIOD:
                 return ready
