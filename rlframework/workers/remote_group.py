@@ -261,7 +261,8 @@ def check_ranks(sharding: NamedSharding, workers: int) -> None:
 
 
 def _wait_until_gone(pids: Sequence[int]) -> bool:
-    _, left = psutil.wait_procs([each for each in psutil.process_iter() if each.pid in pids], KILL_WAIT)
+    awaited = set(pids)
+    _, left = psutil.wait_procs([each for each in psutil.process_iter() if each.pid in awaited], KILL_WAIT)
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
