@@ -7,7 +7,6 @@ publishes the weights of each step to the engines, then waits for the groups of 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,6 +22,7 @@ from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.observers.timeline import TRAINER, timed
 from rlframework.rollout.episode_thread import Bridge, run_beside
+from rlframework.rollout.failure_log import FailureLog
 from rlframework.rollout.group_players import group_player
 from rlframework.rollout.ledger import Ledger
 from rlframework.rollout.result import Rollout
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from rlframework.algorithm import Parts
 
 R = TypeVar("R")
-
-_LOG = logging.getLogger(__name__)
 
 _POLL = 0.2
 """Seconds after which a wait looks for lost engines and passed deadlines."""
@@ -77,6 +75,7 @@ class AsynchronousRollouts(StepRollouts):
         self._changed = threading.Condition()  # guards the ledger, the loader and what follows
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._raised: list[asyncio.Task[None]] = []
+        self._failures = FailureLog()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -146,6 +145,7 @@ class AsynchronousRollouts(StepRollouts):
         with self._changed:
             taken = self._ledger.take(step) or []
             given_up = self._ledger.given_up
+        self._failures.end(step)
         oldest = step - self._config.max_staleness
         self._step_of = {version: of for version, of in self._step_of.items() if of >= oldest - 1}
         metrics = self._staleness.pop(step).metrics()
@@ -295,7 +295,7 @@ class AsynchronousRollouts(StepRollouts):
         with self._changed:
             failed = self._ledger.fail(ticket, reason)
         if failed:
-            _LOG.warning("%s failed: %s", ticket, reason)
+            self._failures.add(ticket.step, f"{ticket} failed: {reason}")
 
     def _wake_player(self) -> None:
         with suppress(RuntimeError):  # the loop has ended, of which `_wait` raises the reason
@@ -313,7 +313,8 @@ class AsynchronousRollouts(StepRollouts):
                 if not (late or done()):
                     self._changed.wait(_POLL)
             for ticket in late:
-                _LOG.warning("%s failed: not complete %g seconds after its admission", ticket, self._config.deadline)
+                late_by = f"not complete {self._config.deadline:g} seconds after its admission"
+                self._failures.add(ticket.step, f"{ticket} failed: {late_by}")
                 with suppress(RuntimeError):
                     self._player_loop.call_soon_threadsafe(self._cancel, ticket.number)
 

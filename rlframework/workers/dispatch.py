@@ -150,9 +150,7 @@ class DispatchingWorkerGroup(WorkerGroup):
         for worker in called:
             coords = sharding.get_worker_coords(worker)
             index = [coords[axis] for axis in sharded]
-            own = {
-                name: reduce(getitem, index, value) if worker in given else None for name, value in kwargs.items()
-            }
+            own = {name: reduce(getitem, index, value) if worker in given else None for name, value in kwargs.items()}
             shards.append(own | dict(common_kwargs or {}))
         return self._run(method_name, Dispatch(called, shards, [each for each in with_data if each in once]))
 
