@@ -34,10 +34,10 @@ class _Entry:
     lane: int | None = None
     wanted: bool = True
     expired: bool = False
+    tokens: int = field(init=False)
 
-    @property
-    def tokens(self) -> int:
-        return len(self.request.prompt_ids) + self.request.max_new_tokens
+    def __post_init__(self) -> None:
+        self.tokens = len(self.request.prompt_ids) + self.request.max_new_tokens
 
 
 @dataclass(eq=False)
