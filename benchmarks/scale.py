@@ -3,7 +3,7 @@
 The work of the driver's own process for one step is measured as CPU time, with fake workers and engines that answer at
 once: dealing a batch to the ranks and collecting their results, choosing engines for requests, driving the engines'
 exchanges, the ledger and the seeds of asynchronous training, and the timeline. Every rank and engine has the same load:
-8 rows of 64 tokens, a group; at 1,024 these are 8,192 rows, the size of large published steps (512 prompts x 16). The
+8 rows of 64 tokens, a group; at 1,024 these are 8,192 rows, for example 512 prompts x 16. The
 client's part includes the routing, which is also measured alone. Sending over a network, Ray and the workers themselves
 are not in it.
 
