@@ -3,7 +3,7 @@
 ARG BASE=python:3.12
 FROM ${BASE}
 COPY . /opt/rlframework
-RUN cd /opt/rlframework && pip install --no-cache-dir . plugins/dtensor plugins/deepspeed plugins/megatron plugins/vllm
+RUN cd /opt/rlframework && pip install --no-cache-dir . 'ray[default]' plugins/dtensor plugins/deepspeed plugins/megatron plugins/vllm
 WORKDIR /work
 ENTRYPOINT ["rlframework"]
 CMD ["doctor"]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 
 from rlframework.errors import DeadlineExceeded, RLFrameworkError, WorkerLost
@@ -52,6 +53,10 @@ class GenerationClient:
         self._scheduler = Scheduler(self.lanes, limit)
         self._answers: dict[str, asyncio.Future[GenerationResult]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._engine_of = [index for index, lanes in enumerate(self._lanes) for _ in lanes]
+        self._undriven: set[int] = set()
+        """Engines whose task has ended before their requests."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._exchanges: dict[int, Future[list[Incoming]]] = {}
         self.busy_seconds = 0.0
         """The time of all exchanges, a sum over the engines."""
@@ -115,10 +120,22 @@ class GenerationClient:
     # -- engines -------------------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
-        """Start a task for each engine with requests."""
-        for index, lanes in enumerate(self._lanes):
-            if any(map(self._scheduler.busy, lanes)) and not self._driven(index):
-                self._tasks[index] = asyncio.get_running_loop().create_task(self._exchange_while_busy(index))
+        """Start a task for each engine with requests; only engines that have got some since the last call may need it.
+
+        In another event loop than before, any may.
+        """
+        loop, earlier = asyncio.get_running_loop(), self._loop
+        self._loop = loop
+        changed = {self._engine_of[lane] for lane in self._scheduler.newly_assigned()} | self._undriven
+        self._undriven = set()
+        for index in sorted(changed) if loop is earlier else range(len(self._lanes)):
+            if any(map(self._scheduler.busy, self._lanes[index])) and not self._driven(index):
+                task = self._tasks[index] = loop.create_task(self._exchange_while_busy(index))
+                task.add_done_callback(partial(self._ended, index))
+
+    def _ended(self, index: int, task: asyncio.Task[None]) -> None:
+        if task is self._tasks.get(index) and any(map(self._scheduler.busy, self._lanes[index])):
+            self._undriven.add(index)
 
     def _driven(self, index: int) -> bool:
         """Whether an engine has a task. One of an event loop that was closed never ends, so it does not count."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -33,10 +34,10 @@ class _Entry:
     lane: int | None = None
     wanted: bool = True
     expired: bool = False
+    tokens: int = field(init=False)
 
-    @property
-    def tokens(self) -> int:
-        return len(self.request.prompt_ids) + self.request.max_new_tokens
+    def __post_init__(self) -> None:
+        self.tokens = len(self.request.prompt_ids) + self.request.max_new_tokens
 
 
 @dataclass(eq=False)
@@ -63,6 +64,13 @@ class Scheduler:
     def __init__(self, lanes: int, limit: int) -> None:
         self._limit = limit
         self._lanes = [_Lane() for _ in range(lanes)]
+        self._lost: set[int] = set()
+        self._free = [(0, lane) for lane in range(lanes)]
+        """A heap with the tokens in flight of each lane that has room, and earlier states, which are skipped."""
+        self._opened: set[int] = set()
+        """Lanes that may have room for what waits for them."""
+        self._assigned: dict[int, None] = {}
+        """Lanes that requests were assigned to since `newly_assigned` was called."""
         self._waiting: deque[_Entry] = deque()
         self._entries: dict[str, _Entry] = {}
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -174,7 +182,12 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         """Whether a lane is not lost."""
-        return any(lane.alive for lane in self._lanes)
+        return len(self._lost) < len(self._lanes)
+
+    def newly_assigned(self) -> list[int]:
+        """Return the lanes that requests were assigned to since the last call."""
+        assigned, self._assigned = self._assigned, {}
+        return sorted(assigned)
 
     def in_flight(self, lane: int) -> tuple[int, int]:
         """Return the requests and the tokens in flight of `lane`."""
@@ -185,17 +198,17 @@ class Scheduler:
 
     def _assign(self) -> None:
         """Assign what waits to lanes that have room."""
-        for lane, own in enumerate(self._lanes):
-            while own.waiting and self._has_room(lane):
-                self._take(own.waiting.popleft(), lane)
+        while self._opened:
+            lane = self._opened.pop()
+            while (waiting := self._lanes[lane].waiting) and self._has_room(lane):
+                self._take(waiting.popleft(), lane)
         while self._waiting:
             entry = self._waiting[0]
             preferred = self._preferred(entry) if entry.wanted else None
             if entry.wanted and preferred is None:
-                free = [lane for lane in range(len(self._lanes)) if self._has_room(lane)]
-                if not free:
+                preferred = self._least_loaded()
+                if preferred is None:
                     return
-                preferred = min(free, key=lambda lane: self._lanes[lane].tokens)
             self._waiting.popleft()
             if preferred is None:
                 continue
@@ -211,6 +224,8 @@ class Scheduler:
         held: list[_Entry] = []
         for lane in lanes:
             own, self._lanes[lane] = self._lanes[lane], _Lane(alive)
+            (self._lost.discard if alive else self._lost.add)(lane)
+            self._changed(lane)
             for entry in own.running.values():
                 entry.losses += 1
             held += [*own.running.values(), *own.assigned.values(), *own.waiting]
@@ -230,6 +245,27 @@ class Scheduler:
         if len(self._sessions) > _MOST_SESSIONS:
             self._sessions.popitem(last=False)
 
+    def _least_loaded(self) -> int | None:
+        """Return the lane with the fewest tokens in flight, the first of several, among those that have room."""
+        while self._free:
+            tokens, lane = self._free[0]
+            if self._lanes[lane].tokens == tokens and self._has_room(lane):
+                return lane
+            heapq.heappop(self._free)
+        return None
+
+    def _changed(self, lane: int) -> None:
+        """Note that the requests of `lane` have changed."""
+        own = self._lanes[lane]
+        if not self._has_room(lane):
+            return
+        if own.waiting:
+            self._opened.add(lane)
+        heapq.heappush(self._free, (own.tokens, lane))
+        if len(self._free) > 8 * len(self._lanes) + 64:  # mostly earlier states
+            self._free = [(each.tokens, lane) for lane, each in enumerate(self._lanes) if self._has_room(lane)]
+            heapq.heapify(self._free)
+
     def _has_room(self, lane: int) -> bool:
         return self._lanes[lane].alive and self.in_flight(lane)[0] < self._limit
 
@@ -238,6 +274,8 @@ class Scheduler:
             entry.lane = lane
             self._lanes[lane].assigned[entry.request.request_id] = entry
             self._lanes[lane].tokens += entry.tokens
+            self._assigned[lane] = None
+            self._changed(lane)
 
     def _stop(self, entry: _Entry) -> bool:
         """Abort a request at its engine; if none has seen it, forget it and return True."""
@@ -259,6 +297,7 @@ class Scheduler:
             own.running.pop(request_id, None)
             own.abort.pop(request_id, None)
             own.tokens -= entry.tokens
+            self._changed(entry.lane)
 
 
 def _aborted(entry: _Entry) -> Outcome:

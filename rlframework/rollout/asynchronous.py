@@ -7,12 +7,12 @@ publishes the weights of each step to the engines, then waits for the groups of 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.config.asynchrony import AsyncConfig
@@ -22,11 +22,12 @@ from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.observers.timeline import TRAINER, timed
 from rlframework.rollout.episode_thread import Bridge, run_beside
+from rlframework.rollout.failure_log import FailureLog
 from rlframework.rollout.group_players import group_player
 from rlframework.rollout.ledger import Ledger
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.rollouts import add_rewards_of_models
-from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.seeds import ticket_seeds
 from rlframework.rollout.staleness import StepStaleness
 from rlframework.rollout.step_rollouts import StepRollouts
 from rlframework.rollout.tickets import Settled, Ticket
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from rlframework.algorithm import Parts
 
 R = TypeVar("R")
-
-_LOG = logging.getLogger(__name__)
 
 _POLL = 0.2
 """Seconds after which a wait looks for lost engines and passed deadlines."""
@@ -80,6 +79,8 @@ class AsynchronousRollouts(StepRollouts):
         )
         self._changed = threading.Condition()  # guards the ledger, the loader and what follows
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._raised: list[asyncio.Task[None]] = []
+        self._failures = FailureLog()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -149,6 +150,7 @@ class AsynchronousRollouts(StepRollouts):
         with self._changed:
             taken = self._ledger.take(step) or []
             given_up = self._ledger.given_up
+        self._failures.end(step)
         oldest = step - self._config.max_staleness
         self._step_of = {version: of for version, of in self._step_of.items() if of >= oldest - 1}
         metrics = self._staleness.pop(step).metrics()
@@ -254,15 +256,23 @@ class AsynchronousRollouts(StepRollouts):
                 while not (self._ending and not self._tasks):
                     self._woken.clear()
                     while not self._ending and (ticket := self._admit()) is not None:
-                        self._tasks[ticket.number] = asyncio.create_task(self._play(ticket))
-                    for task in [task for task in self._tasks.values() if task.done()]:
-                        task.result()
+                        task = self._tasks[ticket.number] = asyncio.create_task(self._play(ticket))
+                        task.add_done_callback(partial(self._played, ticket.number))
+                    if self._raised:
+                        self._raised[0].result()
                     await self._woken.wait()
             finally:
                 for task in self._tasks.values():
                     task.cancel()
                 await asyncio.gather(*self._tasks.values(), return_exceptions=True)
                 self._tasks.clear()
+                self._raised.clear()
+
+    def _played(self, number: int, task: asyncio.Task[None]) -> None:
+        """Keep a task that has raised for `_play_tickets`, which raises it; others have removed themselves."""
+        if self._tasks.get(number) is task:
+            self._raised.append(task)
+            self._woken.set()
 
     def _admit(self) -> Ticket[int] | None:
         with self._changed:
@@ -270,8 +280,7 @@ class AsynchronousRollouts(StepRollouts):
 
     async def _play(self, ticket: Ticket[int]) -> None:
         """Play the group of `ticket`, and settle it."""
-        first = ticket.slot * self._rows
-        seeds = row_seeds(self._parts.config.seed, ticket.step, first + self._rows)[first:].tolist()
+        seeds = ticket_seeds(self._parts.config.seed, ticket.step, ticket.slot, self._rows, self._groups)
         try:
             group = await self._player.play(self._samples[ticket.prompt], seeds)
             with self._changed:
@@ -291,7 +300,7 @@ class AsynchronousRollouts(StepRollouts):
         with self._changed:
             failed = self._ledger.fail(ticket, reason)
         if failed:
-            _LOG.warning("%s failed: %s", ticket, reason)
+            self._failures.add(ticket.step, f"{ticket} failed: {reason}")
 
     def _wake_player(self) -> None:
         with suppress(RuntimeError):  # the loop has ended, of which `_wait` raises the reason
@@ -309,7 +318,8 @@ class AsynchronousRollouts(StepRollouts):
                 if not (late or done()):
                     self._changed.wait(_POLL)
             for ticket in late:
-                _LOG.warning("%s failed: not complete %g seconds after its admission", ticket, self._config.deadline)
+                late_by = f"not complete {self._config.deadline:g} seconds after its admission"
+                self._failures.add(ticket.step, f"{ticket} failed: {late_by}")
                 with suppress(RuntimeError):
                     self._player_loop.call_soon_threadsafe(self._cancel, ticket.number)
 

@@ -13,7 +13,7 @@ time is which tickets reach their deadline.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic
 
@@ -52,6 +52,8 @@ class Ledger(Generic[P, G]):
         """The last step that was taken to train on."""
         self.admitted = self.trained = self.failed = self.given_up = 0
         self._steps: dict[int, list[Slot[P, G]]] = {}
+        self._unsettled: dict[int, int] = {}
+        """The slots of each step that are planned or open."""
         self._queue: deque[Slot[P, G]] = deque()
         self._waiting: deque[Failed[P]] = deque()
         self._open: dict[int, Slot[P, G]] = {}
@@ -64,7 +66,7 @@ class Ledger(Generic[P, G]):
         if self.admitted or self.taken >= step:
             raise LedgerError(f"a ledger with {self.admitted} tickets after step {self.taken} cannot start at {step}")
         self.version = self.taken = self._planned = step
-        self._steps, self._queue = {}, deque()
+        self._steps, self._unsettled, self._queue = {}, {}, deque()
         self._plan()
 
     # -- admission -----------------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class Ledger(Generic[P, G]):
         for slot in more:
             self._draw(slot, draw)
         slots += more
+        self._unsettled[step] += len(more)
         self._queue.extendleft(reversed(more))
 
     def _plan(self) -> None:
@@ -113,6 +116,7 @@ class Ledger(Generic[P, G]):
             self._planned += 1
             slots = [Slot[P, G](self._planned, index) for index in range(self._groups)]
             self._steps[self._planned] = slots
+            self._unsettled[self._planned] = len(slots)
             self._queue += slots
 
     def _draw(self, slot: Slot[P, G], draw: Callable[[], P]) -> None:
@@ -141,6 +145,7 @@ class Ledger(Generic[P, G]):
                     f"step trains version {ticket.step - 1}: an engine did not get the weights that were published"
                 )
         slot.state, slot.group = "completed", group
+        self._unsettled[slot.step] -= 1
         del self._open[ticket.number]
         return True
 
@@ -149,6 +154,7 @@ class Ledger(Generic[P, G]):
         if (slot := self._find(ticket)) is None:
             return False
         slot.state, slot.reason = "failed", reason or "no reason was given"
+        self._unsettled[slot.step] -= 1
         self.failed += 1
         del self._open[ticket.number]
         return True
@@ -190,9 +196,9 @@ class Ledger(Generic[P, G]):
         """
         if step != self.taken + 1 or step not in self._steps:
             raise LedgerError(f"step {step} cannot be taken: {self._why_not(step)}")
-        slots = self._steps[step]
-        if any(slot.state in ("planned", "open") for slot in slots):
+        if self._unsettled[step]:
             return None
+        slots = self._steps[step]
         return [Settled(slot.ticket, slot.group, slot.reason) for slot in slots if slot.ticket is not None]
 
     def take(self, step: int) -> list[Settled[P, G]] | None:
@@ -207,7 +213,7 @@ class Ledger(Generic[P, G]):
                 self._waiting.append(Failed(each.ticket.prompt, each.ticket.attempt + 1, due))
             else:
                 self.given_up += 1
-        del self._steps[step]
+        del self._steps[step], self._unsettled[step]
         self.taken = step
         self._plan()
         return found
@@ -277,4 +283,6 @@ class Ledger(Generic[P, G]):
                 self._ticket(slot)
         slots = (slot for of_step in self._steps.values() for slot in of_step)
         self._queue = deque(slot for slot in slots if slot.state == "planned")
+        planned = Counter(slot.step for slot in self._queue)
+        self._unsettled = {step: planned[step] for step in self._steps}
         self._plan()

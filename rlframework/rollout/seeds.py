@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,20 @@ def row_seeds(seed: int, step: int, rows: int) -> Tensor:
     """Return `[rows]` int64 seeds that differ for each row and step, and do not depend on the number of workers."""
     # not torch's generator, which on the CPU uses only the lower 32 bits of its seed
     return torch.from_numpy(np.random.default_rng([seed, step]).integers(0, 2**62, rows))
+
+
+def ticket_seeds(seed: int, step: int, slot: int, rows: int, groups: int) -> list[int]:
+    """Return the seeds of the `rows` rows of place `slot` in `step`: part of those that `row_seeds` draws for the step.
+
+    The seeds of a step are drawn together for `groups` places, and again for twice as many if the step was extended.
+    """
+    places = groups * -(-(slot + 1) // groups)
+    return _step_seeds(seed, step, places * rows)[slot * rows : (slot + 1) * rows].tolist()
+
+
+@lru_cache(maxsize=32)
+def _step_seeds(seed: int, step: int, rows: int) -> Tensor:
+    return row_seeds(seed, step, rows)
 
 
 def prompt_seeds(seed: int, first: int, prompts: int, each: int) -> Tensor:

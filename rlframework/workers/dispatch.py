@@ -146,16 +146,13 @@ class DispatchingWorkerGroup(WorkerGroup):
         with_data = self._at_zero([axis for axis in sharding.names if axis not in (*sharded, *replicated)])
         returned_once = self._at_zero(output_is_replicated)
         called = list(range(sharding.size)) if make_dummy_calls_to_free_axes else with_data
-        receiving, returning = set(with_data), set(returned_once)
-        shards = []
+        shards, given, once = [], set(with_data), set(returned_once)
         for worker in called:
             coords = sharding.get_worker_coords(worker)
             index = [coords[axis] for axis in sharded]
-            own = {
-                name: reduce(getitem, index, value) if worker in receiving else None for name, value in kwargs.items()
-            }
+            own = {name: reduce(getitem, index, value) if worker in given else None for name, value in kwargs.items()}
             shards.append(own | dict(common_kwargs or {}))
-        return self._run(method_name, Dispatch(called, shards, [each for each in with_data if each in returning]))
+        return self._run(method_name, Dispatch(called, shards, [each for each in with_data if each in once]))
 
     def _known(self, axes: Sequence[str] | None) -> list[str]:
         """These axes; raises `ValueError` if one does not exist."""

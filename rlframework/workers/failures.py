@@ -11,7 +11,7 @@ import importlib
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,6 +22,9 @@ _CONNECTION_LOST = ("connection closed by peer", "connection reset by peer", "co
 _COLLECTIVE_FAILED = (*_CONNECTION_LOST, "gloo")
 FAILURE = "rlframework_failure"
 """Attribute of a `portable` exception with the `HostFailure` that describes the original one in the worker."""
+
+MOST_LISTED = 16
+"""Ranks that a message names."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def as_exception(
     failure = failures[rank]
     who = f"rank {rank} of {world_size}{where(rank)}"
     others = [other for other in sorted(failures) if other != rank]
-    also = f"\n(also failed: rank {', '.join(map(str, others))})" if others else ""
+    also = f"\n(also failed: rank {numbers(others)})" if others else ""
     if failure.died:
         return WorkerLost(f"the process of {who} died in {doing}: {failure.message}{also}")
     kind = failure.classes[0][1]
@@ -89,6 +92,12 @@ def as_exception(
     error.add_note(f"raised by {who} in {doing}")
     error.__cause__ = remote
     return error
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """List the first of `ranks`, and count the rest: a message about thousands of workers stays short."""
+    first, rest = ", ".join(map(str, ranks[:MOST_LISTED])), len(ranks) - MOST_LISTED
+    return f"{first} and {rest} more" if rest > 0 else first
 
 
 def _own_class(failure: HostFailure) -> type[RLFrameworkError] | None:

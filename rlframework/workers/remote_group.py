@@ -29,7 +29,7 @@ from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext
 from rlframework.logs import log_to_stderr
 from rlframework.plugins.loading import load_target
 from rlframework.workers import dispatch, machine
-from rlframework.workers.failures import HostFailure, as_exception
+from rlframework.workers.failures import MOST_LISTED, HostFailure, as_exception, numbers
 from rlframework.workers.temporary import TemporaryFolder
 
 _LOG = logging.getLogger(__name__)
@@ -207,10 +207,10 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
                 hint = self._describe_resources() if deadline == "start" else ""
                 if seconds is None:
                     hint += f"If they just need more time, raise worker_group.deadlines.{deadline}"
-                nodes = ",".join(sorted({self._location_text(rank) for rank in missing} - {""}))
+                nodes = ",".join(sorted({self._location_text(rank) for rank in missing[:MOST_LISTED]} - {""}))
                 raise DeadlineExceeded(
-                    f"{doing}: no answer within {limit:g} s from rank {', '.join(map(str, missing))} of "
-                    f"{self._sharding.size}{nodes}; answered: {', '.join(map(str, sorted(results))) or 'none'}. "
+                    f"{doing}: no answer within {limit:g} s from rank {numbers(missing)} of "
+                    f"{self._sharding.size}{nodes}; answered: {numbers(sorted(results)) or 'none'}. "
                     f"The workers were ended. {hint}"
                 )
         except BaseException as error:
@@ -261,7 +261,8 @@ def check_ranks(sharding: NamedSharding, workers: int) -> None:
 
 
 def _wait_until_gone(pids: Sequence[int]) -> bool:
-    _, left = psutil.wait_procs([each for each in psutil.process_iter() if each.pid in pids], KILL_WAIT)
+    awaited = set(pids)
+    _, left = psutil.wait_procs([each for each in psutil.process_iter() if each.pid in awaited], KILL_WAIT)
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -53,8 +53,8 @@ def test_the_page_s_configurations_load(number):
 
 def test_the_page_has_what_it_is_about():
     assert len(CONFIGURATIONS) == 4
-    names = re.findall(r"`examples/cluster/([\w.]+)`\]\(\.\./examples/cluster/\1\)", PAGE)
-    assert sorted(names) == sorted(path.name for path in FOLDER.iterdir())
+    names = re.findall(r"`examples/cluster/([\w./]+)`\]\(\.\./examples/cluster/\1\)", PAGE)
+    assert sorted(names) == sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.*"))
 
 
 def test_the_keys_that_the_page_names_are_there():

@@ -44,6 +44,10 @@ from rlframework.workers.remote_group import KILL_WAIT, SMALL, RemoteWorkerGroup
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
+_MANY = 64
+_GATHER = 0.05
+"""Seconds in which further results of more than `_MANY` workers are gathered after the first: few waits for many."""
+
 
 class RayCall(MultiWorkerFuture, list[Any]):
     """A call that is also the list of its references, for `ray.get`."""
@@ -188,8 +192,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         while True:
             left = max(until - time.monotonic(), 0.0)
             ready: list[Any] = ray.wait(waiting, num_returns=1, timeout=min(left, heartbeat.PERIOD))[0]
-            if ready:  # all that have arrived: one at a time, N workers would take N waits for up to N references
-                return list(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0])
+            if ready:  # all that have arrived: a call for each would look at all of them as often as there are results
+                more = _GATHER if len(waiting) > _MANY else 0
+                return list(ray.wait(waiting, num_returns=len(waiting), timeout=more)[0])
             ready = [ref for ref, rank in refs.items() if self._heartbeat.is_silent(rank)]
             if ready or left <= heartbeat.PERIOD:
                 return ready

@@ -1,0 +1,231 @@
+"""How much does the driver do for each data-parallel rank or engine, from 8 to 4,096 of them?
+
+The work of the driver's own process for one step is measured as CPU time, with fake workers and engines that answer at
+once: dealing a batch to the ranks and collecting their results, choosing engines for requests, driving the engines'
+exchanges, the ledger and the seeds of asynchronous training, and the timeline. Every rank and engine has the same load:
+8 rows of 64 tokens, a group; at 1,024 these are 8,192 rows, for example 512 prompts x 16. The
+client's part includes the routing, which is also measured alone. Sending over a network, Ray and the workers themselves
+are not in it.
+
+    python benchmarks/scale.py --output docs/results/scale.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from interleave import machine, table, write_json
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.generation.client import GenerationClient
+from rlframework.generation.scheduler import Scheduler
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation_exchange import Incoming, Outgoing
+from rlframework.interfaces.named_sharding import NamedSharding
+from rlframework.interfaces.worker_group import MultiWorkerFuture
+from rlframework.observers.timeline import Timeline, timeline_row
+from rlframework.rollout import seeds
+from rlframework.rollout.ledger import Ledger
+from rlframework.workers import dispatch
+
+SIZES = (8, 64, 512, 1024, 4096)
+ROWS, TOKENS, GROUP = 8, 64, 8
+"""Rows of a step for each rank and engine, tokens of a row, and rows of a group."""
+STEP, GOAL, AT = 30.0, 0.02, 1024
+"""Seconds of a step, a short one: 4,000 tokens of a row at 100 tokens/s alone take 40; the driver's share, at `AT`."""
+Found = dict[str, Any]
+
+
+class FakeGroup(dispatch.DispatchingWorkerGroup):
+    """Workers that return their shard."""
+
+    def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
+        results = [each["data"] for each in plan.kwargs]
+        return MultiWorkerFuture(results, return_from_workers=plan.returned, called_workers=plan.called)
+
+    def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
+        return dispatch.select_results(future, future.futures)
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
+        return True
+
+
+def deal_and_collect(ranks: int) -> None:
+    """Shard a batch, call all ranks with their shards, and join the results."""
+    rows = ranks * ROWS
+    batch: BatchedDataDict[Any] = BatchedDataDict(
+        {"input_ids": torch.zeros(rows, TOKENS, dtype=torch.int64), "lengths": torch.full((rows,), TOKENS)}
+    )
+    group = FakeGroup(NamedSharding(torch.arange(ranks).reshape(1, ranks, 1, 1).numpy(), AXES))
+    shards = batch.shard_by_batch_size(ranks, batch_size=rows)
+    replicated = [axis for axis in AXES if axis != "data_parallel"]
+    future = group.run_all_workers_sharded_data(
+        "train",
+        data=shards,
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=replicated,
+        output_is_replicated=replicated,
+    )
+    assert BatchedDataDict.from_batches(group.get_all_worker_results(future)).size == rows
+
+
+AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
+PROMPT, TEXT, LOGPROBS = torch.arange(8), torch.arange(TOKENS), torch.zeros(TOKENS)
+
+
+@cache
+def requests(engines: int) -> list[GenerationRequest]:
+    """Return a step's requests; their lengths differ."""
+    return [GenerationRequest(str(row), PROMPT, 0, 32 + row % 33) for row in range(engines * ROWS)]
+
+
+def answers(outgoing: Outgoing) -> Incoming:
+    """Return results of all requests."""
+    return Incoming([GenerationResult(each.request_id, TEXT, LOGPROBS, "stop", ()) for each in outgoing.requests])
+
+
+def route(engines: int) -> None:
+    """Choose engines for requests, half of which wait for others to be finished."""
+    scheduler, done = Scheduler(engines, limit=ROWS // 2), 0
+    for request in requests(engines):
+        scheduler.add(request)
+    while done < engines * ROWS:
+        for lane in range(engines):
+            done += len(scheduler.received(lane, answers(scheduler.outgoing(lane))))
+
+
+class FakeEngine(SimpleNamespace):
+    """The handle of an engine that answers at once."""
+
+    lanes, interval, lost, name = 1, 0.1, False, "fake"
+
+    def exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> Future[list[Incoming]]:
+        """Return what is requested."""
+        future: Future[list[Incoming]] = Future()
+        future.set_result([answers(each) for each in outgoing])
+        return future
+
+
+def drive(engines: int) -> None:
+    """Await the completions of all requests from the client."""
+
+    async def all_of_them(client: Any) -> None:
+        await asyncio.gather(*(client.generate(request) for request in requests(engines)))
+
+    asyncio.run(all_of_them(GenerationClient([FakeEngine() for _ in range(engines)], limit=ROWS // 2)))
+
+
+def keep_the_ledger(engines: int) -> None:
+    """Admit and complete the groups of a step; ask after each one, as the driver does, whether all are complete."""
+    groups = engines * ROWS // GROUP
+    ledger: Ledger[int, int] = Ledger(groups=groups, max_staleness=1, last_step=1, clock=time.monotonic)
+    tickets = [ledger.admit(lambda: 0) for _ in range(groups)]
+    for number in reversed(range(groups)):
+        ledger.settled(1)
+        ticket = tickets[number]
+        assert ticket is not None
+        ledger.complete(ticket, 0, {0})
+    assert len(ledger.take(1) or ()) == groups
+
+
+def draw_seeds(engines: int) -> None:
+    """Draw the seeds of each group."""
+    groups = engines * ROWS // GROUP
+    if hasattr(seeds, "ticket_seeds"):
+        seeds._step_seeds.cache_clear()
+        for slot in range(groups):
+            seeds.ticket_seeds(7, 3, slot, GROUP, groups)
+    else:  # before version 0.3
+        for first in range(0, groups * GROUP, GROUP):
+            seeds.row_seeds(7, 3, first + GROUP)[first:].tolist()
+
+
+def record(engines: int) -> None:
+    """Record 20 exchanges of each engine, and make the line of the step."""
+    timeline = Timeline()
+    for exchange in range(20):
+        for engine in range(engines):
+            timeline.add(f"engine {engine}", "generate", exchange * 1.5, exchange * 1.5 + 1.0)
+    spans = timeline.pop()
+    timeline_row(1, spans, spans[0].start, spans[0].start + STEP)
+
+
+PARTS: dict[str, Callable[[int], None]] = {
+    "batches": deal_and_collect,
+    "routing": route,
+    "client": drive,
+    "ledger": keep_the_ledger,
+    "seeds": draw_seeds,
+    "timeline": record,
+}
+
+
+def seconds(part: Callable[[int], None], size: int, repeats: int) -> float:
+    """Return the least CPU time of this process for a part."""
+    times = []
+    requests(size)
+    for _ in range(repeats):
+        gc.collect()
+        begun = time.process_time()
+        part(size)
+        times.append(time.process_time() - begun)
+    return min(times)
+
+
+def measure(sizes: Sequence[int]) -> Found:
+    """Measure each part at each size; a part that needs longer than 20 s at one size is not measured at larger ones."""
+    found: Found = {}
+    for name, part in PARTS.items():
+        part(8)  # imports and caches
+        found[name] = {}
+        for size in sizes:
+            found[name][str(size)] = seconds(part, size, 5 if size <= 64 else 3 if size <= 512 else 1)
+            if found[name][str(size)] > 20.0:
+                break
+    return found
+
+
+def exponent(times: Found) -> float:
+    """Return the exponent with which the time grows over the two largest sizes; 1 is linear."""
+    (small, first), (large, last) = [(int(size), value) for size, value in times.items()][-2:]
+    return math.log(last / first) / math.log(large / small)
+
+
+def main() -> None:
+    """Measure, print a table and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    found = measure(arguments.sizes)
+    head = ["part", *(f"{size}: us a rank" for size in arguments.sizes), "exponent"]
+    lines = [
+        [name, *(f"{times[str(n)] / n * 1e6:.0f}" for n in arguments.sizes if str(n) in times)]
+        for name, times in found.items()
+    ]
+    lines = [[*line, *["-"] * (len(head) - 1 - len(line))] for line in lines]
+    print(table([head, *([*line, f"{exponent(found[line[0]]):.2f}"] for line in lines)]))
+    result: Found = {"machine": machine(), "step_seconds": STEP, "cpu_seconds": found}
+    if AT in arguments.sizes:
+        result["share"] = sum(times.get(str(AT), math.inf) for name, times in found.items() if name != "routing") / STEP
+        print(f"at {AT}: {result['share']:.2%} of a step of {STEP:g} s (at most {GOAL:.0%})")
+    if arguments.output:
+        write_json(arguments.output, result)
+
+
+if __name__ == "__main__":
+    main()
