@@ -76,7 +76,7 @@ def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
         raise StorageError("cannot write x: the bucket is gone")
 
     monkeypatch.setattr(RemoteFolder, "send", fail)
-    with pytest.raises(StorageError, match="step-000004 was not uploaded to .* in 2 attempt.*the bucket is gone"):
+    with pytest.raises(StorageError, match=r"step-000004 was not uploaded to .* in 2 attempt.*the bucket is gone"):
         run(run_config("sft", *options("run")))
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002", "step-000004"]
@@ -102,10 +102,13 @@ def test_kill_9_during_an_upload_and_then_resume(run_config, tmp_path, options):
     config = run_config("sft", *options("run", RESUME))
     (tmp_path / "run.yaml").write_text(config_yaml(config))
     remote = RemoteFolder(f"file://{tmp_path}/far")
-    process = subprocess.Popen([sys.executable, "-c", SLOW_UPLOAD, str(tmp_path / "run.yaml")])
+    fixtures = str(Path(__file__).parents[1] / "fixtures")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([fixtures, os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([sys.executable, "-c", SLOW_UPLOAD, str(tmp_path / "run.yaml")], env=environment)
     deadline = time.monotonic() + 120
     while "step-000002/model/model.safetensors" not in remote.sizes() or not checkpoints_in(tmp_path / "run"):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.3)
     os.kill(process.pid, signal.SIGKILL)

@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named_and_nothing_is_left(remote, make_checkpoint, tm
 def test_a_missing_file_is_named(remote, make_checkpoint, tmp_path):
     send(make_checkpoint(2), remote)
     remote.delete("step-000002/run.json")
-    with pytest.raises(StorageError, match="cannot read /bucket/run/step-000002/run.json: FileNotFoundError"):
+    with pytest.raises(StorageError, match=r"cannot read /bucket/run/step-000002/run.json: FileNotFoundError"):
         fetch_newest(remote, tmp_path / "other")
 
 
