@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check fast test thorough recipes soak conformance gpu vllm outside lint format types imports docs clean
+.PHONY: help quickstart check fast test thorough recipes soak conformance gpu vllm release outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -100,6 +100,9 @@ vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), a
 		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton opencv-python-headless
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest plugins/vllm/tests
 	VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest plugins/vllm/tests/test_vllm_faults.py
+
+release: $(VENV)/.installed-dev  ## wheels of the commit, checksums, notes, in dist/VERSION; KEY=~/.ssh/id_ed25519 signs
+	$(BIN)/python tools/release.py $(if $(KEY),--key $(KEY))
 
 outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rP tests/packaging/outside.py

@@ -5,13 +5,15 @@
 
 For each seed the quickstart's supervised phase makes one start, and each algorithm (`NAME`, or `NAME:PRESET`) trains it
 with `examples/quickstart/grpo.yaml` and overrides of yours, such as `algorithm.num_steps=50`. The accuracy is that of
-greedy answers to held-out sums. What is in the output directory already is not run again, so that a comparison can be
-continued. Dynamic sampling takes more rollouts for the same number of steps: the table has the samples of each run.
+greedy answers to held-out sums. What is in the output directory already is not run again, and an interrupted run goes
+on from its checkpoint. Runs that only FILE has stay in it, and are in the table and the picture; they must have had the
+same overrides. Dynamic sampling takes more rollouts for the same number of steps: the table has them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +29,10 @@ SECTIONS = {"ppo": ["critic={optimizer: {lr: 1.0e-3}}"]}
 ACCURACY = "validation/accuracy"
 
 History = list[dict[str, float]]
+Curve = list[tuple[float, float]]
+"""Steps and accuracies of a run's validations."""
+Curves = dict[str, dict[int, Curve]]
+"""The curve of each algorithm and seed."""
 
 
 def main() -> None:
@@ -40,20 +46,44 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_intermixed_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
+    found = stored(options.json, options.overrides)
     starts = {seed: start(options.output / f"seed-{seed}", seed) for seed in seeds}
-    found: dict[str, list[History]] = {}
     for name in options.algorithms.split(","):
-        found[name] = [
-            history(options.output / f"seed-{seed}" / name.replace(":", "-"), name, model, seed, options.overrides)
+        place = name.replace(":", "-")
+        runs = {
+            seed: history(options.output / f"seed-{seed}" / place, name, model, seed, options.overrides)
             for seed, model in starts.items()
-        ]
-        print_row(name, found[name])
+        }
+        curves = found.get(name, {}) | {seed: curve(rows) for seed, rows in runs.items()}
+        found[name] = dict(sorted(curves.items()))
+        print_row(name, found[name], list(runs.values()))
+        store(options.json, found, options.overrides)
     print(f"picture: {draw(found, options.output / 'algorithms.png')}")
-    if options.json:
+
+
+def stored(path: Path | None, overrides: Sequence[str]) -> Curves:
+    """Return the curves in the file `path`, none if there is no such file; it must be of the same overrides."""
+    if path is None or not path.exists():
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if sorted(data["overrides"]) != sorted(overrides):
+        raise SystemExit(
+            f"{path} has runs with the overrides {data['overrides']}, not {list(overrides)}; they cannot be compared. "
+            "Give the same overrides, or another file"
+        )
+    return {
+        name: {int(seed): [(step, value) for step, value in rows] for seed, rows in curves.items()}
+        for name, curves in data["accuracy"].items()
+    }
+
+
+def store(path: Path | None, found: Curves, overrides: Sequence[str]) -> None:
+    """Write the curves to the file `path`, if there is one."""
+    if path is not None:
         from interleave import machine, write_json
 
-        results = {name: [curve(rows) for rows in histories] for name, histories in found.items()}
-        write_json(options.json, {"machine": machine(), "seeds": seeds, "accuracy": results})
+        accuracy = {name: {str(seed): rows for seed, rows in curves.items()} for name, curves in found.items()}
+        write_json(path, {"machine": machine(), "overrides": list(overrides), "accuracy": accuracy})
 
 
 def start(folder: Path, seed: int) -> Path:
@@ -69,11 +99,14 @@ def start(folder: Path, seed: int) -> Path:
 
 
 def history(folder: Path, name: str, model: Path, seed: int, overrides: Sequence[str]) -> History:
-    """Return the metrics of a run's steps, of a run that has ended or of a new one."""
-    from rlframework import load_config, run
+    """Return the metrics of a run's steps: of one that has ended, an interrupted one that goes on, or a new one."""
+    from rlframework import load_config, resume, run
     from rlframework.observers.jsonl import METRICS_FILE, read_history
 
     if (folder / "model").exists():
+        return [dict(row) for row in read_history(folder / METRICS_FILE)]
+    if any((folder / "checkpoints").glob("step-*")):
+        resume(folder)
         return [dict(row) for row in read_history(folder / METRICS_FILE)]
     algorithm, _, preset = name.partition(":")
     keys = [f"algorithm.name={algorithm}", f"algorithm.preset={preset or 'null'}", *SECTIONS.get(algorithm, ())]
@@ -82,14 +115,14 @@ def history(folder: Path, name: str, model: Path, seed: int, overrides: Sequence
     return run(load_config(QUICKSTART / "grpo.yaml", [*keys, *places])).history
 
 
-def curve(rows: History) -> list[tuple[float, float]]:
+def curve(rows: History) -> Curve:
     """Return the steps and accuracies of a run's validations."""
     return [(row["step"], row[ACCURACY]) for row in rows if ACCURACY in row]
 
 
-def print_row(name: str, histories: list[History]) -> None:
-    """Print the accuracies before and after, by seed, and the mean."""
-    first, last = ([curve(rows)[place][1] for rows in histories] for place in (0, -1))
+def print_row(name: str, curves: dict[int, Curve], histories: Sequence[History]) -> None:
+    """Print the accuracies before and after, by seed, and the mean; the rollouts a step are of `histories`."""
+    first, last = ([points[place][1] for points in curves.values()] for place in (0, -1))
     rounds = mean(row.get("train/sampling_rounds", 1.0) for rows in histories for row in rows if row["step"] > 0)
     after = " ".join(f"{value:6.1%}" for value in last)
     print(
@@ -97,7 +130,7 @@ def print_row(name: str, histories: list[History]) -> None:
     )
 
 
-def draw(found: dict[str, list[History]], path: Path) -> Path:
+def draw(found: Curves, path: Path) -> Path:
     """Draw the mean accuracy of each algorithm over steps, with the range of its seeds; return `path`."""
     import matplotlib.pyplot as plt
     from matplotlib import rc_context
@@ -107,8 +140,8 @@ def draw(found: dict[str, list[History]], path: Path) -> Path:
     with rc_context(STYLE):
         figure: Any
         figure, axes = plt.subplots(figsize=(8, 5))
-        for name, histories in found.items():
-            curves = [dict(curve(rows)) for rows in histories]
+        for name, seeds in found.items():
+            curves = [dict(points) for points in seeds.values()]
             steps = sorted(set.intersection(*(set(points) for points in curves)))
             values = [[points[step] for points in curves] for step in steps]
             (line,) = axes.plot(steps, [mean(each) for each in values], label=name)

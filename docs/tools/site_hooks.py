@@ -3,6 +3,8 @@
 A linked file of the repository becomes a page below `source/`: Markdown unchanged, other text as a
 listing, a folder as a list of its files. Links are rewritten only in the rendered output. Links to missing
 files are left unchanged, and MkDocs warns about them.
+
+The index of the search is also written as a script, which pages can load where they are opened from disk.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
@@ -50,6 +53,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return posixpath.relpath(uri_of(there), posixpath.dirname(uri) or ".") + sharp + anchor
 
     return rewrite_links(markdown, rewrite)
+
+
+@event_priority(-100)  # after the plugin that writes the index
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Write the search index as a script: scripts are all that a page on disk may load."""
+    index = Path(config.site_dir) / "search" / "search_index.json"
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}", encoding="utf-8")
 
 
 def outside(pages: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """`results/soak.md`: the attacks of `make soak`, and what they found.
 
-    python docs/tools/soak_page.py LINES.jsonl    # writes results/soak.json and the page
+    python docs/tools/soak_page.py LINES.jsonl                 # writes results/soak.json and the page
+    python docs/tools/soak_page.py LINES.jsonl --add [COMMIT]  # replaces these attacks alone, with today's date
 
 `LINES.jsonl` has a line for each attack that began, and another one when it ended (`tests/soak/conftest.py`).
 """
@@ -65,9 +66,11 @@ def _text(value: Any) -> str:
 
 def _ran_on(report: Mapping[str, Any]) -> str:
     found = report["machine"]
+    dated = any("commit" in attack["figures"] for attack in report["attacks"])
+    apart = " Attacks with a date and a commit in the last column were run then, alone." if dated else ""
     return (
         f"Run on {report['date']} at commit `{report['commit']}`: {found['cpu']}, {found['cores']} cores; Python "
-        f"{found['python']}, torch {found['torch']}, transformers {found['transformers']}."
+        f"{found['python']}, torch {found['torch']}, transformers {found['transformers']}.{apart}"
     )
 
 
@@ -94,13 +97,26 @@ def report_of(lines: Iterable[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def added(report: dict[str, Any], new: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
+    """`report` with the attacks of `new`, each with its date and commit; `commit`: that of `new`, if it is another."""
+    when = {"date": new["date"], "commit": commit or new["commit"]}
+    attacks = {f"{attack['file']} {attack['attack']}": attack for attack in report["attacks"]}
+    for attack in new["attacks"]:
+        attacks[f"{attack['file']} {attack['attack']}"] = {**attack, "figures": attack["figures"] | when}
+    return {**report, "attacks": [attacks[name] for name in sorted(attacks)]}
+
+
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
-    if len(arguments) != 1:
+    adds = arguments[1:2] == ["--add"]
+    if not 1 <= len(arguments) <= (3 if adds else 1):
         print(__doc__, file=sys.stderr)
         return 2
-    lines = Path(arguments[0]).read_text(encoding="utf-8").splitlines()
-    write_atomically(RESULTS / "soak.json", json.dumps(report_of(lines), indent=1, allow_nan=False) + "\n")
+    report = report_of(Path(arguments[0]).read_text(encoding="utf-8").splitlines())
+    if adds:
+        old = json.loads((RESULTS / "soak.json").read_text(encoding="utf-8"))
+        report = added(old, report, arguments[2] if len(arguments) == 3 else None)
+    write_atomically(RESULTS / "soak.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
     write_atomically(RESULTS / "soak.md", page())
     return 0
 

@@ -40,7 +40,7 @@ def serve(
 
     config = generation_config(name, overrides=changes or (), trust_run=trust_run)
     from rlframework.rollout.endpoint.serving import serve as serve_model
-    from rlframework.runner.parts import build_generation
+    from rlframework.runner.parts import build_generation, open_images
 
     key = token or secrets.token_urlsafe(32)
 
@@ -48,7 +48,16 @@ def serve(
         print(f"base_url={base_url}\napi_key={key if token is None else '(as given)'}\nCtrl-C ends it", flush=True)
 
     with build_generation(config) as (tokenizer, policy, generation):
+        section, inputs = config.environment.images, open_images(config, tokenizer)
         serve_model(
-            tokenizer, generation, model="policy", token=key, host=host, port=port, started=started, policy=policy
+            tokenizer,
+            generation,
+            model="policy",
+            token=key,
+            host=host,
+            port=port,
+            started=started,
+            policy=policy,
+            images=None if section is None or inputs is None else (section, inputs),
         )
     print("ended")

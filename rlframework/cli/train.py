@@ -124,6 +124,7 @@ def tokenize(
     """Tokenize the training rows of CONFIG once and write them to the folder OUT, for algorithm.token_data.
 
     With --show N, print the first N rows instead: tokens that are trained on are green, or in [[ ]] without colors.
+    With an algorithm that samples completions, such as grpo, rows are its prompts.
 
     \b
     rlframework tokenize sft.yaml data/tokens

@@ -123,6 +123,12 @@ class ClippedPGLossConfig(Section):
         description="off-policy correction of the KL term. ratio: times the probability ratio, including its gradient "
         "(DeepSeek-V3.2, arXiv:2512.02556); generator: times the probability over the generator's, as a constant",
     )
+    entropy_coef: float = Field(
+        0.0,
+        ge=-1e3,
+        le=1e3,
+        description="weight of the entropy, which is subtracted from the loss, with the same mean; negative: lowers it",
+    )
     importance_correction: Literal["none", "truncated"] = Field(
         "none", description="truncated: weight tokens by trainer/generator probability, at most `importance_cap`"
     )

@@ -66,8 +66,10 @@ class Gsm8kConfig(EnvironmentConfig):
     """GSM8K (arXiv:2110.14168), or data in its format: `question`, and `answer` whose last line is `#### 42`."""
 
     name: str = Field("gsm8k", description="grade-school math word problems")
-    train_path: Path | None = Field(None, description="JSONL or Parquet file to train on, instead of `dataset`")
-    validation_path: Path | None = Field(None, description="JSONL or Parquet file; null: hold out part of `train_path`")
+    train_path: Path | None = Field(None, description="JSONL, Parquet or CSV file to train on, instead of `dataset`")
+    validation_path: Path | None = Field(
+        None, description="JSONL, Parquet or CSV file; null: hold out part of `train_path`"
+    )
     dataset: str | None = Field(None, description="name of a Hugging Face dataset, such as openai/gsm8k")
     subset: str | None = Field("main", description="configuration name of `dataset`")
     train_split: str = Field("train", description="training split of `dataset`")
@@ -94,7 +96,7 @@ class Gsm8kConfig(EnvironmentConfig):
     def _one_source(self) -> Self:
         files = self.train_path is not None or self.validation_path is not None
         if (not files and self.dataset is None) or (self.train_path is not None and self.dataset is not None):
-            either = "set either train_path (a JSONL or Parquet file) or dataset (a Hugging Face name)"
+            either = "set either train_path (a JSONL, Parquet or CSV file) or dataset (a Hugging Face name)"
             raise ValueError(f"{either}; evaluation needs only validation_path")
         if self.dataset is not None and self.validation_path is not None:
             raise ValueError("validation_path is used with train_path; with dataset, set validation_split instead")
@@ -205,7 +207,7 @@ SourceName = RewardName
 
 
 class DatasetConfig(RowsConfig):
-    """Your own data: JSONL, Parquet, the output of `datasets.save_to_disk`, or a dataset on the Hugging Face Hub."""
+    """Your own data: JSONL, Parquet, CSV, output of `datasets.save_to_disk`, or a data set on the Hugging Face Hub."""
 
     name: str = Field("dataset", description="your own dataset")
     mixture: Mapping[SourceName, SourceConfig] | None = Field(

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
-from rlframework.config.episode_environments import AttemptsConfig
 from rlframework.config.further_policies import in_section
 from rlframework.config.hints import key_paths, peer_hint, unknown_key_hint
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
@@ -231,16 +230,12 @@ def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
     environment, algorithm = config.environment, config.algorithm
     if environment.images is None:
         return
-    if isinstance(environment, AttemptsConfig):
-        yield Problem("environment.images", "must be null with agents: the endpoint serves text only")
     if type(algorithm) not in (SFTConfig, GRPOConfig):
         yield Problem(
             "environment.images", f"is for sft, grpo and its presets, not for algorithm.name={algorithm.name}"
         )
     if getattr(algorithm, "token_data", None) is not None:
         yield Problem("algorithm.token_data", "must be null with environment.images: token data has no images")
-    if getattr(algorithm, "asynchronous", None) is not None:
-        yield Problem("environment.images", "must be null with algorithm.async, which sends no images to its engines")
     if config.further_policies:
         names = ", ".join(config.further_policies)
         yield Problem("environment.images", f"must be null with further policies ({names}), which get no images")

@@ -93,8 +93,12 @@ class Oracle:
         is.
         """
         with torch.no_grad():
-            logs = self._distributions(batch, self.temperature if temperature is None else temperature)
-            return torch.nn.functional.pad(-(logs.exp() * logs).sum(-1), (1, 0)) * _real(batch)
+            return self.differentiable_entropy(batch, temperature)
+
+    def differentiable_entropy(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """Return the same with gradient."""
+        logs = self._distributions(batch, self.temperature if temperature is None else temperature)
+        return torch.nn.functional.pad(-(logs.exp() * logs).sum(-1), (1, 0)) * _real(batch)
 
     def top_logits(self, batch: Batch, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Return the `k` largest logits over the temperature and their tokens, `[B, S, k]` each; entry i predicts token

@@ -7,6 +7,7 @@ features that the model will make of its images.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ class ProcessedImages:
 class ImageInputs:
     """Makes the inputs of the model `name`, with `config`, from images, with its own processor.
 
-    The same images give the same tensors, so that rows of a group share them. Raises a `DataError` if the model has no
-    processor.
+    The same images give the same tensors, so that rows of a group share them. Each different image is processed once,
+    as long as it is kept; the rows of several are joined. Several threads may use one object. Raises a `DataError` if
+    the model has no processor.
     """
 
     def __init__(self, name: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -63,6 +65,9 @@ class ImageInputs:
         self._placeholder = str(self._processor.image_token)
         self._kept: OrderedDict[tuple[str, ...], ProcessedImages] = OrderedDict()
         self._bytes = 0  # of those that are kept
+        self._lock = threading.Lock()
+        self.made = 0
+        """How many images were decoded and processed."""
         self._dims, self._types = self._probe()
 
     def processed(self, pictures: Sequence[Picture]) -> ProcessedImages:
@@ -73,23 +78,44 @@ class ImageInputs:
                     f"a message has an image of type {type(picture).__name__}; it must be an "
                     "rlframework.interfaces.pictures.Picture"
                 )
+        with self._lock:
+            return self._found(tuple(pictures))
+
+    def _found(self, pictures: tuple[Picture, ...]) -> ProcessedImages:
+        """Return what is kept of images, or made of them."""
         key = tuple(picture.digest for picture in pictures)
-        if (known := self._kept.get(key)) is None:
-            images = [decoded(picture) for picture in pictures]
-            try:
-                made = self._process(images)
-            except Exception as error:  # processors raise anything
-                sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
-                raise ImageError(
-                    f"{pictures[0].where}: the model's processor rejects the images of this row ({sizes} pixels): "
-                    f"{error!s:.300}"
-                ) from error
-            known = self._kept[key] = made
-            self._bytes += made.bytes
-        self._kept.move_to_end(key)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        made = self._joined([self._found((picture,)) for picture in pictures]) if len(pictures) > 1 else None
+        made = self._made(pictures) if made is None else made
+        self._kept[key] = made
+        self._bytes += made.bytes
         while len(self._kept) > 1 and self._bytes > _KEPT_BYTES:
             self._bytes -= self._kept.popitem(last=False)[1].bytes
-        return known
+        return made
+
+    def _joined(self, each: Sequence[ProcessedImages]) -> ProcessedImages | None:
+        """Return the images of a row, which were processed one by one; None if the processor pads them together."""
+        for name, dim in self._dims.items():
+            shapes = {(*one.tensors[name].shape[:dim], *one.tensors[name].shape[dim + 1 :]) for one in each}
+            if len(shapes) > 1:
+                return None
+        tensors = {name: torch.cat([one.tensors[name] for one in each], dim) for name, dim in self._dims.items()}
+        texts, sizes = [text for one in each for text in one.texts], [size for one in each for size in one.sizes]
+        return ProcessedImages(texts, tensors, sizes, count_features(self._config, tensors))
+
+    def _made(self, pictures: Sequence[Picture]) -> ProcessedImages:
+        images = [decoded(picture) for picture in pictures]
+        self.made += len(images)
+        try:
+            return self._process(images)
+        except Exception as error:  # processors raise anything
+            sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
+            raise ImageError(
+                f"{pictures[0].where}: the model's processor rejects the images of this row ({sizes} pixels): "
+                f"{error!s:.300}"
+            ) from error
 
     def expanded(self, texts: Sequence[str], pictures: Sequence[Picture]) -> list[str]:
         """Return the consecutive `texts` of a row, with its images in place of their placeholders, in order.

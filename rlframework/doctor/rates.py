@@ -9,6 +9,9 @@ Of the steps after the first one, without validations:
 With n engines a step takes S = max(T, E / n), so E / T engines are as busy as the trainer. Generation is hidden if the
 longest completion takes at most half of K steps: K >= 2 L / S (`benchmarks/asynchrony.py`). Other numbers of rows and
 of trainer workers than those of the run are accounted for in proportion.
+
+Training skips groups of equal rewards, and a step without others refits no engine either, so T is too small where such
+groups are many: always with random weights, whose rewards are all 0. A measurement trains on them.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ _SHORT = (
     "algorithm.num_epochs=null",
     "algorithm.validation={every: 0, at_start: false, at_end: false}",
     "checkpoints={every: 0, on_interrupt: false}",
+    "policy.scheduler.warmup_steps=0",
     "observers={console: false, tensorboard: false, curve: false, samples: 0, wandb: false, mlflow: false}",
 )
 
@@ -49,7 +53,8 @@ _SHORT = (
 class Rates:
     """The rates of a run, in `source`: T and E as above, and the seconds that a row takes for a token.
 
-    `rows`: completions of a step. `workers`: of the trainer. `setup`: what the rates are of.
+    `rows`: completions of a step. `workers`: of the trainer. `setup`: what the rates are of. `skipped`: fraction of the
+    groups that were not trained on, because their rewards were equal.
     """
 
     source: str
@@ -59,16 +64,23 @@ class Rates:
     rows: int
     workers: int
     setup: Mapping[str, str]
+    skipped: float = 0.0
 
 
 def rates_of(run: Run, source: str) -> Rates:
     """Return the rates of `run`. Raises `UserError` if it has no step to take them from."""
     steps = [row for row in run.timeline[1:] if not _validates(row)]
-    lengths = [row["train/completion_length"] for row in run.history if "train/completion_length" in row]
-    if not steps or not lengths or run.config is None:
+    taken = {row.step for row in steps}
+    metrics = [row for row in run.history if row["step"] in taken and "train/completion_length" in row]
+    if not metrics or run.config is None:
         raise UserError(
             f"{run.path} has no rates: it needs config.yaml, and timeline.jsonl and metrics.jsonl with a step after "
             "the first that generates and has no validation"
+        )
+    if not any(row.get("train/global_valid_toks", 1.0) for row in metrics):
+        raise UserError(
+            f"{run.path} has no rates: no step was trained, because the rewards of each group were equal, as those of "
+            "random weights are"
         )
     config: Mapping[str, Any] = run.config
     workers, algorithm = int(config["worker_group"]["num_workers"]), config["algorithm"]
@@ -78,14 +90,16 @@ def rates_of(run: Run, source: str) -> Rates:
     busy = mean(sum(time for lane, time in row.busy.items() if lane.startswith("engine ")) for row in steps)
     engine = busy if apart else busy * workers  # those inside the trainer's workers have one lane
     at_once = min(int(config["generation"]["batch_size"]), math.ceil(rows / engines))
+    tokens = rows * mean(row["train/completion_length"] * row.get("train/sampling_rounds", 1.0) for row in metrics)
     return Rates(
         source=f"{source}, steps {steps[0].step} to {steps[-1].step}",
         trainer=mean(row.seconds - _waited(row) for row in steps),
         engine=engine,
-        token=engine * at_once / max(1.0, mean(lengths) * rows),
+        token=engine * at_once / max(1.0, tokens),
         rows=rows,
         workers=workers,
         setup=_setup(config),
+        skipped=_skipped(algorithm, metrics),
     )
 
 
@@ -110,6 +124,11 @@ def expected(config: RunConfig, found: Rates) -> Iterator[Finding]:
     setup = _setup(config.model_dump(mode="json", by_alias=True))
     if other := [name for name, value in found.setup.items() if setup[name] != value]:
         yield note(f"the rates are of a run with another {', another '.join(other)}: {found.source}")
+    if found.skipped > LITTLE:
+        text = (
+            f"{found.skipped:.0%} of the groups had equal rewards and were not trained on, so T is that of the others"
+        )
+        yield note(f"{text}: {found.source}", "--measure trains on all groups: the largest T, the fewest engines")
     algorithm: Any = config.algorithm
     share = algorithm.prompts_per_step * algorithm.samples_per_prompt / found.rows
     workers, section = config.worker_group.num_workers, config.generation.workers
@@ -175,11 +194,29 @@ def measured(source: str, overrides: Sequence[str]) -> Rates:
 
     with TemporaryDirectory(prefix="rlframework-doctor-") as folder:
         path = Path(folder) / "run"
-        keys = [*overrides, *_SHORT, f"output_dir={path}"]
-        if getattr(load_config(source, overrides).algorithm, "asynchronous", None) is not None:
-            keys.append("algorithm.async=null")
-        run(load_config(source, keys))
+        config = load_config(source, overrides)
+        run(load_config(source, [*overrides, *_SHORT, *_typical(config), f"output_dir={path}"]))
         return rates_of(read_run(path, "measured"), f"measured now in {MEASURED_STEPS} steps")
+
+
+def _typical(config: RunConfig) -> Iterator[str]:
+    """The overrides with which each step of `config` does what a step in the middle of the run may do at most."""
+    algorithm = config.algorithm
+    if getattr(algorithm, "asynchronous", None) is not None:
+        yield "algorithm.async=null"
+    if getattr(algorithm, "skip_zero_variance", False):
+        yield "algorithm.skip_zero_variance=false"
+    if getattr(algorithm, "critic_warmup", 0):
+        yield "algorithm.critic_warmup=0"
+    if config.further_policies.get("critic") is not None:
+        yield "critic.scheduler.warmup_steps=0"
+
+
+def _skipped(algorithm: Mapping[str, Any], metrics: Sequence[Mapping[str, float]]) -> float:
+    """The fraction of the groups that was not trained on, if the algorithm skips those of equal rewards."""
+    if not algorithm.get("skip_zero_variance"):
+        return 0.0
+    return mean(row.get("train/zero_variance_groups", 0.0) for row in metrics) / int(algorithm["prompts_per_step"])
 
 
 def _validates(row: TimelineRow) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from rlframework.config.episode_environments import AgentConfig
+from rlframework.datasets.pictures import data_uri
 from rlframework.environments import threads
 from rlframework.environments.answer_scores import AnswerScores
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.reward_calls import Failure, read_result
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Environment, Sample, StepOutcome
+from rlframework.interfaces.messages import Message
 from rlframework.plugins.user_defined import load_import_path
 
 
@@ -27,6 +29,25 @@ class AgentSession:
     api_key: str
     model: str
     id: str
+
+
+def openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages, such as those of a `Sample`, as OpenAI's clients take them: images as data URIs.
+
+    Raises an `ImageError` for an image that cannot be read.
+    """
+    return [
+        {**message, "content": message["content"] if isinstance(message["content"], str) else _sent(message)}
+        for message in messages
+    ]
+
+
+def _sent(message: Message) -> list[dict[str, Any]]:
+    return [
+        {"type": "image_url", "image_url": {"url": data_uri(part["image"])}} if part["type"] == "image" else {**part}
+        for part in message["content"]
+        if not isinstance(part, str)
+    ]
 
 
 @runtime_checkable

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_PICTURES = 4
+"""Dimensions of the pixels of pictures of one size."""
 
 _KEPT_BYTES = 1 << 28
 """Features that are kept for rows that begin later; those used least recently leave first."""
@@ -32,9 +36,27 @@ class Media:
             found.update(inputs[name].contiguous().view(torch.uint8).numpy().tobytes())
         return cls(inputs, found.hexdigest())
 
+    @cached_property
+    def each(self) -> Sequence[Media]:
+        """The images one by one, where the inputs of each can be told apart; otherwise these media as a whole."""
+        pixels, grids = self.inputs.get("pixel_values"), self.inputs.get("image_grid_thw")
+        if pixels is None or self.inputs.keys() - {"pixel_values", "image_grid_thw"}:
+            return [self]
+        if grids is not None:  # patches of all images, one after the other
+            parts = zip(pixels.split(grids.prod(-1).tolist()), grids.split(1), strict=True)
+            found = [{"pixel_values": part, "image_grid_thw": grid} for part, grid in parts]
+        elif pixels.ndim == _PICTURES:
+            found = [{"pixel_values": part} for part in pixels.split(1)]
+        else:
+            return [self]
+        return [Media.of(one) for one in found] if len(found) > 1 else [self]
+
 
 class ImageEncoder:
-    """Encodes images with the encoder of a model, and keeps their features until its weights change."""
+    """Encodes images with the encoder of a model, one by one, and keeps their features until its weights change.
+
+    So the turns of an episode, each of which has all images so far, encode each of them once.
+    """
 
     def __init__(self) -> None:
         self._weights: tuple[int, int] | None = None
@@ -50,9 +72,13 @@ class ImageEncoder:
             self._bytes = 0
         self._weights = (id(model), version)
 
-    @torch.no_grad()
     def features(self, model: Any, media: Media, device: torch.device) -> Any:
         """Return the output of the image encoder of `model` for `media`, as `mm_encoder_outputs` takes it."""
+        found = [self._features(model, one, device) for one in media.each]
+        return found[0] if len(found) == 1 else _joined(found)
+
+    @torch.no_grad()
+    def _features(self, model: Any, media: Media, device: torch.device) -> Any:
         if media.key not in self._kept:
             base = model.base_model
             accepted = inspect.signature(base.get_image_features).parameters
@@ -64,6 +90,30 @@ class ImageEncoder:
         while len(self._kept) > 1 and self._bytes > _KEPT_BYTES:
             self._bytes -= _bytes(self._kept.popitem(last=False)[1])
         return self._kept[media.key]
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of the encoder for several images as it returns them for all at once.
+
+    `deepstack_features` are of layers, each with features of all images.
+    """
+    made = {}
+    for name in ("last_hidden_state", "pooler_output", "deepstack_features"):
+        parts = [getattr(output, name, None) for output in outputs]
+        if parts[0] is None:
+            continue
+        if name == "deepstack_features":
+            made[name] = [_together(layer) for layer in zip(*parts, strict=True)]
+        else:
+            made[name] = _together(parts)
+    return type(outputs[0])(**made)
+
+
+def _together(parts: Sequence[Any]) -> Any:
+    """Join tensors, or sequences of them, of several images."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts))
+    return tuple(tensor for part in parts for tensor in part)
 
 
 def _bytes(features: Any) -> int:

@@ -73,7 +73,8 @@ class LossFunction(Protocol):
       call, every context-parallel rank has the values of all of them, tensor-parallel ranks combine theirs in the head,
       and the last pipeline stage calls the loss. Only rows of other microbatches and data-parallel ranks are absent.
     - `data`: the microbatch's rows of everything passed to `train` (`input_ids`, `token_mask`, `sample_mask`, ...),
-      plus `entropy` `[B, S-1]` without gradient if `wants_entropy` is true.
+      plus `entropy` `[B, S-1]` if `wants_entropy` is true, in nats, of the distribution at the temperature of the
+      log-probabilities.
     - `global_valid_seqs`, `global_valid_toks`: 0-dim fp32 tensors, the sums of `sample_mask` and of
       `token_mask[:, 1:] * sample_mask` over the global batch on all workers.
 
@@ -84,6 +85,8 @@ class LossFunction(Protocol):
     A loss may also have an attribute `reads: Mapping[str, LossColumn]`, which names what it reads of `data` besides
     tokens, lengths and masks. `Policy.train` checks these columns before a worker gets anything. Without it, a missing
     column fails in the workers, which ends them.
+
+    A loss may also have an attribute `entropy_gradient: bool`, False if absent: whether the entropy has a gradient.
 
     A loss may also have an attribute `needs_groups: bool`, False if absent. If true, its value depends on rows that
     belong together, such as the chosen and the rejected row of a pair, and `Policy.train` requires the column

@@ -83,7 +83,7 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
     target = "generation.transformers_engine:TransformersEngine"
     summary = "generation with transformers, in the trainer's process or in separate ones"
     refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.LORA_REFIT})
-    declared = refits | {Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE}
+    declared = refits | {Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE, Capability.MULTIMODAL}
     section = TransformersGenerationConfig
     return [_core(GenerationEngineRecord, "transformers", target, summary, section, capabilities=declared)]
 

@@ -60,7 +60,8 @@ class Capability(StrEnum):
     LORA = "lora"
     """Low-rank adapters and their files: `policy.lora`."""
     MULTIMODAL = "multimodal"
-    """Rows with images, for vision-language models, and training of one part: `policy.freeze`."""
+    """Rows with images, for vision-language models, and training of one part: `policy.freeze`; for a generation engine:
+    prompts with images."""
     REFERENCE_MODEL = "reference_model"
     """Keeping the initial weights, for `get_reference_policy_logprobs`."""
     SCORING = "scoring"

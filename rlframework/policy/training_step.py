@@ -190,7 +190,8 @@ class Training:
             wants.add("entropy")
         temperature = self.temperature if loss_fn.at_sampling_temperature else 1.0
         sets = TOKEN_SETS if loss_fn.input_type == LossInput.TOKEN_SETS else None
-        return HeadRequest(frozenset(wants), temperature, token_sets=sets)
+        gradient = getattr(loss_fn, "entropy_gradient", False)
+        return HeadRequest(frozenset(wants), temperature, token_sets=sets, entropy_gradient=gradient)
 
     def after_step(self, norm: float, skipped: bool) -> None:
         """Count the step; raise `NonFiniteGradients` after too many skipped ones."""

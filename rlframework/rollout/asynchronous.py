@@ -52,6 +52,11 @@ def check_asynchronous(parts: Parts) -> None:
             "process does both; set generation.workers={group: processes, num_workers: N} or group: ray, or remove "
             "algorithm.async"
         )
+    if getattr(parts.config.generation, "cache_after_update", "recompute") != "recompute":
+        raise ConfigError(
+            "generation.cache_after_update=keep has no effect with algorithm.async, which ends requests before a refit "
+            "and computes the keys and values of their tokens again with the new weights; set it to recompute"
+        )
 
 
 class AsynchronousRollouts(StepRollouts):

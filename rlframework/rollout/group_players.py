@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,13 +20,14 @@ from rlframework.generation.batch import batch_of
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample, StepOutcome, has_episodes
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
+from rlframework.interfaces.messages import pictures_of
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.endpoint.agents import agent_runner
 from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.episodes import EpisodePlayer, report_failures
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 from rlframework.rollout.seeds import task_seeds
-from rlframework.rollout.single_turn import rollout_of_turns, score_turns
+from rlframework.rollout.single_turn import NO_MEDIA, media_of, rollout_of_turns, score_turns
 
 if TYPE_CHECKING:
     from rlframework.algorithm import Parts
@@ -113,13 +114,15 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
 
     async def play(self, sample: Sample, seeds: Sequence[int]) -> Turns:
         """See `GroupPlayer.play`."""
-        prompt, bridge = torch.tensor(render_prompt(self.parts.tokenizer, sample.messages)), self._bridge
+        prompt, media, bridge = self._prompt(sample), self._media(sample), self._bridge
 
         async def one(seed: int) -> GenerationResult:
             session = bridge.begin()
             try:
                 await asyncio.sleep(0)  # until all groups that were admitted together have begun
-                return await bridge.complete(prompt, seed, bridge.max_new_tokens, session, share_prefix=False)
+                return await bridge.complete(
+                    prompt, seed, bridge.max_new_tokens, session, share_prefix=False, media=media
+                )
             finally:
                 bridge.end(session)
 
@@ -145,14 +148,23 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
             else:
                 failed += [False] * rows
             samples += [sample] * rows
-            prompts += [torch.tensor(render_prompt(self.parts.tokenizer, sample.messages))] * rows
+            prompts += [self._prompt(sample)] * rows
             results += group.results
             texts += group.texts
             outcomes += group.outcomes
         if isinstance(self.parts.environment, DatasetEnvironment):
             self.parts.environment.require_scored(outcomes)
         output = batch_of(results, prompts, self.pad_id)
-        return rollout_of_turns(samples, output, texts, outcomes, torch.tensor(failed))
+        result = rollout_of_turns(samples, output, texts, outcomes, torch.tensor(failed))
+        result.data.update(media_of(self.parts, samples, result.data["input_ids"]))
+        return result
+
+    def _prompt(self, sample: Sample) -> torch.Tensor:
+        return torch.tensor(render_prompt(self.parts.tokenizer, sample.messages, images=self.parts.images))
+
+    def _media(self, sample: Sample) -> Mapping[str, torch.Tensor]:
+        images, pictures = self.parts.images, pictures_of(sample.messages)
+        return images.processed(pictures).tensors if images is not None and pictures else NO_MEDIA
 
     def _count_calls(self, counts: bool) -> None:
         if isinstance(self.parts.environment, DatasetEnvironment):
@@ -203,7 +215,7 @@ class SeveralTurnsPlayer(GroupPlayer[list[PlayedEpisode]]):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._chat = ChatFormat(parts.tokenizer)
+        self._chat = ChatFormat(parts.tokenizer, parts.images)
         self.stop_token_ids = frozenset(self._chat.turn_end_ids)
 
     @asynccontextmanager
@@ -240,7 +252,7 @@ class SeveralTurnsPlayer(GroupPlayer[list[PlayedEpisode]]):
         for sample, rows, group in groups:
             failed = [PlayedEpisode(sample, (), (), (), failure=group)] * rows if isinstance(group, str) else group
             played += failed
-        return rollout_of(played, self.pad_id)
+        return rollout_of(played, self.pad_id, self.parts.images)
 
 
 class EpisodesPlayer(SeveralTurnsPlayer):

@@ -9,9 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlframework.config.algorithms import SFTConfig
+from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.sections import RunConfig
-from rlframework.datasets.rendering import Rendered, end_of_turn_problem, render_samples
+from rlframework.datasets.rendering import Rendered, end_of_turn_problem, render_prompt, render_samples
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.errors import ConfigError, DataError
 from rlframework.files import check_new_folder
@@ -92,13 +92,19 @@ class ShownRow:
 def shown_rows(config: RunConfig, count: int) -> list[ShownRow]:
     """Return the first `count` training rows of `config` as `algorithm: {name: sft}` renders them, special tokens too.
 
-    Raises like `tokenize`.
+    Of an algorithm with rollouts, such as `grpo`, rows are prompts, as they are given to the model. Raises like
+    `tokenize`.
     """
-    algorithm, tokenizer = _supervised(config), _tokenizer(config)
+    algorithm = config.algorithm if isinstance(config.algorithm, GRPOConfig) else _supervised(config)
+    tokenizer = _tokenizer(config)
     with open_environment(config, create_manager(config.plugins)) as environment:
         samples = list(environment.samples("train")[:count])
         images = open_images(config, tokenizer)
-        rows = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens, images)
+        if isinstance(algorithm, SFTConfig):
+            rows = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens, images)
+        else:
+            prompts = [render_prompt(tokenizer, sample.messages, sample.tools, images) for sample in samples]
+            rows = [(ids, [False] * len(ids)) for ids in prompts]
     media = None if images is None else images.token
     return [
         ShownRow(sample.id, len(row[0]), tuple(_parts(tokenizer, row, media)))

@@ -103,6 +103,24 @@ def test_kl_term_is_added_with_its_weight():
     assert metrics["kl"].item() == pytest.approx(0.125 / 2)
 
 
+@pytest.mark.parametrize(
+    ("level", "entropy"), [("token", (0.5 + 1.0 + 3.0) / 3), ("sequence", ((0.5 + 1.0) / 2 + 3.0) / 2)]
+)
+def test_entropy_is_subtracted_with_the_mean_of_the_loss(level, entropy):
+    data = batch([[1, 1], [0, 1]], [1, 1], advantages=[[0.0, 0.0]] * 2)
+    data["entropy"] = torch.tensor([[0.5, 1.0], [9.0, 3.0]], requires_grad=True)
+    loss_fn = pg(level=level, entropy_coef=0.1)
+    assert loss_fn.entropy_gradient
+    assert not pg(level=level).entropy_gradient
+    loss, metrics = loss_fn(torch.full((2, 2), -1.0), data, *counts(data))
+    assert loss.item() == pytest.approx(-0.1 * entropy)
+    [gradient] = torch.autograd.grad(loss, data["entropy"])
+    shares = [[1 / 3, 1 / 3], [0.0, 1 / 3]] if level == "token" else [[0.25, 0.25], [0.0, 0.5]]
+    torch.testing.assert_close(gradient, -0.1 * torch.tensor(shares))
+    assert metrics["entropy"].item() == pytest.approx(1.5)  # the mean over tokens, and no part of the gradient
+    assert not metrics["entropy"].requires_grad
+
+
 def test_importance_correction_is_truncated():
     data = batch([[1, 1]], [1], advantages=[[1.0, 1.0]], generation_logprobs=[[-1.0 - math.log(3), -1.0 + math.log(2)]])
     logprobs = torch.tensor([[-1.0, -1.0]])

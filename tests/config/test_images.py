@@ -13,11 +13,9 @@ from rlframework.errors import ConfigError
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("environment.name=agent environment.agent=os:listdir", "must be null with agents"),
         ("algorithm.name=distillation", "is for sft, grpo and its presets, not for algorithm.name=distillation"),
         ("algorithm.name=ppo", "is for sft, grpo and its presets, not for algorithm.name=ppo"),
         ("algorithm.name=sft algorithm.token_data=tokens", "token data has no images"),
-        ("algorithm.async={}", "must be null with algorithm.async, which sends no images to its engines"),
         ("reward_model.model_name=m", "must be null with further policies (reward_model), which get no images"),
         ("generation.name=vllm", "is for generation.name=transformers, and it is vllm"),
     ],

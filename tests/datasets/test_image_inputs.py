@@ -186,6 +186,22 @@ def test_rows_with_the_same_images_share_their_tensors(tokenizer, images):
     assert images.columns([()], torch.zeros(1, 3, dtype=torch.int64)).keys() == columns.keys()
 
 
+def test_each_different_image_is_processed_once(model_folder, tokenizer):
+    """The turns of an episode have all images so far; joined, they are what the processor makes of all at once."""
+    images = ImageInputs(str(model_folder), read_config(str(model_folder)), tokenizer)
+    shown = [part(image(16, 16, 20 * turn)) for turn in range(6)]
+    for turn in range(6):
+        images.processed(pictures_of(sample(*shown[: turn + 1]).messages))
+    assert images.made == 6
+    several = pictures_of(sample(*shown, part(image(24, 16)), part(image(48, 16))).messages)
+    for pictures in (several[:6], several):
+        made, together = images.processed(pictures), images._process([decoded(picture) for picture in pictures])
+        assert made.tensors.keys() == together.tensors.keys()
+        for name, tensor in together.tensors.items():
+            assert torch.equal(made.tensors[name], tensor)
+        assert (list(made.texts), made.features) == (list(together.texts), together.features)
+
+
 def test_placeholders_in_texts_and_images_that_are_cut_off_are_errors(tokenizer, images):
     placeholder = tokenizer.convert_ids_to_tokens(images.token)
     written: Message = {"role": "user", "content": f"a {placeholder}"}

@@ -79,6 +79,38 @@ def test_the_same_rows_from_every_kind_of_source(tmp_path: Path, make, kind) -> 
     assert len({rows.label(number) for number in range(7)}) == 7
 
 
+@pytest.mark.parametrize(("suffix", "mark"), [("csv", ","), ("tsv", "\t")])
+def test_values_of_csv_are_text_as_written(tmp_path: Path, suffix: str, mark: str) -> None:
+    (tmp_path / f"a.{suffix}").write_bytes(
+        b'\xef\xbb\xbfquestion,answer\r\n"one, two\r\n""three""",007\r\n\xc3\xa9,\r\n'.replace(b",", mark.encode())
+    )
+    (tmp_path / f"b.{suffix}").write_text(mark.join(("answer", "level")) + "\n" + mark.join(("1.50", "NA")) + "\n")
+    rows = open_rows(str(tmp_path / f"*.{suffix}"))
+    assert list(rows) == [
+        {"question": f'one{mark} two\r\n"three"', "answer": "007", "level": None},
+        {"question": "é", "answer": "", "level": None},
+        {"question": None, "answer": "1.50", "level": "NA"},
+    ]
+    assert rows.where(2) == f"{tmp_path}/b.{suffix}, row 0"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "Empty CSV file"),
+        (b"a,b\n", "the file has no rows"),
+        (b"a,b\n1\n", "Expected 2 columns, got 1"),
+        (b"a,a\n1,2\n", "two columns have one name: ['a', 'a']"),
+        (b"a\n\xff\n", "can't decode byte 0xff"),
+    ],
+)
+def test_damaged_csv_is_rejected_with_its_name(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    message = refused(tmp_path / "a.csv")
+    assert message.startswith(f"{tmp_path}/a.csv: ")
+    assert problem in message
+
+
 def test_sizes_of_arrow_rows_count_the_bytes_of_texts(tmp_path: Path) -> None:
     """`é` has two bytes; a turn has `user` and `assistant` too: 4 + 2 + 9 + 3 = 18 a pair."""
     rows = open_rows(parquet(tmp_path / "a.parquet", ROWS, row_group_size=3))
@@ -97,7 +129,7 @@ def test_files_by_pattern_and_where_their_rows_stand(tmp_path: Path) -> None:
     assert rows.where(2) == f"{tmp_path}/a-0.parquet, row 2"
     assert rows.where(3) == f"{tmp_path}/a-1.parquet, row 0"
     assert open_rows(str(tmp_path / "*.jsonl")).where(3) == f"{tmp_path}/a.jsonl, line 4"
-    assert "has both JSONL and Parquet files" in refused(str(tmp_path / "a*"))
+    assert "has files of several kinds (jsonl, parquet)" in refused(str(tmp_path / "a*"))
     assert "no file matches this pattern" in refused(str(tmp_path / "b*.parquet"))
 
 
@@ -196,7 +228,7 @@ def test_a_path_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("a.jsonl", b"", "a.jsonl: the file is empty"),
         ("a.parquet", b"", "a.parquet: is missing, damaged, or not a Parquet file"),
         ("a.parquet", b"PAR1 and nothing more", "a.parquet: is missing, damaged, or not a Parquet file"),
-        ("a.csv", b"a,b\n", "files of type '.csv' are not supported, only ['.json'"),
+        ("a.xlsx", b"a,b\n", "files of type '.xlsx' are not supported, only ['.csv', '.json'"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -213,8 +245,8 @@ def test_other_things_that_cannot_be_read(tmp_path: Path) -> None:
     assert "no data files found" in refused(tmp_path / "empty")
     assert "the file has no rows" in refused(parquet(tmp_path / "none.parquet", [], row_group_size=1))
     (tmp_path / "words").mkdir()
-    (tmp_path / "words" / "train.csv").write_text("a,b\n1,2\n")
-    assert "files of type '.csv' are not supported" in refused(tmp_path / "words")
+    (tmp_path / "words" / "train.txt").write_text("a,b\n1,2\n")
+    assert "files of type '.txt' are not supported" in refused(tmp_path / "words")
 
 
 def test_a_file_that_changed_gives_no_stale_rows(tmp_path: Path) -> None:

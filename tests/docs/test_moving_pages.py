@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from model_shapes import model_shapes
+from test_pages import blocks
+
+from rlframework import load_config
+from rlframework.algorithms.advantages import group_advantages, normalize
+from rlframework.estimates.hardware import PlannedGpus
+from rlframework.runner.launch import dry_run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "moving"
-PAGES = ("nemo_rl", "trl", "verl")
+PAGES = ("nemo_rl", "openrlhf", "trl", "verl")
 SECTIONS = ("algorithm", "checkpoints", "environment", "generation", "observers", "policy", "worker_group")
 CODE = re.compile(r"`([^`]+)`")
 
@@ -98,3 +108,52 @@ def test_the_names_of_nemo_rl_that_the_page_keeps_are_there(heading):
             holders = [place for place in places if hasattr(place, first) or first in _annotated(place)]
             assert holders, name
             assert all(hasattr(getattr(holders[0], first), part) for part in rest), name
+
+
+TRANSLATED = {
+    # a model of the same size, hardware; rows of a step and of an optimizer step, lr, KL, clips
+    "trl": ("Qwen3-0.6B", "1xH100", (64, 16), 1e-5, 0.0, (3e-4, 4e-4), (1.49970, -0.49990)),
+    "verl": ("Qwen3-8B", "8xH100", (5120, 1280), 1e-6, 1e-3, (0.2, 0.2), (1.50000, -0.50000)),
+    "openrlhf": ("Qwen3-4B", "4xH100", (1024, 1024), 5e-7, 1e-5, (0.2, 0.2), (1.73205, -0.57735)),
+    "nemo_rl": ("Qwen3-1.7B", "1xH100", (512, 512), 5e-6, 0.01, (0.2, 0.2), (1.00000, -0.57735)),
+}
+"""The numbers that the pages call equal; advantages, of the rewards 1, 0, 0, 0, are of the first and of the others."""
+
+
+@pytest.mark.parametrize("page", TRANSLATED)
+def test_the_translated_example_is_planned_and_has_the_numbers_of_the_page(page, tmp_path, monkeypatch):
+    model, gpus, rows_of_step, lr, kl, clips, wanted = TRANSLATED[page]
+    text = (FOLDER / f"{page}.md").read_text(encoding="utf-8")
+    files = {block.title: block.text for block in blocks(text) if block.title}
+    for name in files:
+        (tmp_path / name).write_text(files[name], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "math_rewards", raising=False)
+    assert yaml.safe_load(files["run.yaml"])["policy"]["model_name"] in text
+    with model_shapes() as shapes:
+        config = load_config(tmp_path / "run.yaml", [f"policy.model_name={shapes[model]}", "observers.wandb=false"])
+        assert dry_run(config, planned=PlannedGpus.parse(gpus)).verdict().startswith("fits on")
+    algorithm, rows = config.algorithm, config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
+    assert (rows, config.policy.train_global_batch_size) == rows_of_step
+    assert f"| {rows}, {rows // rows_of_step[1]}, {rows_of_step[1]} |" in text
+    assert (config.policy.optimizer.lr, algorithm.loss.kl_coef) == (lr, kl)
+    assert (algorithm.loss.ratio_clip_min, algorithm.loss.ratio_clip_max) == clips
+    found = worked_group(algorithm)
+    assert found == pytest.approx([wanted[0], *[wanted[1]] * 3], abs=6e-6)
+    assert f"| {wanted[0]:.5f}, " + ", ".join([f"{wanted[1]:.5f}"] * 3) + " |" in text
+
+
+def worked_group(algorithm: Any) -> list[float]:
+    """The advantages that `algorithm` gives to the rewards 1, 0, 0, 0."""
+    found, _ = group_advantages(
+        torch.tensor([1.0, 0.0, 0.0, 0.0]),
+        4,
+        leave_one_out=algorithm.leave_one_out,
+        normalize_std=algorithm.normalize_std,
+        eps=algorithm.std_epsilon,
+    )
+    if algorithm.batch_normalization == "none":
+        return found.tolist()
+    sample = algorithm.batch_normalization == "sample"
+    return normalize(found[:, None], torch.ones(4, 1), sample=sample)[:, 0].tolist()

@@ -92,6 +92,9 @@ def test_your_own_reward_function(tmp_path: Path) -> None:
     assert all(row["train/reward_failures"] == 0 for row in rows[1:])
     assert (tmp_path / "runs/own/model/model.safetensors").exists()
     assert not (tmp_path / "runs/fragile/model").exists()
+    assert (tmp_path / "runs/chat/model/chat_template.jinja").read_text() == (
+        tmp_path / "my_template.jinja"
+    ).read_text()
 
 
 @pytest.mark.parametrize("page", ["tools.md", "bring_your_environment.md"])
@@ -184,6 +187,11 @@ def test_the_smallest_plugin(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ["data.md", "python.md"])
 def test_data_and_python(page: str, tmp_path: Path) -> None:
     execute(DOCS / page, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_answers_to_frequent_questions(tmp_path: Path) -> None:
+    execute(DOCS / "faq.md", tmp_path)
 
 
 def test_exact_tokens(tmp_path: Path) -> None:

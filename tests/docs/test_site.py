@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -56,6 +57,21 @@ def test_nothing_comes_from_another_host(site):
         text = page.read_text(encoding="utf-8")
         assert not re.search(r'<(script|img|iframe)[^>]* src="(https?:)?//', text), page
         assert not re.search(r'<link [^>]*rel="(stylesheet|preconnect|preload)"[^>]*href="(https?:)?//', text), page
+
+
+def test_the_search_works_where_the_site_is_opened_from_disk(site):
+    """Each page loads the stand-in for a worker before the theme's script, and the index is a script too."""
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    name, _, text = index.partition(" = ")
+    assert name == "var __index"
+    assert {"faq.html", "roadmap.html"} <= {page["location"] for page in json.loads(text)["docs"]}
+    for page in site.rglob("*.html"):
+        scripts = re.findall(r'<script src="([^"]+)"', page.read_text(encoding="utf-8"))
+        found = [place for place, script in enumerate(scripts) if script.endswith("tools/search_worker.js")]
+        [bundle] = [place for place, script in enumerate(scripts) if "/bundle." in script]
+        assert len(found) == 1, page
+        assert found[0] < bundle, page
+    assert (site / "tools" / "search_worker.js").is_file()
 
 
 def test_a_page_of_something_that_is_gone_does_not_build(tmp_path):

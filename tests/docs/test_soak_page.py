@@ -17,3 +17,15 @@ def test_the_last_line_of_an_attack_counts_and_one_that_did_not_end_is_shown():
         ("this (`x`)", "passed", "1,000", "1", "3", "largest growth 2"),
     ]
     assert soak_page._total(report["attacks"]).startswith("2 attacks (1 did not end, 1 passed) with 1,000 inputs")
+
+
+def test_an_attack_that_was_run_alone_replaces_itself_with_its_date_and_commit():
+    old = {"file": "test_a.py", "attack": "test_b", "outcome": "failed", "figures": {}}
+    report = {"date": "2026-01-01", "commit": "aaa", "attacks": [old | {"attack": "test_c"}, old]}
+    new = {"date": "2026-01-02", "commit": "bbb", "attacks": [old | {"outcome": "passed", "figures": {"steps": 9}}]}
+    found = soak_page.added(report, new, None)
+    assert (found["date"], found["commit"]) == ("2026-01-01", "aaa")
+    assert [attack["outcome"] for attack in found["attacks"]] == ["passed", "failed"]
+    assert found["attacks"][0]["figures"] == {"steps": 9, "date": "2026-01-02", "commit": "bbb"}
+    assert found["attacks"][1]["figures"] == {}
+    assert soak_page.added(report, new, "ccc")["attacks"][0]["figures"]["commit"] == "ccc"

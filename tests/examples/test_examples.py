@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -117,12 +118,16 @@ def test_the_benchmarks_of_learning_train_what_is_missing(tmp_path):
     for pair in pairs:
         assert str(sum(map(int, pair["prompt"].rstrip("=").split("+")))) == pair["chosen"] != pair["rejected"]
     few += ["algorithm.prompts_per_step=2", "policy.train_global_batch_size=16", "algorithm.validation.samples=4"]
-    few += ["policy.scheduler.warmup_steps=0"]
+    few += ["policy.scheduler.warmup_steps=0", "--json", curves := tmp_path / "curves.json"]
     script(ROOT / "benchmarks" / "algorithms.py", "--algorithms", "cispo:verl", *few)
     assert (tmp_path / "algorithms.png").stat().st_size > 10_000
     written = (place / "cispo-verl" / "model" / "model.safetensors").stat().st_mtime_ns
+    stored = json.loads(curves.read_text())
+    stored["accuracy"]["cispo:verl"]["1"] = [[0, 0.25], [1, 0.75]]
+    curves.write_text(json.dumps(stored))
     printed = script(ROOT / "benchmarks" / "algorithms.py", "--algorithms", "cispo:verl", *few)
-    assert "cispo:verl" in printed
+    assert re.search(r"cispo:verl .* by seed +[\d.]+% +75.0%", printed)
+    assert json.loads(curves.read_text())["accuracy"] == stored["accuracy"]
     assert (place / "cispo-verl" / "model" / "model.safetensors").stat().st_mtime_ns == written
 
 

@@ -55,7 +55,7 @@ def test_a_whole_distribution_is_written(folder, capsys):
     table = tomllib.loads((made / "pyproject.toml").read_text())["project"]
     assert table["name"] == "rlframework-my-engine"
     assert table["entry-points"] == {"rlframework": {"my_engine": "rlframework_my_engine.plugin"}}
-    assert table["dependencies"] == ["rlframework-core>=0.1.0,<0.2"]
+    assert table["dependencies"] == ["rlframework-core>=0.2.0,<0.3"]
     assert "class MyEnginePolicyWorker(PolicyWorkerBase):" in (made / "rlframework_my_engine/worker.py").read_text()
     assert 'backend = "my_engine"' in (made / "tests/test_conformance.py").read_text()
     commands = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
@@ -140,8 +140,8 @@ def test_linter_and_formatter_of_the_project_are_content_with_it(name, kind, fol
         ("class", "Python keyword or standard module"),
         ("json", "Python keyword or standard module"),
         ("optimizer", "`policy.optimizer` is already a configuration key"),
-        ("dtensor", "used by rlframework-dtensor 0.1.0"),
-        ("core", "rlframework-core 0.1.0 is already installed"),
+        ("dtensor", "used by rlframework-dtensor 0.2.0"),
+        ("core", "rlframework-core 0.2.0 is already installed"),
     ],
 )
 def test_a_name_that_cannot_be_is_one_error_and_nothing_is_written(folder, capsys, name, told):

@@ -1,11 +1,13 @@
-"""Episodes with an engine that answers from a script, through the real driver, client and thread."""
+"""Parts with an engine that answers from a script, through the real driver, client and thread; a reward model."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from scripted_episodes import END, Game, ScriptedEngine
 
 from rlframework.generation.driver import Generation
@@ -35,3 +37,17 @@ def make_parts(run_config: Any):
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def reward_model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of the tiny Llama with a random head of scores."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    torch.manual_seed(4)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_llama, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    load_tokenizer(str(tiny_llama)).save_pretrained(folder)
+    return folder

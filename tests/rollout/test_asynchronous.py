@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from probe_runs import assert_same_weights, begin, numbers_of, rows_of
 from probe_tasks import Digits
 
 from rlframework import run
+from rlframework.configure import config_yaml
 from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.runner.launch import dry_run, resume
@@ -65,14 +69,17 @@ def metric(folder: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize("environment", [("algorithm.dynamic_sampling=3",), (*GAME, "environment.gather_timeout=20")])
 def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(
-    run_config: Any, tmp_path: Path, environment: tuple[str, ...]
+    run_config: Any, tmp_path: Path, reward_model: Path, environment: tuple[str, ...]
 ) -> None:
-    options = ("generation.workers.group=processes", *environment)
+    """Episodes have the scores of a reward model in their rewards, too."""
+    scored = (f"reward_model.model_name={reward_model}",) if "~environment" in environment else ()
+    options = ("generation.workers.group=processes", *environment, *scored)
     run(run_config("grpo", f"output_dir={tmp_path}/sync", *options))
     run(run_config("grpo", f"output_dir={tmp_path}/async", *options, staleness(0)))
     assert_same_weights(tmp_path / "sync", tmp_path / "async")
     assert numbers(tmp_path / "sync") == numbers(tmp_path / "async")
     assert metric(tmp_path / "async", "async/staleness_max") == [0.0, 0.0, 0.0]
+    assert len(metric(tmp_path / "async", "train/model_score")) == 3 * len(scored)
 
 
 @pytest.mark.parametrize("update", ["in_flight", "drain"])
@@ -133,6 +140,40 @@ def test_the_number_of_engines_may_change_on_resume(run_config: Any, tmp_path: P
         timeline = rows_of(tmp_path / "run" / "timeline.jsonl")
         assert [sum(name.startswith("engine") for name in row["lanes"]) for row in timeline] == [2, 2, 1, 3]
         assert_same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(700)
+@pytest.mark.xdist_group("ray")
+def test_engines_are_added_on_a_node_that_joined_the_cluster_after_the_run_began(
+    run_config: Any, tmp_path: Path
+) -> None:
+    """A resume with two engines and room for one says what it waits for; when a second node has joined, both work."""
+    run(run_config("grpo", f"output_dir={tmp_path}/whole", *APART, "algorithm.num_steps=6"))
+    ray = ("generation.workers.group=ray", "checkpoints.every=2", staleness(1), f"output_dir={tmp_path}/run")
+    (tmp_path / "run.yaml").write_text(config_yaml(run_config("grpo", *APART, *ray, "algorithm.num_steps=2")))
+    program = Path(__file__).parents[1] / "fixtures" / "probe_growing_cluster.py"
+    ran = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "run.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(program.parent), *sys.path]))},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    told = json.loads(ran.stdout.splitlines()[-1])
+    (said,) = told["said"]
+    assert re.match(r"Waiting up to \d+ s for resources or further nodes\. ", said)
+    assert "'GenerationWorker 2 of 2' requests bundles of CPU 1 (node 0: 1), in total CPU 1" in said
+    assert "CPU 1 (0 free)" in said
+    first, second = told["nodes"]
+    assert told["before"] == {"0": first}
+    assert sorted(told["after"].values()) == sorted([first, second])
+    busy = [row["busy"] for row in rows_of(tmp_path / "run" / "timeline.jsonl") if row["step"] > 2]
+    assert all(sum(row.get(f"engine {number}", 0.0) for row in busy) > 0 for number in (0, 1))
+    assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "whole")
+    assert max(metric(tmp_path / "run", "async/staleness_max")) <= 1
 
 
 def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config: Any, tmp_path: Path) -> None:
@@ -222,6 +263,8 @@ def test_configurations_that_cannot_be_asynchronous(run_config: Any) -> None:
         dry_run(run_config("grpo", staleness(1)))
     with pytest.raises(ConfigError, match=r"generation\.workers is with group=inline"):
         dry_run(run_config("grpo", "generation.workers.group=inline", staleness(1)))
+    with pytest.raises(ConfigError, match=r"cache_after_update=keep has no effect with algorithm\.async"):
+        dry_run(run_config("grpo", *APART, "generation.cache_after_update=keep", staleness(1)))
 
 
 def test_agents_behind_the_endpoint_are_within_the_bound(run_config: Any, tmp_path: Path) -> None:

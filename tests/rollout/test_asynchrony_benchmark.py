@@ -1,4 +1,4 @@
-"""The simulation of benchmarks/asynchrony.py: by hand, its goal at a small size, and its files."""
+"""The simulation of benchmarks/asynchrony.py by hand, its goal at a small size, its files; benchmarks/overlap.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,3 +52,16 @@ def test_its_files(asynchrony: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = json.loads((tmp_path / "a.json").read_text())
     assert [len(found[name]) for name in ("engines", "load", "rules")] == [5, 24, 50]
     assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_the_overlap_of_a_round_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 4 s, of which the trainer waits 2.5 s and the engine is busy 2 s; those at both ends do not count."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    overlap = importlib.import_module("overlap")
+    trainer = [("wait", 0.0, 0.5), ("generate", 1.0, 3.0), ("train", 3.0, 4.0)]
+    line = SimpleNamespace(seconds=4.0, lanes={"trainer": trainer}, busy={"engine 0": 2.0})
+    other = SimpleNamespace(seconds=90.0, lanes={}, busy={})
+    turns = overlap.step_of([other] * overlap.WARM_UP + [line] * 3 + [other] * overlap.REST)
+    assert turns == overlap.Step(seconds=4.0, trainer=1.5, engine=2.0)
+    found = overlap.Round(turns, overlap.Step(seconds=2.5, trainer=1.5, engine=2.0))
+    assert (found.ratio, found.speed) == (1.25, 1.6)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from probe_runs import refused, rows_of
 
+from rlframework import run
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.further_policies import RewardModelConfig
 from rlframework.errors import ConfigError
+from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.rollout.model_rewards import add_model_rewards
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.rollouts import rollout
@@ -60,49 +64,59 @@ def test_the_last_row_of_an_episode_is_scored(keys: dict[str, float], rewards: l
     assert model.rested == 1
 
 
-@pytest.fixture(scope="module")
-def reward_model(tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The weights of the tiny Llama with a random head of scores."""
-    from transformers import AutoModelForSequenceClassification
+def scores_by_hand(folder: Any, found: Rollout) -> list[float]:
+    """The scores of the reward model in `folder`: of whole rows, one by one, so without padding."""
+    from safetensors.torch import load_file
+    from transformers import AutoModel
 
-    from rlframework.huggingface.tokenizer import load_tokenizer
-
-    folder = tmp_path_factory.mktemp("reward") / "model"
-    torch.manual_seed(4)
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_llama, num_labels=1)
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(folder)
-    load_tokenizer(str(tiny_llama)).save_pretrained(folder)
-    return folder
+    head = load_file(folder / "model.safetensors")["score.weight"][0]
+    body = AutoModel.from_pretrained(folder)
+    lengths = found.data["input_lengths"].tolist()
+    rows = [ids[:length][None] for ids, length in zip(found.data["input_ids"], lengths, strict=True)]
+    with torch.no_grad():
+        return [float(body(row).last_hidden_state[0, -1] @ head) for row in rows]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dtensor", "deepspeed", "megatron"])
 def test_rewards_of_a_run_are_scores_of_transformers(run_config: Any, reward_model: Any, backend: str) -> None:
-    """Of whole rows, one by one, so without padding."""
-    from safetensors.torch import load_file
-    from transformers import AutoModel
-
     from rlframework.runner.parts import build_parts
 
     section = f"reward_model={{model_name: {reward_model}, backend: {backend}, environment_weight: 0.0, weight: 2.0}}"
     with build_parts(run_config("grpo", section, "generation.max_new_tokens=16")) as parts:
         found = rollout(parts, parts.environment.samples("train")[:24], row_seeds(0, 1, 24))
-    head = load_file(reward_model / "model.safetensors")["score.weight"][0]
-    body = AutoModel.from_pretrained(reward_model)
-    lengths = found.data["input_lengths"].tolist()
-    rows = [ids[:length][None] for ids, length in zip(found.data["input_ids"], lengths, strict=True)]
-    with torch.no_grad():
-        wanted = [2.0 * float(body(row).last_hidden_state[0, -1] @ head) for row in rows]
+    wanted = [2.0 * score for score in scores_by_hand(reward_model, found)]
     assert found.rewards.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     assert found.metrics["reward"] == pytest.approx(sum(wanted) / 24, rel=1e-4, abs=1e-5)
-    assert len(set(lengths)) > 1
+    assert len(set(found.data["input_lengths"].tolist())) > 1
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_has_the_scores_in_its_rewards(
+    run_config: Any, reward_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each step, also while the next one is generated; what is reported and logged has them too."""
+    ordinary, found = AsynchronousRollouts.rollout, list[Rollout]()
+
+    def seen(self: AsynchronousRollouts, step: int, number: int) -> Rollout:
+        found.append(ordinary(self, step, number))
+        return found[-1]
+
+    monkeypatch.setattr(AsynchronousRollouts, "rollout", seen)
+    keys = ("generation.workers.group=processes", "algorithm.async={max_staleness: 1}", "observers.samples=32")
+    section = f"reward_model={{model_name: {reward_model}, environment_weight: 0.0, weight: 2.0}}"
+    run(run_config("grpo", section, *keys, "algorithm.validation={every: 0, at_start: false, at_end: false}"))
+    logged = rows_of(tmp_path / "run" / "samples.jsonl")
+    assert len(found) == 3
+    for step, (result, metrics) in enumerate(zip(found, rows_of(tmp_path / "run"), strict=True), start=1):
+        wanted = pytest.approx([2.0 * score for score in scores_by_hand(reward_model, result)], rel=1e-4, abs=1e-5)
+        assert result.rewards.tolist() == wanted
+        assert [row["reward"] for row in logged if row["step"] == step] == wanted
+        assert 2.0 * metrics["train/model_score"] == metrics["train/reward"] == pytest.approx(sum(wanted.expected) / 32)
 
 
 @pytest.mark.slow
 def test_ppo_with_a_reward_model_and_a_critic_that_begins_as_it(run_config: Any, reward_model: Any) -> None:
-    from rlframework import run
-
     keys = ["algorithm.name=ppo", "algorithm.samples_per_prompt=1", "algorithm.prompts_per_step=32"]
     sections = [f"reward_model={{model_name: {reward_model}}}", f"critic={{model_name: {reward_model}}}"]
     rows = run(run_config("grpo", *keys, *sections)).history
@@ -115,6 +129,4 @@ def test_ppo_with_a_reward_model_and_a_critic_that_begins_as_it(run_config: Any,
 
 
 def test_algorithms_without_rewards_reject_it(run_config: Any) -> None:
-    from probe_runs import refused
-
     assert "the section 'reward_model' is not used" in refused(run_config("sft", "reward_model={}"), ConfigError)

@@ -65,7 +65,7 @@ def parts(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = run_config("grpo", "~environment", f"environment={section}")
     environment = DatasetEnvironment(config.environment, seed=0)
     tokenizer = load_tokenizer(config.policy.model_name)
-    yield SimpleNamespace(config=config, environment=environment, tokenizer=tokenizer, timeline=None)
+    yield SimpleNamespace(config=config, environment=environment, tokenizer=tokenizer, timeline=None, images=None)
     environment.shutdown()
 
 

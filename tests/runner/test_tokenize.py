@@ -57,6 +57,16 @@ def test_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], monkey
     assert sorted(folder.rglob("*")) == before
 
 
+def test_the_prompts_of_rollouts_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "own.jinja").write_text(
+        "{% for m in messages %}={{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}+{% endif %}"
+    )
+    keys = ["algorithm.name=grpo", "environment.check=exact", "environment.columns.answer=completion"]
+    keys.append("policy.chat_template=own.jinja")
+    assert call("tokenize", "run.yaml", "--show", "1", *keys) == 0
+    assert capsys.readouterr().out == "a-1: 7 tokens\n=0+1=<eos>+\n\n"
+
+
 def test_neither_out_nor_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("tokenize", "run.yaml") == 2
     assert "OUT is missing: give a new folder to write, or --show N" in capsys.readouterr().err

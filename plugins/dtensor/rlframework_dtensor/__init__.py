@@ -1,3 +1,3 @@
 """The reference training backend of rlframework: FSDP2 over DTensor, for any causal LM of Hugging Face transformers."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,3 +1,3 @@
 """The Megatron-core training backend of rlframework: GPT models of megatron-core from Hugging Face directories."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

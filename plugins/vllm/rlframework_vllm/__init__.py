@@ -1,3 +1,3 @@
 """The generation engine `vllm`: vLLM in a process of its own, with weights from rlframework's transports."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -27,8 +27,8 @@ SEQUENCE_WEIGHTS = "sequence_weights"
 class ClippedPGLoss:
     """A surrogate of ratio and advantage, by default -min(ratio * A, clip(ratio) * A), averaged by global counts.
 
-    Plus `kl_coef` times the KL to the reference. A sequence is a row: of episodes with several rows, ratios and weights
-    of sequences are those of each row.
+    Plus `kl_coef` times the KL to the reference, minus `entropy_coef` times the entropy. A sequence is a row: of
+    episodes with several rows, ratios and weights of sequences are those of each row.
 
     Reads these values of `data`, all `[B, S]` and aligned with `input_ids`:
 
@@ -51,6 +51,7 @@ class ClippedPGLoss:
         if config.level == "constant" and config.constant_length is None:
             raise ValueError("level=constant divides by constant_length; set it to a number of tokens")
         self.config = config
+        self.entropy_gradient = bool(config.entropy_coef)
         self.loss_type = LossType.TOKEN_LEVEL if config.level == "token" else LossType.SEQUENCE_LEVEL
 
     @property
@@ -114,5 +115,7 @@ class ClippedPGLoss:
                 kl = kl * ((current - data["generation_logprobs"][:, 1:]) * mask).exp()
             loss = policy_loss + config.kl_coef * mean(kl)
         if "entropy" in data:
-            metrics["entropy"] = tokens(data["entropy"])
+            metrics["entropy"] = tokens(data["entropy"].detach())
+            if config.entropy_coef:
+                loss = loss - config.entropy_coef * mean(data["entropy"])
         return loss, metrics

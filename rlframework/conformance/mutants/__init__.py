@@ -54,6 +54,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "generation_engine.weights",
         "generation_engine.updates",
         "generation_engine.refit",
+        "generation_engine.images",
     ),
     "environment": ("environment", "episodes", "episode_rows"),
 }

@@ -77,7 +77,9 @@ def oracle_loss(
     else:
         values = values[:, 1:].where(wanted if values.dim() == 2 else wanted[..., None], 0.0)
     if loss.wants_entropy:
-        rows = BatchedDataDict({**rows, "entropy": oracle.entropy(rows, temperature)[:, 1:] * wanted})
+        differentiable = getattr(loss, "entropy_gradient", False)
+        entropy = (oracle.differentiable_entropy if differentiable else oracle.entropy)(rows, temperature)
+        rows = BatchedDataDict({**rows, "entropy": entropy[:, 1:] * wanted})
     return loss(values, rows, sequences, tokens)
 
 

@@ -1,8 +1,9 @@
-"""Open data sets: JSON lines, Parquet, folders of `datasets.save_to_disk`, and names on the Hugging Face hub.
+"""Open data sets: JSON lines, Parquet, CSV, folders of `datasets.save_to_disk`, and names on the Hugging Face hub.
 
 A name that looks like a path is never looked up on the hub. Local files are read directly, without a cache, so no row
 is stale. JSON lines are read in place; Parquet, which has no access by row, is unpacked into an unnamed temporary file
-(in `TMPDIR`) that the system frees with the process. The `datasets` library caches only data from the hub.
+(in `TMPDIR`) that the system frees with the process, and CSV is read into memory. The `datasets` library caches only
+data from the hub.
 """
 
 from __future__ import annotations
@@ -14,26 +15,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.datasets.sources.rows import ArrowRows, JsonlRows, Rows, read_parquet, reading
+from rlframework.datasets.sources.rows import ArrowRows, JsonlRows, Rows, read_csv, read_parquet, reading
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import announce_hub_request, hub_problem, is_path, quiet_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+_KINDS = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
 _ALLOWED = (
-    "give a JSONL or Parquet file, a directory or glob pattern of them, a directory written by datasets.save_to_disk, "
-    "or the name of a data set on the Hugging Face hub"
+    "give a JSONL, Parquet or CSV file, a directory or glob pattern of them, a directory written by "
+    "datasets.save_to_disk, or the name of a data set on the Hugging Face hub"
 )
 
 
 def open_rows(source: str | Path, *, subset: str | None = None, split: str | None = None) -> Rows:
     """Open the rows of `source` in order, memory-mapped or read in place.
 
-    `source`: a file (.jsonl, .json, .ndjson, .parquet, .pq), a glob pattern or a directory of files of one kind, a
-    directory of `datasets.save_to_disk`, or a name on the hub (a `str`: a `Path` is always local). `split` applies to
-    the last three, `subset` to a directory of files and a name. `split` defaults to `train`, or the only split.
+    `source`: a file (.jsonl, .json, .ndjson, .parquet, .pq, .csv, .tsv), a glob pattern or a directory of files of one
+    kind, a directory of `datasets.save_to_disk`, or a name on the hub (a `str`: a `Path` is always local). `split`
+    applies to the last three, `subset` to a directory of files and a name. `split` defaults to `train`, or the only
+    split.
 
     Raises a `DataError` if nothing is found, the hub cannot be reached, the split does not exist (listing those that
     do), or a file is empty, damaged or of another kind. An invalid JSON line is an error when its row is read.
@@ -77,8 +87,12 @@ def _from_files(paths: Sequence[Path], label: str) -> Rows:
             raise DataError(f"{path}: files of type {path.suffix!r} are not supported, only {allowed}; convert it")
     kinds = {_KINDS[path.suffix] for path in paths}
     if len(kinds) > 1:
-        raise DataError(f"{paths[0].parent}: has both JSONL and Parquet files; give a pattern for one kind")
-    return JsonlRows(paths) if kinds == {"jsonl"} else read_parquet(paths, label)
+        raise DataError(
+            f"{paths[0].parent}: has files of several kinds ({', '.join(sorted(kinds))}); give a pattern for one"
+        )
+    if kinds == {"jsonl"}:
+        return JsonlRows(paths)
+    return read_parquet(paths, label) if kinds == {"parquet"} else read_csv(paths, label)
 
 
 def _from_directory(path: Path, subset: str | None, split: str | None) -> Rows:

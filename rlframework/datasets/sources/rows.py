@@ -1,4 +1,4 @@
-"""`Rows`, the interface of every source of data: `JsonlRows` of JSON-lines files, `ArrowRows` of Arrow and Parquet.
+"""`Rows`, the interface of every source of data: `JsonlRows` of JSON-lines files, `ArrowRows` of Arrow, Parquet and CSV.
 
 A JSON-lines file is scanned once for the offsets of its lines, 8 bytes per row, and stays open; a row is read on
 access. The readers of `datasets` and pyarrow convert a file to Arrow first: they know no line numbers, and reject rows
@@ -8,6 +8,7 @@ batches, and `datasets` adds formatting and a cache on disk. Columns are not dec
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import mmap
@@ -301,6 +302,38 @@ def _batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for batch in file.iter_batches(batch_size=_BATCH):
             given = pa.Table.from_batches([batch]).replace_schema_metadata()
             yield from pa.concat_tables([schema.empty_table(), given], promote_options="permissive").to_batches()
+
+
+def read_csv(paths: Sequence[Path], label: str) -> ArrowRows:
+    """Return the rows of all files in order, in memory. The first line has the names of columns; all values are text.
+
+    Values are separated by commas, in a `.tsv` by tabs. Columns that a file lacks are null in its rows. Raises a
+    `DataError` if a file is missing or damaged, or if there are no rows.
+    """
+    import pyarrow as pa
+
+    tables = []
+    for path in paths:
+        with reading(f"{path}: cannot be read as CSV, whose first line has the names of columns, in UTF-8"):
+            tables.append(_csv_table(path, "\t" if path.suffix == ".tsv" else ","))
+    if not any(table.num_rows for table in tables):
+        raise DataError(f"{paths[0]}: the file has no rows; give one with rows")
+    counts = [(str(path), table.num_rows) for path, table in zip(paths, tables, strict=True)]
+    return ArrowRows(pa.concat_tables(tables, promote_options="permissive"), counts, label)
+
+
+def _csv_table(path: Path, delimiter: str) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.csv as pc
+
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file, delimiter=delimiter), [])
+    if len(set(names)) < len(names):
+        raise DataError(f"{path}: two columns have one name: {names}")
+    # no guessing: 007 stays 007, and an empty value is an empty text
+    convert = pc.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    parse = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    return pc.read_csv(path, parse_options=parse, convert_options=convert)
 
 
 def _bytes(array: pa.Array) -> npt.NDArray[np.int64]:

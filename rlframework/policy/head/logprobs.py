@@ -189,12 +189,13 @@ def chunked_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     wants_entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(target) of each row and, on request, the entropy of its distribution.
 
     `hidden [N, H]`, `weight [V, H]`, `bias [V]`, `targets` int64, `[N]` or `[N, T]`; returns log-probabilities of that
-    shape and entropies `[N]`, fp32. Gradients flow through
-    the log-probabilities to `hidden`, `weight` and `bias`; the entropy has none. `softcap`: see `scaled_logits`.
+    shape and entropies `[N]`, fp32. Gradients flow through the log-probabilities, and with `entropy_gradient` through
+    the entropies, to `hidden`, `weight` and `bias`. `softcap`: see `scaled_logits`.
     """
     if shard is not None:
         hidden, weight, bias = shard.inputs(hidden, weight, bias)
@@ -207,11 +208,11 @@ def chunked_logprobs(
             logprobs = logits.log_softmax(-1).gather(1, targets)
         entropy = None
         if wants_entropy:
-            with torch.no_grad():
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
                 entropy = _entropy_of(logits, logits.logsumexp(-1))
         return logprobs, entropy
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        hidden, weight, bias, targets, shard, temperature, softcap, wants_entropy
+        hidden, weight, bias, targets, shard, temperature, softcap, wants_entropy, entropy_gradient
     )
     return logprobs, entropies if wants_entropy else None
 
@@ -233,6 +234,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         softcap: float | None,
         wants_entropy: bool,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         chunks = Chunks.of(hidden, weight, 0 if shard is None else shard.start, whole=shard is None)
         factors, statistics = _factors(hidden, weight, bias), _compiled(_token_statistics, weight.device)
@@ -256,14 +258,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
             normalizers, chosen, entropies = _combined(found[0], found_chosen, found[1])
         if shard is not None:
             normalizers, chosen, entropies = shard.combine(normalizers, chosen, entropies)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizers)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies if entropy_gradient else None)
         ctx.temperature, ctx.softcap, ctx.chunks = temperature, softcap, chunks
-        ctx.mark_non_differentiable(entropies)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         return chosen - normalizers.view(-1, *[1] * (targets.ndim - 1)), entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, _, _ = ctx.saved_tensors
+        hidden, weight, bias, *_ = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
         factors = _factors(hidden, weight, bias)
         dtype = factors[1].dtype
@@ -277,7 +280,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part_gradient = None if grad_weight is None else grad_weight[part]
             weight_sums = _sums(part_gradient, dtype, len(chunks.rows))
             for rows in chunks.rows:
-                slope = _slope(ctx, grads[0][rows], factors[0][rows], part_factors, rows, part)
+                slope = _slope(ctx, grads, factors[0][rows], part_factors, rows, part)
                 if grad_bias is not None:
                     grad_bias[part] += slope.sum(0, dtype=torch.float32)
                 if hidden_sums is not None:
@@ -287,16 +290,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 del slope  # before the next one is made
             _write(part_gradient, weight_sums)
         _write(grad_hidden, hidden_sums)
-        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 5
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
 
 
 def _slope(
-    ctx: Any, grad: Tensor, hidden: Tensor, factors: tuple[Tensor, Tensor | None], rows: slice, part: slice
+    ctx: Any,
+    grads: tuple[Tensor, ...],
+    hidden: Tensor,
+    factors: tuple[Tensor, Tensor | None],
+    rows: slice,
+    part: slice,
 ) -> Tensor:
     """Return the gradient of a chunk's logits, in the dtype of its factors; see `_gradient_of_logits`."""
-    _, _, _, targets, normalizers = ctx.saved_tensors
+    *_, targets, normalizers, entropies = ctx.saved_tensors
     gradient = _compiled(_gradient_of_logits, hidden.device)
-    target_scale = grad / ctx.temperature
+    target_scale = grads[0][rows] / ctx.temperature
+    of_entropy = None if entropies is None else (entropies[rows], grads[1][rows] / ctx.temperature)
     scale = target_scale if target_scale.ndim == 1 else target_scale.sum(1)
     places, inside = ctx.chunks.places(targets[rows], part)
     # a target that is elsewhere has place 0, which must not get the target's gradient
@@ -305,7 +314,7 @@ def _slope(
     # d tanh(x) = 1 - tanh(x)^2; before the gradient, which overwrites the logits
     of_cap = None if ctx.softcap is None else 1.0 - (logits * (ctx.temperature / ctx.softcap)).square()
     dtype = hidden.dtype if of_cap is None else torch.float32
-    slope: Tensor = gradient(logits, normalizers[rows], places, scale, target_scale, dtype)
+    slope: Tensor = gradient(logits, normalizers[rows], places, scale, target_scale, of_entropy, dtype)
     return slope if of_cap is None else (slope * of_cap).to(hidden.dtype)
 
 
@@ -343,14 +352,26 @@ def _token_statistics(logits: Tensor, targets: Tensor, wants_entropy: bool) -> t
 
 
 def _gradient_of_logits(
-    logits: Tensor, normalizers: Tensor, targets: Tensor, scale: Tensor, target_scale: Tensor, dtype: torch.dtype
+    logits: Tensor,
+    normalizers: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    target_scale: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return `target_scale * onehot(target) - scale * softmax`, `[n, V]` in `dtype`; overwrites `logits`.
 
     It is `scale` times d logprob / d logits. Several targets of a row, `[n, T]`, have a `target_scale` each; `scale`
-    is then their sum.
+    is then their sum. `of_entropy`: entropies and the scale of their gradient, `[n]` each, which is added:
+    d entropy / d logits = -softmax * (log softmax + entropy).
     """
-    if not torch.compiler.is_compiling():
+    if of_entropy is not None:
+        entropies, entropy_scale = of_entropy
+        logprobs = logits - normalizers[:, None]
+        factor = torch.addcmul(scale[:, None], entropy_scale[:, None], logprobs + entropies[:, None])
+        slope = (logprobs.exp() * -factor).scatter_add(1, _columns(targets), _columns(target_scale))
+    elif not torch.compiler.is_compiling():
         slope = logits.sub_(normalizers[:, None]).exp_().mul_(-scale[:, None])
         slope.scatter_add_(1, _columns(targets), _columns(target_scale))
     elif targets.ndim == 1:  # without writing the logits back

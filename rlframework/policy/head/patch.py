@@ -25,13 +25,15 @@ class HeadRequest:
     `wants`: "logprobs" and optionally "entropy"; or exactly one of "topk", "logits" and "scores" (the heads
     `score` and `value`). `top_k`: number of most likely tokens, for "topk". `token_sets`: the name of a value
     `[b, S', K]` int64 of the microbatch's rows, ids of K tokens at each position, whose log-probabilities are computed
-    in addition.
+    in addition. `entropy_gradient`: whether the entropy has a gradient, which takes another pass over each chunk of
+    logits.
     """
 
     wants: frozenset[str] = frozenset({"logprobs"})
     temperature: float = 1.0
     top_k: int = 0
     token_sets: str | None = None
+    entropy_gradient: bool = False
 
     @property
     def results(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -83,7 +85,9 @@ def read_head_output(values: Tensor, request: HeadRequest) -> HeadOutput:
         return HeadOutput(topk_logits=logits, topk_indices=tokens.long(), topk_normalizers=normalizers[:, 0])
     if "scores" in request.wants:
         return HeadOutput(scores=values[:, 0])
-    entropy = values[:, -1].detach() if "entropy" in request.wants else None
+    entropy = values[:, -1] if "entropy" in request.wants else None
+    if entropy is not None and not request.entropy_gradient:
+        entropy = entropy.detach()
     if request.token_sets is None:
         return HeadOutput(values[:, 0], entropy)
     return HeadOutput(values[:, 0], entropy, set_logprobs=values[:, 1 : values.shape[1] - (entropy is not None)])
@@ -167,6 +171,7 @@ class HeadPatch:
             temperature=temperature,
             softcap=softcap,
             wants_entropy="entropy" in request.wants,
+            entropy_gradient=request.entropy_gradient,
         )
         # a new tensor, not a view: FSDP2 attaches its backward hook to the model's output
         columns = logprobs if logprobs.ndim == 2 else logprobs[:, None]

@@ -72,7 +72,7 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
     played = run_in_loop(serve())
     generation.finish_generation()  # not after a failure, as a second error would hide the first
     report_failures(played, config.name)
-    return rollout_of(played, int(parts.tokenizer.pad_token_id))
+    return rollout_of(played, int(parts.tokenizer.pad_token_id), parts.images)
 
 
 @asynccontextmanager
@@ -82,7 +82,8 @@ async def agent_runner(parts: Parts, bridge: Bridge) -> AsyncIterator[AgentRunne
     assert isinstance(config, AttemptsConfig)
     configured = SamplingParams(run.temperature, run.top_k, run.top_p)
     rule = SamplingRule(configured, bridge.sampling, config.agent_sampling)
-    endpoint = Endpoint(Sampler(parts.tokenizer, bridge, rule, config.max_episode_tokens), "policy")
+    sampler = Sampler(parts.tokenizer, bridge, rule, config.max_episode_tokens, parts.images)
+    endpoint = Endpoint(sampler, "policy", images=config.images)
     async with served(endpoint) as base_url:
         yield AgentRunner(cast("RunsAgents", parts.environment), config, endpoint, bridge, base_url)
 

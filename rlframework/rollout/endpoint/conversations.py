@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlframework.interfaces.messages import Message, ToolSpec, text_of
+from rlframework.interfaces.messages import Content, Message, ToolSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,4 +91,17 @@ def _seen(message: Message) -> tuple[Any, ...]:
     calls = tuple(
         (call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
     )
-    return message["role"], text_of(message), calls, message.get("tool_call_id")
+    return message["role"], _seen_content(message["content"]), calls, message.get("tool_call_id")
+
+
+def _seen_content(content: Content) -> Any:
+    """The text of a content, with digests of the images in it; how a text is divided into parts does not count."""
+    if isinstance(content, str):
+        return content
+    found: list[str | tuple[str]] = [""]
+    for part in content:
+        if part["type"] == "image":
+            found += [(part["image"].digest,), ""]
+        else:
+            found[-1] = f"{found[-1]}{part['text']}"
+    return found[0] if len(found) == 1 else tuple(found)

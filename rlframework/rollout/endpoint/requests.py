@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
+from rlframework.interfaces.messages import Content, ContentPart, Message, TextPart, ToolCall, ToolSpec
+from rlframework.interfaces.pictures import Picture
 from rlframework.rollout.endpoint.errors import ApiError
+from rlframework.rollout.endpoint.image_parts import IMAGE_PARTS, TEXT_ONLY, ImageReader
 
 MOST_CHOICES = 64
 """The largest `n` of a request."""
@@ -44,7 +46,7 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
 
 
-def chat_request(body: Mapping[str, Any]) -> TurnRequest:
+def chat_request(body: Mapping[str, Any], images: ImageReader = TEXT_ONLY) -> TurnRequest:
     """Return the turn that the body of a chat completion asks for. Raises `ApiError` for what is not served."""
     reject_unknown(body, _CHAT_KEYS)
     for key in ("frequency_penalty", "presence_penalty"):
@@ -57,7 +59,7 @@ def chat_request(body: Mapping[str, Any]) -> TurnRequest:
     require_text_format(body.get("response_format"), "response_format")
     limits = [integer(body, key, 1, 2**31) for key in ("max_completion_tokens", "max_tokens")]
     return TurnRequest(
-        messages_of(body.get("messages")),
+        messages_of(body.get("messages"), images),
         tools_of(body.get("tools"), body.get("tool_choice"), lambda tool: tool.get("function")),
         integer(body, "n", 1, MOST_CHOICES) or 1,
         integer(body, "seed", -(2**63), 2**63 - 1),
@@ -68,11 +70,11 @@ def chat_request(body: Mapping[str, Any]) -> TurnRequest:
     )
 
 
-def messages_of(given: Any) -> tuple[Message, ...]:
+def messages_of(given: Any, images: ImageReader = TEXT_ONLY) -> tuple[Message, ...]:
     """Return checked messages; `developer` messages become `system` messages, null content becomes empty."""
     if not isinstance(given, list) or not given:
         raise ApiError("messages must be a list with at least one message")
-    return tuple(_message(message, number) for number, message in enumerate(given))
+    return tuple(_message(message, number, images) for number, message in enumerate(given))
 
 
 def content_of(content: Any, where: str) -> str:
@@ -80,11 +82,31 @@ def content_of(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for part in content if isinstance(content, list) else [content]:
-        if not (isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)):
+    for number, part in enumerate(content if isinstance(content, list) else [content]):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in IMAGE_PARTS:
+            raise ApiError(f"{where}.content[{number}] is an image; only user, system and tool messages have images")
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             raise ApiError(f"{where}.content has {part!r:.80}; it must be a text, or parts of type text")
         texts.append(part["text"])
     return "".join(texts)
+
+
+def parts_of(content: Any, where: str, images: ImageReader) -> Content:
+    """Return the content of a message that may have images: parts if it has any, and else its text."""
+    kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    if not {*IMAGE_PARTS, "image"} & set(filter(_is_text, kinds)):
+        return content_of(content, where)
+    found: list[ContentPart] = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "image" and isinstance(part.get("image"), Picture):  # read before
+            found.append(part)
+        elif kind in IMAGE_PARTS:
+            found.append(images.read(part, f"{where}.content[{number}]"))
+        else:
+            found.append(TextPart(type="text", text=content_of([part], where)))
+    return found
 
 
 def tools_of(given: Any, choice: Any, function_of: Callable[[Mapping[str, Any]], Any]) -> tuple[ToolSpec, ...]:
@@ -156,12 +178,16 @@ def number(body: Mapping[str, Any], key: str, least: float, most: float) -> floa
     return float(value) if math.isfinite(value) else None
 
 
-def _message(message: Any, number: int) -> Message:
+def _message(message: Any, number: int, images: ImageReader) -> Message:
     where = f"messages[{number}]"
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
         raise ApiError(f"{where} must be an object whose role is one of {', '.join(_ROLES)}")
-    found: Message = {"role": role, "content": content_of(message.get("content"), where)}
+    content = message.get("content")
+    found: Message = {
+        "role": role,
+        "content": content_of(content, where) if role == "assistant" else parts_of(content, where, images),
+    }
     if role == "assistant":
         if calls := message.get("tool_calls"):
             found["tool_calls"] = [_call(call, where) for call in _list(calls, f"{where}.tool_calls")]
@@ -179,6 +205,10 @@ def _call(call: Any, where: str) -> ToolCall:
     if not isinstance(function, Mapping):
         raise ApiError(f"{where} has the tool call {call!r:.80}; it must have an id and a function")
     return call_of(call.get("id"), function.get("name"), function.get("arguments"), where)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _list(value: Any, where: str) -> Sequence[Any]:

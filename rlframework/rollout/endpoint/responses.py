@@ -12,6 +12,7 @@ from typing import Any
 from rlframework.interfaces.messages import Message
 from rlframework.rollout.endpoint.chat import usage
 from rlframework.rollout.endpoint.errors import ApiError
+from rlframework.rollout.endpoint.image_parts import TEXT_ONLY, ImageReader
 from rlframework.rollout.endpoint.requests import (
     IGNORED,
     TurnRequest,
@@ -20,6 +21,7 @@ from rlframework.rollout.endpoint.requests import (
     integer,
     messages_of,
     number,
+    parts_of,
     reject_unknown,
     require_text_format,
     tools_of,
@@ -33,7 +35,7 @@ _KEYS = IGNORED | {
 }  # fmt: skip
 
 
-def responses_request(body: Mapping[str, Any], session: Session) -> TurnRequest:
+def responses_request(body: Mapping[str, Any], session: Session, images: ImageReader = TEXT_ONLY) -> TurnRequest:
     """Return the turn that the body of a response asks for. Raises `ApiError` for what is not served."""
     reject_unknown(body, _KEYS)
     text = body.get("text")
@@ -42,7 +44,7 @@ def responses_request(body: Mapping[str, Any], session: Session) -> TurnRequest:
     if body.get("truncation") not in (None, "disabled"):
         raise ApiError("truncation: conversations are not shortened; it must be disabled or left out")
     name = body.get("previous_response_id")
-    messages = [*(() if name is None else session.response(name)), *_input(body.get("input"))]
+    messages = [*(() if name is None else session.response(name)), *_input(body.get("input"), images)]
     if instructions := content_of(body.get("instructions"), "instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     return TurnRequest(
@@ -54,18 +56,18 @@ def responses_request(body: Mapping[str, Any], session: Session) -> TurnRequest:
     )
 
 
-def _input(given: Any) -> list[Message]:
+def _input(given: Any, images: ImageReader) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise ApiError("input must be a text, or a list of items")
     found: list[Message] = []
     for position, item in enumerate(given):
-        _add_item(found, item, f"input[{position}]")
+        _add_item(found, item, f"input[{position}]", images)
     return found
 
 
-def _add_item(found: list[Message], item: Any, where: str) -> None:
+def _add_item(found: list[Message], item: Any, where: str, images: ImageReader) -> None:
     """Append an item; the text and the function calls of one turn of the assistant are one message."""
     if not isinstance(item, Mapping):
         raise ApiError(f"{where} must be an object")
@@ -74,7 +76,7 @@ def _add_item(found: list[Message], item: Any, where: str) -> None:
         found.append(
             {
                 "role": "tool",
-                "content": content_of(item.get("output"), where),
+                "content": parts_of(item.get("output"), where, images),
                 "tool_call_id": str(item.get("call_id")),
             }
         )
@@ -84,7 +86,11 @@ def _add_item(found: list[Message], item: Any, where: str) -> None:
             found.append({"role": "assistant", "content": ""})
         found[-1]["tool_calls"] = [*found[-1].get("tool_calls", ()), call]
     elif kind == "message":
-        found.append({"role": str(item.get("role")), "content": content_of(item.get("content"), where)})
+        role, content = str(item.get("role")), item.get("content")
+        text_only = role == "assistant"
+        found.append(
+            {"role": role, "content": content_of(content, where) if text_only else parts_of(content, where, images)}
+        )
     elif kind != "reasoning":  # which is known from the turn's tokens
         raise ApiError(f"{where} has the type {kind!r:.80}; it must be message, function_call or function_call_output")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from rlframework.errors import DataError, RequestError
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
-from rlframework.interfaces.messages import Message
+from rlframework.interfaces.messages import Message, pictures_of
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.endpoint.conversations import Turn
 from rlframework.rollout.endpoint.errors import ApiError
@@ -29,6 +29,8 @@ from rlframework.rollout.seeds import turn_seed
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from rlframework.datasets.image_inputs import ImageInputs
 
 Foreign = Literal["reject", "override", "allow"]
 """The treatment of a temperature or top_p that is not the configured one."""
@@ -47,8 +49,10 @@ class Completer(Protocol):
         max_new_tokens: int,
         session: str,
         sampling: SamplingParams | None = None,
+        *,
+        media: Mapping[str, Tensor] | None = None,
     ) -> GenerationResult:
-        """Return the completion of a prompt."""
+        """Return the completion of a prompt; `media`: the inputs of the model for its images, by name."""
         ...
 
 
@@ -101,7 +105,10 @@ class Choice:
 
 
 class Sampler:
-    """Samples turns with `completer`, whose prompts have at most `max_tokens` tokens with their completion."""
+    """Samples turns with `completer`, whose prompts have at most `max_tokens` tokens with their completion.
+
+    `images`: makes tokens and inputs of the model from images; None if messages have none.
+    """
 
     def __init__(
         self,
@@ -109,8 +116,9 @@ class Sampler:
         completer: Completer,
         rule: SamplingRule,
         max_tokens: int | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
-        self.tokenizer, self.chat = tokenizer, ChatFormat(tokenizer)
+        self.tokenizer, self.chat = tokenizer, ChatFormat(tokenizer, images)
         self._completer, self._rule = completer, rule
         limits = [limit for limit in (max_tokens, completer.positions) if limit is not None]
         self._most = min(limits, default=None)
@@ -125,11 +133,12 @@ class Sampler:
         prompt, known = self._prompt(request, known)
         room = self._room(session, request, len(prompt))
         session.begin_turns(request.choices)
-        ids = torch.tensor(prompt)
-        seeds = session.seeds(ids, request.choices) or _own_seeds(request)
+        ids, pictures = torch.tensor(prompt), pictures_of(request.messages)
+        seeds = session.seeds(ids, request.choices, pictures) or _own_seeds(request)
+        name, media = session.engine_session, self.chat.media(pictures)
         try:
             results = await gather_or_cancel(
-                [self._completer.complete(ids, seed, room, session.engine_session, sampling) for seed in seeds]
+                [self._completer.complete(ids, seed, room, name, sampling, media=media) for seed in seeds]
             )
         except RequestError as error:
             raise ApiError(str(error)) from error
@@ -173,7 +182,7 @@ class Sampler:
             session.calls += len(calls)
             session.malformed += sum(is_malformed(call, request.tools) for call in calls)
             session.truncated = session.truncated or result.finish_reason != "stop"
-            session.trajectory.add(prompt, result)
+            session.trajectory.add(prompt, result, pictures_of(request.messages))
             begin = 0 if known is None else known.length
             session.add_turn(request, message, known, torch.cat((prompt[begin:], result.token_ids)))
         return Choice(message, result, len(prompt))

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlframework.config.images import ImagesConfig
 from rlframework.errors import ConfigError, UserError
 from rlframework.rollout.endpoint.chat import ChatReply
 from rlframework.rollout.endpoint.errors import ApiError
+from rlframework.rollout.endpoint.image_parts import ImageReader
 from rlframework.rollout.endpoint.prompt_logprobs import PromptScorer
 from rlframework.rollout.endpoint.requests import TurnRequest, chat_request
 from rlframework.rollout.endpoint.responses import ResponsesReply, responses_request
@@ -31,6 +33,9 @@ _LOG = logging.getLogger(__name__)
 MAX_BODY = 4 * 2**20
 """Bytes of a request's body; larger ones are rejected with 413."""
 
+MAX_BODY_WITH_IMAGES = 64 * 2**20
+"""The same for an endpoint that takes images, which each request of a conversation has again."""
+
 _KEEP_ALIVE = 10.0
 """Seconds between comments to a client that waits for a stream's next event."""
 
@@ -40,14 +45,24 @@ _CLOSING = 2
 class Endpoint:
     """Answers requests of open `sessions` for the model `model`, which `sampler` samples from.
 
-    `scorer`: answers completions that score their prompt; None: there are none.
+    `scorer`: answers completions that score their prompt; None: there are none. `images`: how to read images, which
+    `sampler` then takes too; None: they are rejected. `max_body`: bytes of a request; None: `MAX_BODY`, with images
+    `MAX_BODY_WITH_IMAGES`.
     """
 
     def __init__(
-        self, sampler: Sampler, model: str, *, max_body: int = MAX_BODY, scorer: PromptScorer | None = None
+        self,
+        sampler: Sampler,
+        model: str,
+        *,
+        max_body: int | None = None,
+        scorer: PromptScorer | None = None,
+        images: ImagesConfig | None = None,
     ) -> None:
         self.sessions = Sessions()
-        self.model, self._sampler, self._max_body, self._scorer = model, sampler, max_body, scorer
+        self.model, self._sampler, self._scorer, self._images = model, sampler, scorer, images
+        default = MAX_BODY if images is None else MAX_BODY_WITH_IMAGES
+        self._max_body = default if max_body is None else max_body
 
     def app(self) -> Starlette:
         """Return the ASGI application. Without a valid token, every path answers 401."""
@@ -83,18 +98,21 @@ class Endpoint:
             )
         if (method, path) == ("POST", "/v1/chat/completions"):
             body = await self._body(request)
-            turn = chat_request(body)
+            turn = chat_request(body, self._reader(session))
             return await self._reply(request, session, body, turn, ChatReply(body, self.model, self._sampler.tokenizer))
         if (method, path) == ("POST", "/v1/completions") and self._scorer is not None:
             return JSONResponse(await self._scorer.answer(await self._body(request), self.model))
         if (method, path) == ("POST", "/v1/responses"):
             body = await self._body(request)
-            turn, reply = responses_request(body, session), ResponsesReply(body, self.model)
+            turn, reply = responses_request(body, session, self._reader(session)), ResponsesReply(body, self.model)
             return await self._reply(request, session, body, turn, reply)
         if (method, path) == ("POST", f"/v1/sessions/{session.id}/reward"):
             session.set_reward(await self._body(request))
             return JSONResponse({"id": session.id, "reward": session.reward})
         raise ApiError(f"there is no {method} {path[:200]}", status=404, code="not_found")
+
+    def _reader(self, session: Session) -> ImageReader:
+        return ImageReader(self._images, session.pictures if session.record else {})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Read and parse the body. `ApiError` 413 as soon as it is too large, 400 if it is no JSON object."""

@@ -19,6 +19,8 @@ from rlframework.rollout.episode_thread import Bridge, run_beside
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlframework.config.images import ImagesConfig
+    from rlframework.datasets.image_inputs import ImageInputs
     from rlframework.generation.driver import Generation
     from rlframework.policy.client import Policy
 
@@ -36,15 +38,18 @@ def serve(
     port: int,
     started: Callable[[str], None],
     policy: Policy | None = None,
+    images: tuple[ImagesConfig, ImageInputs] | None = None,
 ) -> None:
     """Serve `generation` to clients with the bearer token `token`; `started(base_url)` is called once it is ready.
 
+    `images`: how to read the images of requests, and what makes inputs of the model from them; None: text only.
     `policy`: scores prompts, if it is in this process; others are busy with their engines. Returns
     after SIGINT or SIGTERM. Nothing that clients send is kept.
     """
 
     async def answer(bridge: Bridge, rule: SamplingRule, scorer: PromptScorer | None) -> None:
-        endpoint = Endpoint(Sampler(tokenizer, bridge, rule), model, scorer=scorer)
+        section, inputs = images or (None, None)
+        endpoint = Endpoint(Sampler(tokenizer, bridge, rule, images=inputs), model, scorer=scorer, images=section)
         session = Session(bridge.begin(), record=False, token=token)
         bridge.end(session.engine_session)
         async with served(endpoint, host, port) as base_url:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.interfaces.environment import LARGEST_REWARD
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
+from rlframework.interfaces.pictures import Picture
 from rlframework.rollout.endpoint.conversations import Conversations, Turn
 from rlframework.rollout.endpoint.errors import ApiError, unauthorized
 from rlframework.rollout.endpoint.requests import TurnRequest
@@ -34,7 +35,8 @@ class Session:
     """The turns that an agent has sampled. `engine_session`: the id for the generation client.
 
     `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
-    those that the agent has posted. `truncated`: whether a limit has ended a turn or refused one.
+    those that the agent has posted. `truncated`: whether a limit has ended a turn or refused one. `pictures`: the
+    images of recorded requests by their digests, each stored once.
     """
 
     engine_session: str
@@ -53,6 +55,7 @@ class Session:
     truncated: bool = False
     completion: str = ""
     closed: bool = False
+    pictures: dict[str, Picture] = field(default_factory=dict)
     _conversations: Conversations = field(default_factory=Conversations)
     _responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
     _asked: dict[bytes, int] = field(default_factory=dict)
@@ -69,15 +72,16 @@ class Session:
             )
         self.started += count
 
-    def seeds(self, prompt: Tensor, count: int) -> list[int] | None:
+    def seeds(self, prompt: Tensor, count: int, pictures: Sequence[Picture] = ()) -> list[int] | None:
         """Return the seeds of `count` turns after the tokens `prompt`, or None if clients choose seeds.
 
-        They depend on the session's seed, on the prompt, and on how often the session has asked for it before, so that
-        requests with different prompts may come in any order.
+        They depend on the session's seed, on the prompt and its `pictures`, and on how often the session has asked for
+        it before, so that requests with different prompts may come in any order.
         """
         if self.seed is None:
             return None
-        digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
+        seen = prompt.numpy().tobytes() + "".join(picture.digest for picture in pictures).encode()
+        digest = hashlib.blake2b(seen, digest_size=8).digest()
         first = self._asked.get(digest, 0)
         self._asked[digest] = first + count
         of_prompt = turn_seed(self.seed, int.from_bytes(digest, "little"))

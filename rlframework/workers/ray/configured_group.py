@@ -24,6 +24,11 @@ from rlframework.workers.ray.worker_builder import RayWorkerBuilder
 from rlframework.workers.ray.worker_group import RayWorkerGroup
 from rlframework.workers.remote_group import check_ranks
 
+_ADVICE = (
+    "Add machines to the cluster, end other programs that use it, lower num_workers of worker_group or "
+    "generation.workers, or raise deadlines.start there to wait longer"
+)
+
 
 class ConfiguredRayWorkerGroup(RayWorkerGroup):
     """One worker per rank of `sharding`. Ray itself is started if needed, and shut down with the last group.
@@ -78,6 +83,13 @@ def _require_python(settings: RayGroupConfig, spec: WorkerSpec) -> None:
         raise ConfigError(f"{key}={python} is not an executable on this machine: set it to the path of a Python")
 
 
+def _name(spec: WorkerSpec) -> str:
+    """The name of the group in messages: with its number, if there are several of its kind."""
+    if spec.replicas == 1:
+        return "rlframework-workers"
+    return f"{spec.target.rpartition(':')[2]} {spec.replica + 1} of {spec.replicas}"
+
+
 def _reserve(settings: RayGroupConfig, workers: int, device: str, spec: WorkerSpec) -> RayVirtualCluster:
     """Reserve placement groups for all workers: one per node with `workers_per_node`, otherwise a single one.
 
@@ -97,11 +109,12 @@ def _reserve(settings: RayGroupConfig, workers: int, device: str, spec: WorkerSp
         [workers] if each is None else [each] * (workers // each),
         use_gpus=device == "cuda",
         num_gpus_per_node=each or workers,
-        name="rlframework-workers",
+        name=_name(spec),
         placement_group_strategy=settings.placement.upper(),
         ready_timeout=settings.deadlines.start,
         cpus_per_worker=0 if private else 1,
         gpus_per_bundle=spec.gpus,
+        advice=_ADVICE,
     )
     runtime.acquire(id(cluster), settings.address, settings.listen)
     try:

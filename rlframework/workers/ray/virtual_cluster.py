@@ -30,6 +30,8 @@ MAX_RETRIES_VARIABLE = "NRL_VIRTUAL_CLUSTER_MAX_RETRIES"
 _REMOVAL_WAIT = 10.0
 _SETTLING = 5.0
 """Seconds to wait until Ray counts released resources as free, which usually takes 0.2 s."""
+_PATIENCE = 5.0
+"""Seconds of a wait for resources after which it is reported."""
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -75,7 +77,9 @@ class RayVirtualCluster:
         ready_timeout: float = 180.0,
         cpus_per_worker: float = 1,
         gpus_per_bundle: int = 1,
+        advice: str = "End the programs that use the cluster, request fewer bundles, or raise ready_timeout",
     ) -> None:
+        """`advice`: the end of the message of `DeadlineExceeded`, with what to do."""
         self._placement_groups: list[PlacementGroup] = []
         self._port_reservers: dict[str, Any] = {}
         self._placements: list[Placement] = []
@@ -101,7 +105,7 @@ class RayVirtualCluster:
         self.name = name
         self.placement_group_strategy = strategy
         self._title = f"virtual cluster {name!r}" if name else "virtual cluster"
-        self._ready_timeout = ready_timeout
+        self._ready_timeout, self._advice = ready_timeout, advice
         self._cpus_per_worker = cpus_per_worker
         self.gpus_per_bundle = gpus_per_bundle
 
@@ -215,15 +219,18 @@ class RayVirtualCluster:
             time.sleep(0.05)
 
     def _wait_until_ready(self, until: float) -> None:
-        missing = self._placement_groups
+        missing, reported = self._placement_groups, time.monotonic() + _PATIENCE
         while missing and time.monotonic() < until:  # short waits, because an interrupt is only handled between them
             missing = [group for group in missing if not group.wait(1)]
+            if missing and time.monotonic() > reported:
+                left = until - time.monotonic()
+                _LOG.warning("Waiting up to %d s for resources or further nodes. %s", left, self.resources_text())
+                reported = until
         if missing:
             raise DeadlineExceeded(
                 f"{len(missing)} of {len(self._placement_groups)} placement groups were not ready within "
                 f"{self._ready_timeout:g} s, because the cluster is in use. {self.resources_text()}\n"
-                "All reservations were released. End the programs that use the cluster, request fewer bundles, or "
-                "raise ready_timeout"
+                f"All reservations were released. {self._advice}"
             )
 
     def shutdown(self) -> bool:

@@ -51,28 +51,34 @@ def limit_chunks(patch, elements, tokens):
     softcap=st.sampled_from([None, 2.5]),
     with_bias=st.booleans(),
     several=st.sampled_from([(), (1,), (3,)]),  # targets of a token; equal ones count each
+    of_entropy=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_values_and_gradients_match_the_formula(
-    count, vocabulary, rows, most, temperature, softcap, with_bias, several, seed
+    count, vocabulary, rows, most, temperature, softcap, with_bias, several, of_entropy, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, 5, generator=generator, requires_grad=True)
     weight = torch.randn(vocabulary, 5, generator=generator, requires_grad=True)
     bias = torch.randn(vocabulary, generator=generator, requires_grad=True) if with_bias else None
     targets = torch.randint(0, vocabulary, (count, *several), generator=generator)
-    upstream = torch.randn(count, *several, generator=generator)
+    upstream, entropy_upstream = (torch.randn(count, *each, generator=generator) for each in (several, ()))
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
 
     with pytest.MonkeyPatch.context() as patch:  # so that `rows` of them make a chunk, and most examples take several
         limit_chunks(patch, rows * vocabulary, most)
         keys = {"temperature": temperature, "softcap": softcap}
-        logprobs, entropy = chunked_logprobs(hidden, weight, bias, targets, **keys, wants_entropy=True)
-        gradients = torch.autograd.grad((logprobs * upstream).sum(), leaves)
+        logprobs, entropy = chunked_logprobs(
+            hidden, weight, bias, targets, **keys, wants_entropy=True, entropy_gradient=of_entropy
+        )
+        assert entropy.requires_grad == of_entropy
+        total = (logprobs * upstream).sum() + of_entropy * (entropy * entropy_upstream).sum()
+        gradients = torch.autograd.grad(total, leaves)
 
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected, expected_entropy = plain(*doubles[:2], doubles[2] if with_bias else None, targets, **keys)
-    expected_gradients = torch.autograd.grad((expected * upstream).sum(), doubles)
+    total = (expected * upstream).sum() + of_entropy * (expected_entropy * entropy_upstream).sum()
+    expected_gradients = torch.autograd.grad(total, doubles)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     # the difference of two numbers of the size of the logits
     largest = float((doubles[0] @ doubles[1].T).detach().abs().max() / temperature) if count else 0.0
@@ -301,25 +307,27 @@ def leaves_of(rank, bounds, padding, hidden, weight, bias):
     softcap=st.sampled_from([None, 2.5]),
     with_bias=st.booleans(),
     several=st.sampled_from([(), (1,), (3,)]),
+    of_entropy=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_values_and_gradients_match_the_whole_vocabulary(
-    count, sizes, padding, chunk, most, temperature, softcap, with_bias, several, seed
+    count, sizes, padding, chunk, most, temperature, softcap, with_bias, several, of_entropy, seed
 ):
     bounds = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(count, 5, generator=generator), torch.randn(bounds[-1], 5, generator=generator)
     bias = torch.randn(bounds[-1], generator=generator) if with_bias else None
     targets = torch.randint(0, bounds[-1], (count, *several), generator=generator)
-    upstream = torch.randn(count, *several, generator=generator)
+    upstream, entropy_upstream = (torch.randn(count, *each, generator=generator) for each in (several, ()))
 
     def work(rank):
         leaves = leaves_of(rank, bounds, padding, hidden, weight, bias)
         shard = VocabularyShard(dist.group.WORLD, bounds[rank], sizes[rank])
         own_bias = leaves[2] if with_bias else None
-        keys = {"temperature": temperature, "softcap": softcap, "wants_entropy": True}
+        keys = {"temperature": temperature, "softcap": softcap, "wants_entropy": True, "entropy_gradient": of_entropy}
         logprobs, entropy = chunked_logprobs(leaves[0], leaves[1], own_bias, targets, shard, **keys)
-        return logprobs, entropy, torch.autograd.grad((logprobs * upstream).sum(), leaves)
+        total = (logprobs * upstream).sum() + of_entropy * (entropy * entropy_upstream).sum()
+        return logprobs, entropy, torch.autograd.grad(total, leaves)
 
     with pytest.MonkeyPatch.context() as patch:  # so that `chunk` of them, or fewer, make a chunk
         limit_chunks(patch, chunk * max(sizes), most)
@@ -328,7 +336,8 @@ def test_values_and_gradients_match_the_whole_vocabulary(
     doubles = [leaf.double().requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
     own_bias = doubles[2] if with_bias else None
     expected, expected_entropy = plain(doubles[0], doubles[1], own_bias, targets, temperature, softcap)
-    wanted = torch.autograd.grad((expected * upstream).sum(), doubles)
+    total = (expected * upstream).sum() + of_entropy * (expected_entropy * entropy_upstream).sum()
+    wanted = torch.autograd.grad(total, doubles)
     for rank, (logprobs, entropy, gradients) in enumerate(found):
         torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
@@ -442,13 +451,16 @@ def test_compiled_chunks_match_the_formula(temperature, monkeypatch):
     leaves = [torch.randn(n, 8, generator=generator, requires_grad=True) for n in (20, 30)]
     targets, upstream = torch.randint(0, 30, (20,), generator=generator), torch.randn(20, generator=generator)
     limit_chunks(monkeypatch, 7 * 30, 16)
-    logprobs, entropy = chunked_logprobs(*leaves, None, targets, temperature=temperature, wants_entropy=True)
-    gradients = torch.autograd.grad((logprobs * upstream).sum(), leaves)
+    keys = {"temperature": temperature, "wants_entropy": True, "entropy_gradient": temperature != 1.0}
+    logprobs, entropy = chunked_logprobs(*leaves, None, targets, **keys)
+    of_entropy = 0.0 if temperature == 1.0 else 0.3
+    gradients = torch.autograd.grad((logprobs * upstream).sum() + of_entropy * entropy.sum(), leaves)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected, expected_entropy = plain(*doubles, None, targets, temperature)
+    total = (expected * upstream).sum() + of_entropy * expected_entropy.sum()
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
-    for gradient, wanted in zip(gradients, torch.autograd.grad((expected * upstream).sum(), doubles), strict=True):
+    for gradient, wanted in zip(gradients, torch.autograd.grad(total, doubles), strict=True):
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -28,11 +28,20 @@ class Completer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.answers, self.asked = tokenizer, ["hello"], list[Any]()
         self.waits: asyncio.Event | None = None
+        self.media = list[Any]()
         self.aborted = 0
 
     async def complete(
-        self, prompt_ids: Any, seed: int, max_new_tokens: int, session: str, sampling: SamplingParams | None = None
+        self,
+        prompt_ids: Any,
+        seed: int,
+        max_new_tokens: int,
+        session: str,
+        sampling: SamplingParams | None = None,
+        *,
+        media: Any = None,
     ) -> GenerationResult:
+        self.media.append(media)
         self.asked.append((list(map(int, prompt_ids)), seed, max_new_tokens, sampling))
         answer = self.answers[(len(self.asked) - 1) % len(self.answers)]
         if self.waits is not None:
@@ -68,11 +77,16 @@ def serving() -> Callable[..., Any]:
     """`async with serving(max_turns=...) as served`: a `Served`."""
 
     @asynccontextmanager
-    async def start(foreign: Any = "reject", max_body: int = 100_000, **options: Any) -> AsyncIterator[Served]:
-        tokenizer = character_tokenizer(ALPHABET)
+    async def start(
+        foreign: Any = "reject", max_body: int = 100_000, vision: Any = None, **options: Any
+    ) -> AsyncIterator[Served]:
+        """`vision`: tokenizer, `ImagesConfig` and `ImageInputs` of a model that takes images."""
+        tokenizer, section, inputs = vision or (character_tokenizer(ALPHABET), None, None)
         completer = Completer(tokenizer)
         rule = SamplingRule(SamplingParams(), SamplingParams(), foreign)
-        endpoint = Endpoint(Sampler(tokenizer, completer, rule), "policy", max_body=max_body)
+        endpoint = Endpoint(
+            Sampler(tokenizer, completer, rule, images=inputs), "policy", max_body=max_body, images=section
+        )
         session = endpoint.sessions.open(Session("engine", **{"seed": 5, **options}))
         async with served(endpoint) as base_url:
             yield Served(endpoint, completer, session, base_url)

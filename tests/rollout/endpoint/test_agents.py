@@ -42,7 +42,7 @@ def agent_parts(run_config: Any, tmp_path: Path):
         generation.finish_generation = lambda: True  # type: ignore[method-assign]
         environment = AgentEnvironment(config.environment, seed=0)  # type: ignore[arg-type]
         return SimpleNamespace(
-            config=config, tokenizer=tokenizer, generation=generation, environment=environment, models={}
+            config=config, tokenizer=tokenizer, generation=generation, environment=environment, models={}, images=None
         )
 
     return make

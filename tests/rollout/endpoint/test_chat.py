@@ -218,7 +218,7 @@ def test_a_stream_has_the_same_reply(serving: Any) -> None:
     [
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "system, developer, user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "serves text only"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
         ({"n": 65}, "n=65 must be an integer from 1 to 64"),
         ({"n": True}, "n=True must be an integer"),

@@ -75,3 +75,24 @@ def groups_divided_over_ranks(worker_class: Any) -> Any:
             return super().train(data, *args, **options)
 
     return Broken
+
+
+@mutant(
+    "groups_counted_by_each_rank",
+    "A loss of groups is divided by the rows of its own rank, not by those of the global batch.",
+    *_MODES,
+    layout=Layout(data=2),
+)
+@in_service("microbatching_class")
+def groups_counted_by_each_rank(microbatching_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(microbatching_class):  # type: ignore[misc]
+        def global_batch(self, *args: Any, **options: Any) -> Any:
+            found = super().global_batch(*args, **options)
+            batch = found["batch"]
+            if "group_ids" not in batch:
+                return found
+            return {**found, "global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)}
+
+    return Broken

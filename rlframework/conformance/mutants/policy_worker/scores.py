@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
+from rlframework.conformance.mutants.policy_worker.grouping import DATA
+from rlframework.conformance.mutants.policy_worker.tensor import with_head
 from rlframework.errors import NotSupported
 from rlframework.microbatches.on_demand import on_host
 from rlframework.policy.head.patch import SCORE_WEIGHT, HeadRequest
@@ -191,6 +195,28 @@ def head_not_trained(engine_class: Any) -> Any:
             return done
 
     return Broken
+
+
+def _gradient_of_rank_zero(head: Any) -> None:
+    """Double the gradient of the head's weight on rank 0 and drop it on rank 1, as where ranks are not summed."""
+    factor = 0.0 if dist.get_rank() else 2.0
+    sound_values = head.values
+
+    def values(request: Any, rows: Tensor, weight: Tensor, *others: Any) -> Any:
+        if "scores" in request.wants:
+            weight = weight.detach() + factor * (weight - weight.detach())
+        return sound_values(request, rows, weight, *others)
+
+    head.values = values
+
+
+head_gradient_of_one_rank = mutant(
+    "head_gradient_of_one_rank",
+    "The head's gradient is not summed over data-parallel ranks, that of the other weights is.",
+    _TRAINED_SCORES,
+    _TRAINED_VALUES,
+    layout=DATA,
+)(with_head(_gradient_of_rank_zero))
 
 
 @mutant("new_head_at_random", "A new head is drawn at random by each worker.", _NEW)

@@ -51,6 +51,19 @@ sets_renormalized = mutant(
 )(_broken_output(lambda output: replace(output, set_logprobs=output.set_logprobs.log_softmax(-1))))
 
 
+@mutant("set_weights_twice", "The loss gets the weights of sets squared, as where they are applied twice.", *_TRAINED)
+def set_weights_twice(worker_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def train(self, data: Any, *args: Any, **options: Any) -> Any:
+            if "set_weights" in data:
+                data = BatchedDataDict({**data, "set_weights": data["set_weights"].square()})
+            return super().train(data, *args, **options)
+
+    return Broken
+
+
 def _own_rows_only(head: Any) -> None:
     shard, sound_values = head.shard, head.values
 

@@ -310,6 +310,12 @@ entropy_in_bits = mutant(
     "entropy_in_bits", "The entropy passed to the loss is in bits instead of nats.", "test_losses_may_ask_for_entropy"
 )(_broken_head_value("entropy", lambda entropy: entropy / math.log(2)))
 
+entropy_without_gradient = mutant(
+    "entropy_without_gradient",
+    "The entropy passed to the loss has no gradient, also where the loss asks for it.",
+    "test_losses_may_ask_for_entropy",
+)(_broken_head_value("entropy", lambda entropy: entropy.detach() + 0.0 * entropy))
+
 
 def _zero_first_gradient(worker: Any, limit: Any) -> Any:
     if worker.config.activation_checkpointing:

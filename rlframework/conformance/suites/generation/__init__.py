@@ -1,7 +1,7 @@
 """Requirements on generation engines: serve requests with the model's distribution and the weights received last.
 
 The specification is `rlframework.interfaces.generation`. Numbers are compared with whole forwards of one row at a time
-(`suites.plain_decoding`). Not covered: speed, memory, several GPUs, media, and a refit whose trainer ends.
+(`suites.plain_decoding`). Not covered: speed, memory, several GPUs, videos, and a refit whose trainer ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from rlframework.conformance.suites.generation.decoding import Decoding, Sampling
 from rlframework.conformance.suites.generation.harness import GenerationHarness
+from rlframework.conformance.suites.generation.images import Images
 from rlframework.conformance.suites.generation.refit import Refits
 from rlframework.conformance.suites.generation.rejections import Rejections
 from rlframework.conformance.suites.generation.requests import Requests
@@ -20,7 +21,9 @@ from rlframework.conformance.suites.generation.weights import Weights
 __all__ = ["GenerationEngineSuite"]
 
 
-class GenerationEngineSuite(Decoding, Sampling, Results, Requests, Weights, Updates, Refits, Rejections, sealed=True):
+class GenerationEngineSuite(
+    Decoding, Sampling, Results, Requests, Weights, Updates, Refits, Images, Rejections, sealed=True
+):
     """The conformance suite of the class named by a `GenerationEngineRecord`."""
 
     kind: ClassVar[str] = "generation_engine"

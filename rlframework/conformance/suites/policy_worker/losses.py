@@ -111,6 +111,21 @@ class LogitsLoss(NLLLoss):
         return super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
 
 
+class EntropyLoss(NLLLoss):
+    """The mean entropy of the distributions of valid tokens, with its gradient."""
+
+    wants_entropy = True
+    entropy_gradient = True
+    at_sampling_temperature = True
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> Result:
+        """See `LossFunction`."""
+        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+        return (data["entropy"] * mask).sum() / global_valid_toks, {}
+
+
 class NotFiniteLoss(NLLLoss):
     """A loss whose gradient is NaN."""
 

@@ -12,7 +12,7 @@ from rlframework.conformance import cases
 from rlframework.conformance.contracts import FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
-from rlframework.conformance.suites.policy_worker.losses import LogitsLoss, NotFiniteLoss
+from rlframework.conformance.suites.policy_worker.losses import EntropyLoss, LogitsLoss, NotFiniteLoss
 from rlframework.errors import NonFiniteGradients
 from rlframework.plugins.types import Capability
 
@@ -193,12 +193,21 @@ class Training(Suite):
 
     @holds(3)
     def test_losses_may_ask_for_entropy(self, harness: PolicyHarness) -> None:
-        """A loss that requests entropies must receive them in nats, at the sampling temperature."""
+        """A loss that requests entropies must receive them in nats, at the sampling temperature, with gradient if
+        `entropy_gradient` is true.
+        """
         data = harness.batch()
-        metrics = harness.policy(generation={"temperature": 0.7}).train(data, loss_function("pg"))["metrics"]
+        policy, oracle = harness.policy(generation={"temperature": 0.7}), harness.oracle(temperature=0.7)
         mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
-        right = harness.oracle(temperature=0.7).entropy(data)[:, 1:]
-        harness.scalar("mean entropy", metrics["entropy"], float((right * mask).sum() / mask.sum()))
+        right = (oracle.differentiable_entropy(data)[:, 1:] * mask).sum() / mask.sum()
+        right.backward()
+        step, result = oracle.descend(right.item()), policy.train(data, EntropyLoss())
+        harness.scalar("mean entropy as the loss", result["loss"], step.loss)
+        harness.scalar("gradient norm of the entropy", result["grad_norm"][0], step.grad_norm)
+        harness.tensors("weights after a step on the entropy", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
+        metrics = policy.train(data, loss_function("pg"))["metrics"]
+        now = (oracle.entropy(data)[:, 1:] * mask).sum() / mask.sum()
+        harness.scalar("mean entropy as a metric", metrics["entropy"], float(now))
 
     @holds(3, Capability.ACTIVATION_CHECKPOINTING)
     def test_activation_checkpointing_changes_nothing(self, harness: PolicyHarness) -> None:
