@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlframework.observers.dispatch import Observers
     from rlframework.observers.timeline import Timeline
     from rlframework.policy.client import Policy
+    from rlframework.storage.uploads import Uploads
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Parts:
     `checkpoint` is the one to resume from, or None for a new run. `models` has the further policies of the run by the
     names of their sections: `critic`, `teacher`, `reward_model`. `images` makes the model's inputs of images, or is
     None if rows have none (`environment.images`). `timeline` is what the training loop records, None outside of one.
+    `uploads` sends checkpoints elsewhere, None if the run does not (`checkpoints.upload`).
     """
 
     config: RunConfig
@@ -39,6 +41,7 @@ class Parts:
     models: Mapping[str, Policy] = field(default_factory=dict)
     images: ImageInputs | None = None
     timeline: Timeline | None = None
+    uploads: Uploads | None = None
 
     @property
     def trained(self) -> dict[str, Policy]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, NeedsTrust, Section
 from rlframework.config.further_policies import (
@@ -36,6 +36,7 @@ from rlframework.config.worker_groups import DeadlinesConfig as DeadlinesConfig
 from rlframework.config.worker_groups import RayGroupConfig as RayGroupConfig
 from rlframework.config.worker_groups import RemoteGroupConfig as RemoteGroupConfig
 from rlframework.config.worker_groups import WorkerGroupConfig as WorkerGroupConfig
+from rlframework.secrets import hide_in_text
 
 
 class GenerationWorkersConfig(Section):
@@ -277,6 +278,31 @@ class CheckpointsConfig(Section):
     asynchronous: bool = Field(
         False, description="write sharded checkpoints in the background, from copies in RAM, while training continues"
     )
+    upload: Annotated[str | None, NeedsTrust("sends checkpoints to this address")] = Field(
+        None,
+        description="address to which each checkpoint is copied in the background, e.g. s3://bucket/run-7 or "
+        "file:///mnt/share/run-7: a folder of this run alone. Credentials come from the environment",
+    )
+    resume_uploaded: bool = Field(
+        False,
+        description="resume from the newest checkpoint in `output_dir` or at `upload`, which is fetched; start the run "
+        "if there is none",
+    )
+
+    @field_validator("upload")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        if url is not None and hide_in_text(url) != url:
+            raise ValueError("the address contains a password or key; give credentials in the environment")
+        if url is not None and not url.partition("://")[2]:
+            raise ValueError("must be an address such as s3://bucket/run-7 or file:///mnt/share/run-7")
+        return url
+
+    @model_validator(mode="after")
+    def _resumed_from_somewhere(self) -> Self:
+        if self.resume_uploaded and self.upload is None:
+            raise ValueError("resume_uploaded needs upload, the address to fetch checkpoints from")
+        return self
 
 
 class FaultToleranceConfig(Section):

@@ -49,6 +49,7 @@ from rlframework.runner.parts import (
     planned_parts,
     require_models,
 )
+from rlframework.runner.uploaded import checkpoint_to_resume, open_remote, open_uploads, require_unused
 from rlframework.secrets import has_secrets, hide_in_text
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def run(
     config = config if data is None else with_data(config, data)
     require_data(config)
     check_services(config.observers)
+    checkpoint = _checkpoint(config, checkpoint, overwrite)
     if checkpoint is None:
         check_output_dir(config, overwrite)
     require_models(config)
@@ -110,6 +112,19 @@ def run(
         )
 
 
+def _checkpoint(config: RunConfig, given: Path | None, overwrite: bool) -> Path | None:
+    """The checkpoint to resume from: the `given` one, else with `resume_uploaded` one that is found or fetched."""
+    remote = open_remote(config)
+    if remote is None or given is not None:
+        return given
+    if not config.checkpoints.resume_uploaded:
+        require_unused(remote)
+        return None
+    if overwrite:
+        raise ConfigError("checkpoints.resume_uploaded continues a run and --overwrite deletes it; give one of them")
+    return checkpoint_to_resume(config, remote)
+
+
 def _train(
     config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Callable[[], None], overwrite: bool
 ) -> RunResult:
@@ -117,6 +132,7 @@ def _train(
     from rlframework.estimates.estimate import print_estimate
     from rlframework.observers.environment import write_environment
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
+    from rlframework.storage.uploads import finishing_uploads
     from rlframework.training.checkpoints import seed_random_states, step_of_checkpoint  # imports torch
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
@@ -135,7 +151,12 @@ def _train(
     if attempt.checkpoint is None:
         seed_random_states(config.seed)  # for environments and losses that draw from global generators
     planning = before_workers if first else None
-    with build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts:
+    uploads = open_uploads(config)
+    with (
+        finishing_uploads(uploads),
+        build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts,
+    ):
+        parts.uploads = uploads
         training = algorithm(parts)
         if first:
             lock()

@@ -36,6 +36,7 @@ from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
 
 if TYPE_CHECKING:
+    from rlframework.config.sections import CheckpointsConfig
     from rlframework.policy.client import Policy
 
 _LOG = logging.getLogger(__name__)
@@ -54,6 +55,16 @@ def checkpoints_in(run_dir: str | Path) -> list[Path]:
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """The newest checkpoint of a run, or None."""
     return next(reversed(checkpoints_in(run_dir)), None)
+
+
+def kept_checkpoints(scores: Mapping[str, float | None], config: CheckpointsConfig) -> set[str]:
+    """The names of the checkpoints to keep, the last and the best, of all with their values of `config.metric`."""
+    kept = set(sorted(scores)[-config.keep_last :])
+    if config.keep_best:
+        sign = 1.0 if config.best == "highest" else -1.0
+        ranked = sorted((sign * score, name) for name, score in scores.items() if score is not None)
+        kept.update(name for _, name in ranked[-config.keep_best :])
+    return kept
 
 
 def step_of_checkpoint(path: Path) -> int:
@@ -157,14 +168,24 @@ class Checkpoints:
             pending.abandon()
             raise
         self._parts.observers.checkpoint_saved(step_of_checkpoint(pending.path), pending.path)
-        found, config = checkpoints_in(self._parts.config.output_dir), self._config
-        kept = set(found[-config.keep_last :])
-        if config.keep_best:
-            sign = 1.0 if config.best == "highest" else -1.0
-            scores = {path: _read(path).measured.get(config.metric) for path in found}
-            ranked = sorted((sign * score, path) for path, score in scores.items() if score is not None)
-            kept.update(path for _, path in ranked[-config.keep_best :])
-        for path in found:
+        self._upload(pending.path)
+        self._remove_old()
+
+    def _upload(self, path: Path) -> None:
+        """Begin to upload a complete checkpoint, if the configuration asks for it."""
+        if self._parts.uploads is not None:
+            self._parts.uploads.add(path, self._score(path))
+
+    def _score(self, path: Path) -> float | None:
+        return _read(path).measured.get(self._config.metric) if self._config.keep_best else None
+
+    def _remove_old(self) -> None:
+        """Delete the checkpoints that are neither kept nor being uploaded."""
+        scores = {path.name: self._score(path) for path in checkpoints_in(self._parts.config.output_dir)}
+        kept = {self._folder / name for name in kept_checkpoints(scores, self._config)}
+        if self._parts.uploads is not None:
+            kept |= self._parts.uploads.in_use()
+        for path in checkpoints_in(self._parts.config.output_dir):
             if path not in kept:
                 remove_directory(path)
 
@@ -201,6 +222,7 @@ class Checkpoints:
             policy.load_checkpoint(str(path / place / "model"), str(path / place / "optimizer"))
         self._parts.environment.load_state_dict(facts.environment)
         restore_random_states(facts.random)
+        self._upload(path)  # unless it is there: the upload may have been interrupted
         return facts
 
     @contextmanager

@@ -172,6 +172,8 @@ class StepLoop(Algorithm):
         metrics |= self.loader.pop_metrics()
         self.recorder.require(step)
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()
+        if parts.uploads is not None:
+            metrics |= parts.uploads.pop_metrics()
         metrics |= profiled | performance_metrics(
             self._trained,
             parts.policy.get_info(),

@@ -1,0 +1,71 @@
+"""The uploads of a run, and the checkpoint from which it resumes on a machine that has none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlframework.errors import ConfigError
+from rlframework.files import exclusive_directory
+from rlframework.secrets import hide_in_text
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
+    from rlframework.storage.remote_folder import RemoteFolder
+    from rlframework.storage.uploads import Uploads
+
+_LOG = logging.getLogger(__name__)
+
+
+def open_remote(config: RunConfig) -> RemoteFolder | None:
+    """Open `checkpoints.upload`; None without one. Raises `ConfigError` if a package for its protocol is missing."""
+    from rlframework.storage.remote_folder import RemoteFolder
+
+    return None if config.checkpoints.upload is None else RemoteFolder(config.checkpoints.upload)
+
+
+def open_uploads(config: RunConfig) -> Uploads | None:
+    """The uploads of a run; None if it has none."""
+    from rlframework.storage.uploads import Uploads
+    from rlframework.training.checkpoints import kept_checkpoints
+
+    def keep(scores: Mapping[str, float | None]) -> set[str]:
+        return kept_checkpoints(scores, config.checkpoints)
+
+    remote = open_remote(config)
+    return None if remote is None else Uploads(remote, keep)
+
+
+def checkpoint_to_resume(config: RunConfig, remote: RemoteFolder) -> Path | None:
+    """The newest checkpoint in `output_dir` or in `remote`, which is fetched first; None if there is none.
+
+    Raises `StorageError` if `remote` cannot be read, or if what it has is damaged.
+    """
+    from rlframework.runner.output_folder import check_output_dir
+    from rlframework.storage.transfer import complete_checkpoints, fetch
+    from rlframework.training.checkpoints import FOLDER, newest_checkpoint
+
+    local, found = newest_checkpoint(config.output_dir), complete_checkpoints(remote)
+    newest = max(found, default=None)
+    if newest is None or (local is not None and local.name >= newest):
+        return local
+    if local is None:
+        check_output_dir(config)
+    path = config.output_dir / FOLDER / newest
+    _LOG.info("fetching %s to %s", remote.address(newest), path)
+    with exclusive_directory(config.output_dir):
+        fetch(remote, newest, found[newest], path)
+    return path
+
+
+def require_unused(remote: RemoteFolder) -> None:
+    """Raise `ConfigError` if `remote` has complete checkpoints, which a new run would mix with its own."""
+    from rlframework.storage.transfer import complete_checkpoints
+
+    if found := complete_checkpoints(remote):
+        raise ConfigError(
+            f"checkpoints.upload={hide_in_text(remote.url)!r} holds checkpoints of another run ({', '.join(found)}). "
+            "Resume that run with checkpoints.resume_uploaded=true, give an address of its own, or delete them"
+        )

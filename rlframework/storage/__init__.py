@@ -1,0 +1,1 @@
+"""Checkpoints in object storage, or in any file system that fsspec opens: send, fetch, and send in the background."""

@@ -1,0 +1,122 @@
+"""A run whose checkpoints are uploaded resumes on a machine that has none of its files, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from probe_runs import assert_same_weights, numbers_of, rows_of
+
+from rlframework import run
+from rlframework.configure import config_yaml
+from rlframework.errors import ConfigError
+from rlframework.storage.remote_folder import RemoteFolder, StorageError
+from rlframework.storage.transfer import complete_checkpoints
+from rlframework.training.checkpoints import checkpoints_in
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def options(tmp_path: Path):
+    """`options("whole", ...)`: overrides for a run of 4 steps, with checkpoints every 2, all uploaded."""
+
+    def make(name: str, *more: str) -> list[str]:
+        upload = f"checkpoints={{every: 2, upload: 'file://{tmp_path}/far'}}"
+        steps = ["algorithm.num_steps=4", "algorithm.validation={at_end: false}"]
+        return [f"output_dir={tmp_path / name}", *steps, upload, *more]
+
+    return make
+
+
+RESUME = "checkpoints.resume_uploaded=true"
+
+
+def test_an_empty_machine_resumes_with_the_same_numbers(run_config, tmp_path, options):
+    run(run_config("sft", *options("whole", "checkpoints.upload=null")))
+    run(run_config("sft", *options("first", "algorithm.num_steps=2", "policy.scheduler.total_steps=4", RESUME)))
+    shutil.rmtree(tmp_path / "first")
+    run(run_config("sft", *options("second", RESUME)))
+    whole, second = numbers_of(tmp_path / "whole"), numbers_of(tmp_path / "second")
+    assert {step: whole[step] for step in (3, 4)} == second
+    assert_same_weights(tmp_path / "whole", tmp_path / "second")
+    assert list(complete_checkpoints(RemoteFolder(f"file://{tmp_path}/far"))) == ["step-000002", "step-000004"]
+
+
+def test_metrics_of_uploads(run_config, tmp_path, options):
+    run(run_config("sft", *options("run", "checkpoints.every=1")))
+    rows = [row for row in rows_of(tmp_path / "run") if "checkpoint/upload_bytes" in row]
+    size = sum(path.stat().st_size for path in checkpoints_in(tmp_path / "run")[-1].rglob("*") if path.is_file())
+    assert rows
+    assert all(row["checkpoint/upload_bytes"] == pytest.approx(size, rel=0.5) for row in rows)
+    assert all(row["checkpoint/upload_seconds"] > 0 for row in rows)
+
+
+def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(run_config, tmp_path, options):
+    run(run_config("sft", *options("first")))
+    with pytest.raises(ConfigError, match=r"holds checkpoints of another run \(step-000002, step-000004\)\. Resume"):
+        run(run_config("sft", *options("second")))
+    assert not (tmp_path / "second").exists()
+
+
+def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
+    run_config, tmp_path, options, monkeypatch
+):
+    monkeypatch.setattr(
+        "rlframework.storage.uploads.Uploads.__init__.__kwdefaults__", {"first_wait": 0.0, "attempts": 2}
+    )
+
+    def fail(*_: object) -> None:
+        raise StorageError("cannot write x: the bucket is gone")
+
+    monkeypatch.setattr(RemoteFolder, "send", fail)
+    with pytest.raises(StorageError, match=r"step-000004 was not uploaded to .* in 2 attempt.*the bucket is gone"):
+        run(run_config("sft", *options("run")))
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002", "step-000004"]
+
+
+SLOW_UPLOAD = """
+import sys, time
+from rlframework import load_config, run
+from rlframework.storage.remote_folder import RemoteFolder
+send = RemoteFolder.send
+def slow(self, name, source):
+    if "optimizer/" in name:
+        time.sleep(600)
+    send(self, name, source)
+RemoteFolder.send = slow
+run(load_config(sys.argv[1]))
+"""
+
+
+def test_kill_9_during_an_upload_and_then_resume(run_config, tmp_path, options):
+    """Locally the checkpoint is complete, remotely half of it: the resumed run sends only the rest."""
+    run(run_config("sft", *options("whole", "checkpoints.upload=null")))
+    config = run_config("sft", *options("run", RESUME))
+    (tmp_path / "run.yaml").write_text(config_yaml(config))
+    remote = RemoteFolder(f"file://{tmp_path}/far")
+    fixtures = str(Path(__file__).parents[1] / "fixtures")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([fixtures, os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([sys.executable, "-c", SLOW_UPLOAD, str(tmp_path / "run.yaml")], env=environment)
+    deadline = time.monotonic() + 120
+    while "step-000002/model/model.safetensors" not in remote.sizes() or not checkpoints_in(tmp_path / "run"):
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert complete_checkpoints(remote) == {}
+    before = (tmp_path / "far" / "step-000002" / "model" / "model.safetensors").stat().st_mtime_ns
+    run(config)
+    assert_same_weights(tmp_path / "whole", tmp_path / "run")
+    assert list(complete_checkpoints(remote))[-1] == "step-000004"
+    after = (tmp_path / "far" / "step-000002" / "model" / "model.safetensors").stat().st_mtime_ns
+    assert after == before
