@@ -96,6 +96,7 @@ run(load_config(sys.argv[1]))
 """
 
 
+@pytest.mark.thorough
 def test_kill_9_during_an_upload_and_then_resume(run_config, tmp_path, options):
     """Locally the checkpoint is complete, remotely half of it: the resumed run sends only the rest."""
     run(run_config("sft", *options("whole", "checkpoints.upload=null")))
