@@ -21,7 +21,7 @@ def manifests(name: str) -> dict[str, dict]:
     return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / name).read_text(encoding="utf-8"))}
 
 
-COMMON, CLUSTER, JOB = (manifests(f"{name}.yaml") for name in ("common", "raycluster", "rayjob"))
+COMMON, CLUSTER, JOB = (manifests(f"{name}.yml") for name in ("common", "raycluster", "rayjob"))
 SPECS = {"raycluster": CLUSTER["RayCluster"]["spec"], "rayjob": JOB["RayJob"]["spec"]["rayClusterSpec"]}
 SCRIPT = JOB["ConfigMap"]["data"]["train.sh"]
 
@@ -102,7 +102,7 @@ def test_the_image_has_what_kuberay_needs():
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
 def test_the_comments_and_the_page_name_files_that_exist(path):
     comments = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
-    named = re.findall(r"-f ([\w.]+\.yaml)", comments)
+    named = re.findall(r"-f ([\w.]+\.yml)", comments)
     assert path.name in named
     assert {path.name for path in FOLDER.iterdir()} >= set(named)
     for file in re.findall(r"-f (examples/\S+)", PAGE):
