@@ -127,7 +127,7 @@ def sign(path: Path, key: Path) -> None:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What git prints."""
+    """Run git in `root` and return its output, without surrounding whitespace."""
     return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -33,6 +33,3 @@ TENSOR_AFTER_20_STEPS = 2e-4
 
 BF16 = 3e-2
 """bfloat16 has 8 bits of mantissa (4e-3). After a few layers norms and means stay within this, single values do not."""
-
-EXACT = 0.0
-"""Bit for bit."""

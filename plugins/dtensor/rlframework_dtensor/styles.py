@@ -7,7 +7,6 @@ that are replicated next to a sharded layer; `Embedding` shards an embedding ove
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -232,4 +231,3 @@ class _Sum(torch.autograd.Function):
 
 Plan = dict[str, ParallelStyle]
 """Styles by module path relative to the model; `*` matches one path component."""
-PlanMaker = Callable[[], Plan]

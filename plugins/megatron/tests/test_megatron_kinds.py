@@ -19,7 +19,6 @@ from rlframework_megatron.architectures import ARCHITECTURES
 from rlframework_megatron.settings import require_same_function
 
 RANKS = Path(__file__).with_name("megatron_kind_ranks.py")
-WARNS = ("ignore::UserWarning", "ignore::FutureWarning")
 
 SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -38,7 +38,7 @@ class ImageReader:
     kept: dict[str, Picture] = field(default_factory=dict)
 
     def read(self, part: Mapping[str, Any], where: str) -> ImagePart:
-        """Return an image part. Raises an `ApiError` that begins with `where` for what is no image in a data URI."""
+        """Return an image part. Raises an `ApiError` that begins with `where` unless it is an image in a data URI."""
         if self.config is None:
             raise ApiError(
                 f"{where} is an image, and this endpoint serves text only; set environment.images (with rlframework "
