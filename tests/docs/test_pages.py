@@ -119,6 +119,7 @@ def test_bring_your_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_vision(tmp_path: Path) -> None:
     tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
     execute(DOCS / "vision.md", tmp_path)
@@ -190,6 +191,7 @@ def test_data_and_python(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_answers_to_frequent_questions(tmp_path: Path) -> None:
     execute(DOCS / "faq.md", tmp_path)
 

@@ -183,6 +183,7 @@ def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_jso
     assert all(case["ratio"]["median"] > 0.0 for case in written["cases"])
 
 
+@pytest.mark.thorough
 def test_the_calculator_trains_on_episodes(tmp_path):
     """No product of a held-out task is among the demonstrations and training tasks."""
     small = ["num_steps=1", "prompts_per_step=2", "samples_per_prompt=2", "validation.samples=4"]

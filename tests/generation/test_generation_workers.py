@@ -68,6 +68,7 @@ def other_python(tmp_path) -> str:
 
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
+@pytest.mark.thorough
 def test_an_engine_in_another_python_environment(run_config, tmp_path, alone, other_python):
     """Ray starts it with that environment's Python; memory is still shared."""
     from rlframework.runner.parts import build_parts

@@ -107,6 +107,7 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(run_config, tmp_path,
     assert (told["from_step"], told["reached_step"]) == (0, 1)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_restarts_from_its_checkpoint(run_config, tmp_path, whole, plan):
     run(
         run_config(

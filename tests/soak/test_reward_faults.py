@@ -196,6 +196,7 @@ def test_a_failing_reward_function_ends_the_run_with_its_name_and_the_cause(soak
     assert not {name: found for name, found in wrong.items() if found}
 
 
+@pytest.mark.thorough
 def test_failures_that_are_allowed_are_counted_and_the_run_goes_on(soak, begin, tmp_path):
     chosen = FAILS if soak.full else ("is_killed",)
     wrong = {}

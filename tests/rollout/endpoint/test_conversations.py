@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from rlframework.interfaces.messages import Message
@@ -51,6 +52,7 @@ def test_a_call_is_part_of_a_message_and_reasoning_is_not() -> None:
     assert tree.find([HI, asked, second, NO], []) is found  # the answer to another call
 
 
+@pytest.mark.thorough
 def test_a_long_conversation_keeps_each_message_and_token_once() -> None:
     """2,000 turns: with the tokens of each turn's whole conversation it would be 2e6 of them."""
     tree, messages, turn = Conversations(), [], None
