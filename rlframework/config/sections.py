@@ -4,6 +4,7 @@ A plugin's record names a `config_model` derived from one of these bases (`Algor
 `models.py` puts the models of the chosen plugins into the run's model.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -259,6 +260,10 @@ class ProfilerConfig(Section):
         return step in self.steps or (self.start is not None and self.start <= step <= (self.stop or self.start))
 
 
+_AZURE_CONTAINER = re.compile(r"^((?:abfss?|az)://[a-z0-9](?:[a-z0-9-]{1,61})[a-z0-9])@(?=[a-z0-9]+\.)")
+"""The container in `abfs://container@account.dfs.core.windows.net/path`."""
+
+
 class CheckpointsConfig(Section):
     """Checkpoints in `output_dir/checkpoints`, from which `rlframework train --resume` resumes."""
 
@@ -292,7 +297,8 @@ class CheckpointsConfig(Section):
     @field_validator("upload")
     @classmethod
     def _address(cls, url: str | None) -> str | None:
-        if url is not None and hide_in_text(url) != url:
+        plain = None if url is None else _AZURE_CONTAINER.sub(r"\1/", url)  # which stands where others have a user
+        if plain is not None and hide_in_text(plain) != plain:
             raise ValueError("the address contains a password or key; give credentials in the environment")
         if url is not None and not url.partition("://")[2]:
             raise ValueError("must be an address such as s3://bucket/run-7 or file:///mnt/share/run-7")

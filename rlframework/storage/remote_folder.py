@@ -39,6 +39,8 @@ class RemoteFolder:
     def __init__(self, url: str, fs: Any = None) -> None:
         self.url = url.rstrip("/")
         self._fs, self._root = (fs, self.url) if fs is not None else _open(self.url)
+        protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
+        self._has_folders = not set(protocols) & _PACKAGES.keys()
 
     def address(self, name: str) -> str:
         """The address of a file, for messages."""
@@ -89,7 +91,8 @@ class RemoteFolder:
         return f"{self._root.rstrip('/')}/{name}"
 
     def _make_parent(self, name: str) -> None:
-        self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+        if self._has_folders:  # in object storage it would create the bucket, also one whose name is misspelt
+            self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
     @contextmanager
     def _errors(self, action: str, name: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from probe_runs import assert_same_weights, numbers_of, rows_of
+from probe_runs import assert_same_weights, call, numbers_of, rows_of
 
 from rlframework import run
 from rlframework.configure import config_yaml
@@ -66,8 +67,9 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(run_config
 
 
 def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
-    run_config, tmp_path, options, monkeypatch
+    run_config, tmp_path, options, monkeypatch, capsys
 ):
+    """By the command line, whose exit code tells a scheduler of jobs that the checkpoint is not there."""
     monkeypatch.setattr(
         "rlframework.storage.uploads.Uploads.__init__.__kwdefaults__", {"first_wait": 0.0, "attempts": 2}
     )
@@ -76,8 +78,10 @@ def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
         raise StorageError("cannot write x: the bucket is gone")
 
     monkeypatch.setattr(RemoteFolder, "send", fail)
-    with pytest.raises(StorageError, match=r"step-000004 was not uploaded to .* in 2 attempt.*the bucket is gone"):
-        run(run_config("sft", *options("run")))
+    (tmp_path / "run.yaml").write_text(config_yaml(run_config("sft", *options("run"))))
+    assert call("train", tmp_path / "run.yaml") == 1
+    error = capsys.readouterr().err
+    assert re.search(r"^error: .*step-000004 was not uploaded to .* in 2 attempt.*the bucket is gone", error, re.M)
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002", "step-000004"]
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from faulty_files import FaultyFiles
 
 from rlframework.errors import ConfigError
-from rlframework.storage.remote_folder import RemoteFolder
+from rlframework.storage.remote_folder import RemoteFolder, StorageError
 from rlframework.storage.transfer import complete_checkpoints, fetch, send
 
 
@@ -36,3 +37,27 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 def test_a_protocol_that_does_not_exist():
     with pytest.raises(ConfigError, match=r"checkpoints.upload: nosuch://x cannot be opened: .*nosuch"):
         RemoteFolder("nosuch://x")
+
+
+def test_a_bucket_that_does_not_exist_is_not_created(make_checkpoint):
+    class Buckets(FaultyFiles):
+        """Like s3fs: `makedirs` creates the bucket, and files cannot be written without one."""
+
+        protocol = ("s3", "s3a")
+        buckets = frozenset({"bucket"})
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            self.buckets |= {path.strip("/").partition("/")[0]}
+
+        def pipe_file(self, path: str, value: bytes, **options: object) -> None:
+            if path.strip("/").partition("/")[0] not in self.buckets:
+                raise FileNotFoundError("the bucket does not exist")
+            super().pipe_file(path, value, **options)
+
+    files = Buckets()
+    with pytest.raises(StorageError, match=r"cannot write /buckte/run/step-000001/.*the bucket does not exist"):
+        send(make_checkpoint(1), RemoteFolder("/buckte/run", files))
+    assert files.buckets == {"bucket"}
+    remote = RemoteFolder("/bucket/run", files)
+    send(make_checkpoint(1), remote)
+    assert list(complete_checkpoints(remote)) == ["step-000001"]
