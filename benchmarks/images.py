@@ -103,10 +103,8 @@ def mixed_batches(parts: Any, given: argparse.Namespace) -> dict[str, Any]:
     """Measure a mixed batch against its two halves."""
     from rlframework.algorithms.sft import SFT
 
-    algorithm, samples = (
-        SFT(parts),
-        [sample for split in ("train", "validation") for sample in parts.environment.samples(split)],
-    )
+    algorithm = SFT(parts)
+    samples = [sample for split in ("train", "validation") for sample in parts.environment.samples(split)]
     texts = [sample for sample in samples if isinstance(sample.messages[0]["content"], str)]
     images = [sample for sample in samples if sample not in texts]
     assert len(texts) == len(images) == given.rows
@@ -161,15 +159,12 @@ def episode(parts: Any, given: argparse.Namespace) -> dict[str, Any]:
 
     def play() -> float:
         inputs, encoder = ImageInputs(name, model_config, parts.tokenizer), ImageEncoder()
-        decoded = []
-        process = inputs._process
-        inputs._process = lambda images: (decoded.extend(images), process(images))[1]  # type: ignore[method-assign]
         encoder.use(model, 1)
         for turn in range(1, given.turns + 1):
             pictures = [Picture(path, path.name) for path in stored[:turn]]
             media = Media.of(inputs.processed(pictures).tensors)
             encoder.features(model, media, torch.device("cpu"))
-        counts.update(processed=len(decoded), encoder_runs=encoder.encoded)
+        counts.update(processed=inputs.made, encoder_runs=encoder.encoded)
         return 1.0
 
     timings = interleave({"episode": play}, given.rounds)

@@ -4,7 +4,7 @@
 and one engine, a thread each. A synchronous run, in which they take turns, and an asynchronous one alternate. The first
 gives the time of training and that of generation: seconds of a step in which the trainer does not wait for completions
 (it includes the refit), and in which the engine has requests. The goal is a step of the second of at most 1.15 times
-the longer of both. Needs two idle cores; takes about four minutes there.
+the longer of both. Needs two idle cores; takes about seven minutes there.
 
     python benchmarks/overlap.py [--rounds 3] [--steps 20] [--staleness 1] [--json FILE] [overrides...]
 """

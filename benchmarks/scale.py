@@ -7,7 +7,7 @@ exchanges, the ledger and the seeds of asynchronous training, and the timeline. 
 client's part includes the routing, which is also measured alone. Sending over a network, Ray and the workers themselves
 are not in it.
 
-    python benchmarks/scale.py --output docs/results/scale.json
+    python benchmarks/scale.py --json docs/results/scale.json
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ SIZES = (8, 64, 512, 1024, 4096)
 ROWS, TOKENS, GROUP = 8, 64, 8
 """Rows of a step for each rank and engine, tokens of a row, and rows of a group."""
 STEP, GOAL, AT = 30.0, 0.02, 1024
-"""Seconds of a step, a short one: 4,000 tokens of a row at 100 tokens/s alone take 40; the driver's share, at `AT`."""
+"""The driver may take `GOAL` of a step of `STEP` seconds at `AT` ranks. 30 s is short: an answer of 4,000 tokens at
+100 tokens/s takes 40 s."""
+AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
+PROMPT, TEXT, LOGPROBS = torch.arange(8), torch.arange(TOKENS), torch.zeros(TOKENS)
 Found = dict[str, Any]
 
 
@@ -79,10 +82,6 @@ def deal_and_collect(ranks: int) -> None:
         output_is_replicated=replicated,
     )
     assert BatchedDataDict.from_batches(group.get_all_worker_results(future)).size == rows
-
-
-AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
-PROMPT, TEXT, LOGPROBS = torch.arange(8), torch.arange(TOKENS), torch.zeros(TOKENS)
 
 
 @cache
@@ -143,13 +142,9 @@ def keep_the_ledger(engines: int) -> None:
 def draw_seeds(engines: int) -> None:
     """Draw the seeds of each group."""
     groups = engines * ROWS // GROUP
-    if hasattr(seeds, "ticket_seeds"):
-        seeds._step_seeds.cache_clear()
-        for slot in range(groups):
-            seeds.ticket_seeds(7, 3, slot, GROUP, groups)
-    else:  # before version 0.3
-        for first in range(0, groups * GROUP, GROUP):
-            seeds.row_seeds(7, 3, first + GROUP)[first:].tolist()
+    seeds._step_seeds.cache_clear()
+    for slot in range(groups):
+        seeds.ticket_seeds(7, 3, slot, GROUP, groups)
 
 
 def record(engines: int) -> None:
@@ -206,7 +201,7 @@ def exponent(times: Found) -> float:
 def main() -> None:
     """Measure, print a table and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -223,8 +218,8 @@ def main() -> None:
     if AT in arguments.sizes:
         result["share"] = sum(times.get(str(AT), math.inf) for name, times in found.items() if name != "routing") / STEP
         print(f"at {AT}: {result['share']:.2%} of a step of {STEP:g} s (at most {GOAL:.0%})")
-    if arguments.output:
-        write_json(arguments.output, result)
+    if arguments.json:
+        write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     make release KEY=~/.ssh/id_ed25519      # dist/VERSION: *.whl, SHA256SUMS, SHA256SUMS.sig, NOTES.md
 
-Wheels are built twice from an export of the commit, so that no other file gets in and whoever builds the same commit
-with the same hatchling can compare checksums. The signature is one of `ssh-keygen`, over the checksums; `VERIFY` below
-is how users check it.
+Wheels are built from an export of the commit, so that no other file gets in, and twice, to see that anybody who builds
+this commit with the same hatchling gets the same checksums. The signature is one of `ssh-keygen`, over the checksums;
+`VERIFY` below is how users check it.
 """
 
 from __future__ import annotations

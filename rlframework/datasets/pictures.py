@@ -140,7 +140,8 @@ def data_uri(picture: Picture) -> str:
 
     if isinstance(picture.source, (Path, bytes)):
         decoded(picture)
-        source, kind = picture.encoded(), str(Image.open(BytesIO(picture.encoded())).format)
+        source = picture.encoded()
+        kind = str(Image.open(BytesIO(source)).format)
     else:
         stored, kind = BytesIO(), "PNG"
         decoded(picture).save(stored, kind)

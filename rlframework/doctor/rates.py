@@ -200,7 +200,7 @@ def measured(source: str, overrides: Sequence[str]) -> Rates:
 
 
 def _typical(config: RunConfig) -> Iterator[str]:
-    """The overrides with which each step of `config` does what a step in the middle of the run may do at most."""
+    """The overrides that make each step of `config` do all the work that a step in the middle of the run may do."""
     algorithm = config.algorithm
     if getattr(algorithm, "asynchronous", None) is not None:
         yield "algorithm.async=null"

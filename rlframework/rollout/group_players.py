@@ -67,8 +67,9 @@ class GroupPlayer(ABC, Generic[G]):
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """The scored completions of a group."""
+    """The scored completions of a group, and the tokens of its prompt."""
 
+    prompt: torch.Tensor
     results: Sequence[GenerationResult]
     texts: Sequence[str]
     outcomes: Sequence[StepOutcome]
@@ -129,7 +130,7 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
         results = await gather_or_cancel([one(seed) for seed in seeds])
         ids = [result.token_ids.tolist() for result in results]
         texts: list[str] = self.parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return Turns(results, texts, await self._scored([sample] * len(seeds), texts))
+        return Turns(prompt, results, texts, await self._scored([sample] * len(seeds), texts))
 
     def spans(self, group: Turns) -> Iterable[WeightSpan]:
         """See `GroupPlayer.spans`."""
@@ -143,12 +144,13 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
         results, texts, outcomes = list[GenerationResult](), list[str](), list[StepOutcome]()
         for sample, rows, group in groups:
             if isinstance(group, str):
-                group = Turns([none] * rows, [""] * rows, [StepOutcome(0.0, metrics={"accuracy": 0.0})] * rows)
+                outcome = StepOutcome(0.0, metrics={"accuracy": 0.0})
+                group = Turns(self._prompt(sample), [none] * rows, [""] * rows, [outcome] * rows)
                 failed += [True] * rows
             else:
                 failed += [False] * rows
             samples += [sample] * rows
-            prompts += [self._prompt(sample)] * rows
+            prompts += [group.prompt] * rows
             results += group.results
             texts += group.texts
             outcomes += group.outcomes

@@ -57,10 +57,13 @@ class RemoteFolder:
             start = len(self._root.rstrip("/")) + 1
             return {path[start:]: int(facts["size"]) for path, facts in found.items()}
 
-    def read(self, name: str) -> bytes:
-        """The contents of a small file."""
+    def read(self, name: str) -> bytes | None:
+        """The contents of a small file; None if it does not exist."""
         with self._errors("read", name):
-            return bytes(self._fs.cat_file(self._path(name)))
+            try:
+                return bytes(self._fs.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""

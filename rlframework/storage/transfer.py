@@ -10,8 +10,6 @@ against accidents, not against somebody who can write to the folder.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,16 +154,14 @@ def _is_manifest(path: str) -> bool:
 
 def _read(remote: RemoteFolder, path: str) -> UploadManifest | None:
     """The manifest at `path`; None if it does not exist or was not written to its end."""
-    if path not in remote.sizes(path.partition("/")[0]):
-        return None
     content = remote.read(path)
-    try:
-        json.loads(content)
-    except ValueError:  # the process was killed while it wrote to a file system without atomic writes
+    if content is None:
         return None
     try:
         manifest = UploadManifest.model_validate_json(content)
     except ValidationError as error:
+        if error.errors()[0]["type"] == "json_invalid":  # killed while writing, where writes are not atomic
+            return None
         raise StorageError(f"{remote.address(path)} is no list of uploaded files: {error}") from error
     if manifest.format != FORMAT:
         raise StorageError(f"{remote.address(path)} has format {manifest.format}; this version reads {FORMAT}")
@@ -174,8 +170,3 @@ def _read(remote: RemoteFolder, path: str) -> UploadManifest | None:
 
 def _write(remote: RemoteFolder, path: str, manifest: UploadManifest) -> None:
     remote.write(path, manifest.model_dump_json().encode())
-
-
-def scores_of(found: Mapping[str, UploadManifest]) -> dict[str, float | None]:
-    """The metric of each checkpoint by which the best are kept."""
-    return {name: manifest.score for name, manifest in found.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlframework.errors import RunInterrupted
 from rlframework.secrets import hide_in_text
 from rlframework.storage.remote_folder import RemoteFolder, StorageError
-from rlframework.storage.transfer import complete_checkpoints, delete, scores_of, send
+from rlframework.storage.transfer import complete_checkpoints, delete, send
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ class _Job:
 class Uploads:
     """Uploads one checkpoint at a time to `remote`; of those that wait, only the newest.
 
-    `keep` chooses which of the complete remote checkpoints are kept after an upload. `wait` waits for the seconds
-    between attempts. A failed upload is a warning and counts in the metrics; `finish` raises if the last one failed.
+    `keep` chooses which of the complete remote checkpoints are kept after an upload. `first_wait`: seconds before the
+    second of `attempts`, doubled for each further one. A failed upload is a warning and counts in the metrics; `finish`
+    raises if the last one failed.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Uploads:
                 return
 
     def _delete_old(self) -> None:
-        found = scores_of(complete_checkpoints(self._remote))
+        found = {name: manifest.score for name, manifest in complete_checkpoints(self._remote).items()}
         for name in sorted(set(found) - set(self._keep(found))):
             delete(self._remote, name)
 

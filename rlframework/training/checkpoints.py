@@ -181,12 +181,12 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """Delete the checkpoints that are neither kept nor being uploaded."""
-        scores = {path.name: self._score(path) for path in checkpoints_in(self._parts.config.output_dir)}
-        kept = {self._folder / name for name in kept_checkpoints(scores, self._config)}
+        found = checkpoints_in(self._parts.config.output_dir)
+        kept = kept_checkpoints({path.name: self._score(path) for path in found}, self._config)
         if self._parts.uploads is not None:
-            kept |= self._parts.uploads.in_use()
-        for path in checkpoints_in(self._parts.config.output_dir):
-            if path not in kept:
+            kept |= {path.name for path in self._parts.uploads.in_use()}
+        for path in found:
+            if path.name not in kept:
                 remove_directory(path)
 
     @contextmanager

@@ -77,7 +77,7 @@ def as_exception(
     failure = failures[rank]
     who = f"rank {rank} of {world_size}{where(rank)}"
     others = [other for other in sorted(failures) if other != rank]
-    also = f"\n(also failed: rank {numbers(others)})" if others else ""
+    also = f"\n(also failed: rank {list_ranks(others)})" if others else ""
     if failure.died:
         return WorkerLost(f"the process of {who} died in {doing}: {failure.message}{also}")
     kind = failure.classes[0][1]
@@ -94,7 +94,7 @@ def as_exception(
     return error
 
 
-def numbers(ranks: Sequence[int]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
     """List the first of `ranks`, and count the rest: a message about thousands of workers stays short."""
     first, rest = ", ".join(map(str, ranks[:MOST_LISTED])), len(ranks) - MOST_LISTED
     return f"{first} and {rest} more" if rest > 0 else first

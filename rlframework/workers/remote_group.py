@@ -29,7 +29,7 @@ from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext
 from rlframework.logs import log_to_stderr
 from rlframework.plugins.loading import load_target
 from rlframework.workers import dispatch, machine
-from rlframework.workers.failures import MOST_LISTED, HostFailure, as_exception, numbers
+from rlframework.workers.failures import MOST_LISTED, HostFailure, as_exception, list_ranks
 from rlframework.workers.temporary import TemporaryFolder
 
 _LOG = logging.getLogger(__name__)
@@ -209,8 +209,8 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
                     hint += f"If they just need more time, raise worker_group.deadlines.{deadline}"
                 nodes = ",".join(sorted({self._location_text(rank) for rank in missing[:MOST_LISTED]} - {""}))
                 raise DeadlineExceeded(
-                    f"{doing}: no answer within {limit:g} s from rank {numbers(missing)} of "
-                    f"{self._sharding.size}{nodes}; answered: {numbers(sorted(results)) or 'none'}. "
+                    f"{doing}: no answer within {limit:g} s from rank {list_ranks(missing)} of "
+                    f"{self._sharding.size}{nodes}; answered: {list_ranks(sorted(results)) or 'none'}. "
                     f"The workers were ended. {hint}"
                 )
         except BaseException as error:

@@ -55,7 +55,9 @@ def test_metrics_of_uploads(run_config, tmp_path, options):
     rows = [row for row in rows_of(tmp_path / "run") if "checkpoint/upload_bytes" in row]
     size = sum(path.stat().st_size for path in checkpoints_in(tmp_path / "run")[-1].rglob("*") if path.is_file())
     assert rows
-    assert all(row["checkpoint/upload_bytes"] == pytest.approx(size, rel=0.5) for row in rows)
+    counts = [row["checkpoint/upload_bytes"] / size for row in rows]  # two uploads may end within one step
+    assert all(count == pytest.approx(max(1, round(count)), rel=0.1) for count in counts)
+    assert sum(map(round, counts)) <= len(rows_of(tmp_path / "run"))  # a checkpoint is uploaded once
     assert all(row["checkpoint/upload_seconds"] > 0 for row in rows)
 
 

@@ -15,7 +15,7 @@ from rlframework.errors import (
     WorkerError,
     WorkerLost,
 )
-from rlframework.workers.failures import HostFailure, as_exception, numbers, root_cause
+from rlframework.workers.failures import HostFailure, as_exception, list_ranks, root_cause
 
 
 def failure_of(error):
@@ -106,6 +106,6 @@ def test_a_broken_connection_between_workers_means_a_lost_worker(error, kind):
 
 
 def test_a_message_about_thousands_of_ranks_lists_the_first():
-    assert numbers([3, 5]) == "3, 5"
-    assert numbers([]) == ""
-    assert numbers(range(4096)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 4080 more"
+    assert list_ranks([3, 5]) == "3, 5"
+    assert list_ranks([]) == ""
+    assert list_ranks(range(4096)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 4080 more"

@@ -20,8 +20,8 @@ from rlframework.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.named_tensors import ADAPTER
 from rlframework.models.replacing import replacing
-from rlframework.policy.head.logprobs import VocabularyShard
 from rlframework.policy.head.patch import output_head
+from rlframework.policy.head.vocabulary_shard import VocabularyShard
 from rlframework_deepspeed.slices import Partition, Ranges
 
 

@@ -19,7 +19,7 @@ from rlframework.errors import ConfigError, NotSupported
 from rlframework.models.adapters import layers_of
 from rlframework.models.named_tensors import ADAPTER
 from rlframework.plugins.model_checks import DIVIDED, indivisible
-from rlframework.policy.head.logprobs import VocabularyShard
+from rlframework.policy.head.vocabulary_shard import VocabularyShard
 from rlframework_dtensor.plans import make_plan
 from rlframework_dtensor.styles import REPLICATED, Embedding, Plan, Replicated, shard_parameter, vocabulary_rows
 

@@ -14,87 +14,19 @@ The targets of a token may also be several, `[N, T]`: log-probabilities are then
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.errors import BatchError
 from rlframework.policy.head.chunks import Chunks, chunk_rows
 from rlframework.policy.head.compiled import Compiled
+from rlframework.policy.head.vocabulary_shard import VocabularyShard, columns_of, combined_statistics
 
 COMPILED = {"cuda"}
 """Types of devices on which the elementwise operations of a chunk are compiled, to read its logits once for all."""
-
-
-@dataclass(frozen=True)
-class VocabularyShard:
-    """This rank's rows of the head in `group`: `rows` rows from id `start`, in rank order and without gaps.
-
-    Further rows of its weight only pad the vocabulary and are excluded from the softmax. The ranks exchange three
-    numbers per token in the forward, and the gradient of the hidden states in the backward.
-    """
-
-    group: dist.ProcessGroup
-    start: int
-    rows: int
-
-    def inputs(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return this rank's inputs of the head: its rows, and `hidden [N, H]` with a gradient summed over the group.
-
-        Gradients of `weight` and `bias` are this rank's; padding rows get 0.
-        """
-        return self.with_summed_gradient(hidden), weight[: self.rows], None if bias is None else bias[: self.rows]
-
-    def with_summed_gradient(self, hidden: Tensor) -> Tensor:
-        """Return `hidden`; the backward sums its gradients over the group."""
-
-        def over_group(gradient: Tensor) -> Tensor:
-            total = gradient.contiguous().clone()
-            dist.all_reduce(total, group=self.group)
-            return total
-
-        if hidden.requires_grad:
-            hidden = hidden.view_as(hidden)
-            hidden.register_hook(over_group)
-        return hidden
-
-    def combine(self, normalizers: Tensor, chosen: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return those of the whole vocabulary from each rank's, `[N]` each. Collective.
-
-        `chosen`: the logits of the targets, in their shape, 0 if not local; `normalizers`: logsumexps.
-        """
-        statistics = torch.cat((normalizers[:, None], entropies[:, None], _columns(chosen)), 1)
-        gathered = _all_gather(statistics, self.group)
-        return _combined(gathered[..., 0], gathered[..., 2:].reshape(len(gathered), *chosen.shape), gathered[..., 1])
-
-    def gather_columns(self, columns: Tensor) -> Tensor:
-        """Gather `[N, R]` of each rank to `[N, V]` on all. Collective; the gradient is this rank's columns of it."""
-        sizes = _all_gather(torch.tensor([columns.shape[1]], device=columns.device), self.group)[:, 0].tolist()
-        padded = torch.nn.functional.pad(columns.detach(), (0, max(sizes) - columns.shape[1]))
-        parts = [part[:, :size] for part, size in zip(_all_gather(padded, self.group), sizes, strict=True)]
-        parts[dist.get_rank(self.group)] = columns  # the only part with a gradient
-        return torch.cat(parts, dim=1)
-
-
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[ranks, *shape]`: `tensor`, of the same shape on each rank."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.stack(parts)
-
-
-def _combined(normalizers: Tensor, chosen: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the statistics of the whole vocabulary from those of its parts, `[parts, N]` each.
-
-    `chosen` has further dimensions if there are several targets.
-    """
-    whole = normalizers.logsumexp(0)
-    mean_logits = normalizers - entropies
-    return whole, chosen.sum(0), whole - ((normalizers - whole).exp() * mean_logits).sum(0)
 
 
 def scaled_logits(
@@ -255,7 +187,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if len(chunks.parts) == 1:
             normalizers, chosen, entropies = found[0, 0], found_chosen[0], found[1, 0]
         else:
-            normalizers, chosen, entropies = _combined(found[0], found_chosen, found[1])
+            normalizers, chosen, entropies = combined_statistics(found[0], found_chosen, found[1])
         if shard is not None:
             normalizers, chosen, entropies = shard.combine(normalizers, chosen, entropies)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies if entropy_gradient else None)
@@ -347,7 +279,7 @@ _compile = cache(Compiled)
 def _token_statistics(logits: Tensor, targets: Tensor, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the logsumexp, the logits of the targets and, on request, the entropy of each row of `logits [n, V]`."""
     normalizer = logits.logsumexp(-1)
-    chosen = logits.gather(1, _columns(targets)).view(targets.shape)
+    chosen = logits.gather(1, columns_of(targets)).view(targets.shape)
     return normalizer, chosen, _entropy_of(logits, normalizer) if wants_entropy else None
 
 
@@ -370,10 +302,10 @@ def _gradient_of_logits(
         entropies, entropy_scale = of_entropy
         logprobs = logits - normalizers[:, None]
         factor = torch.addcmul(scale[:, None], entropy_scale[:, None], logprobs + entropies[:, None])
-        slope = (logprobs.exp() * -factor).scatter_add(1, _columns(targets), _columns(target_scale))
+        slope = (logprobs.exp() * -factor).scatter_add(1, columns_of(targets), columns_of(target_scale))
     elif not torch.compiler.is_compiling():
         slope = logits.sub_(normalizers[:, None]).exp_().mul_(-scale[:, None])
-        slope.scatter_add_(1, _columns(targets), _columns(target_scale))
+        slope.scatter_add_(1, columns_of(targets), columns_of(target_scale))
     elif targets.ndim == 1:  # without writing the logits back
         is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
         slope = is_target * target_scale[:, None] - (logits - normalizers[:, None]).exp() * scale[:, None]
@@ -381,11 +313,6 @@ def _gradient_of_logits(
         slope = (logits - normalizers[:, None]).exp() * -scale[:, None]
         slope = slope.scatter_add(1, targets, target_scale)
     return slope.to(dtype)
-
-
-def _columns(values: Tensor) -> Tensor:
-    """Return `values [n]` or `[n, T]` with two dimensions."""
-    return values if values.ndim == 2 else values[:, None]
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:

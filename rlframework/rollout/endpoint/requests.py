@@ -92,10 +92,9 @@ def content_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def parts_of(content: Any, where: str, images: ImageReader) -> Content:
-    """Return the content of a message that may have images: parts if it has any, and else its text."""
-    kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    if not {*IMAGE_PARTS, "image"} & set(filter(_is_text, kinds)):
+def parts_of(content: Any, role: str, where: str, images: ImageReader) -> Content:
+    """Return the content of a message: its text, or parts if it has images; the assistant's has none."""
+    if role == "assistant" or not any(map(_is_image, content if isinstance(content, list) else ())):
         return content_of(content, where)
     found: list[ContentPart] = []
     for number, part in enumerate(content):
@@ -183,11 +182,7 @@ def _message(message: Any, number: int, images: ImageReader) -> Message:
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
         raise ApiError(f"{where} must be an object whose role is one of {', '.join(_ROLES)}")
-    content = message.get("content")
-    found: Message = {
-        "role": role,
-        "content": content_of(content, where) if role == "assistant" else parts_of(content, where, images),
-    }
+    found: Message = {"role": role, "content": parts_of(message.get("content"), role, where, images)}
     if role == "assistant":
         if calls := message.get("tool_calls"):
             found["tool_calls"] = [_call(call, where) for call in _list(calls, f"{where}.tool_calls")]
@@ -207,8 +202,8 @@ def _call(call: Any, where: str) -> ToolCall:
     return call_of(call.get("id"), function.get("name"), function.get("arguments"), where)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in (*IMAGE_PARTS, "image")
 
 
 def _list(value: Any, where: str) -> Sequence[Any]:

@@ -76,7 +76,7 @@ def _add_item(found: list[Message], item: Any, where: str, images: ImageReader) 
         found.append(
             {
                 "role": "tool",
-                "content": parts_of(item.get("output"), where, images),
+                "content": parts_of(item.get("output"), "tool", where, images),
                 "tool_call_id": str(item.get("call_id")),
             }
         )
@@ -86,11 +86,8 @@ def _add_item(found: list[Message], item: Any, where: str, images: ImageReader) 
             found.append({"role": "assistant", "content": ""})
         found[-1]["tool_calls"] = [*found[-1].get("tool_calls", ()), call]
     elif kind == "message":
-        role, content = str(item.get("role")), item.get("content")
-        text_only = role == "assistant"
-        found.append(
-            {"role": role, "content": content_of(content, where) if text_only else parts_of(content, where, images)}
-        )
+        role = str(item.get("role"))
+        found.append({"role": role, "content": parts_of(item.get("content"), role, where, images)})
     elif kind != "reasoning":  # which is known from the turn's tokens
         raise ApiError(f"{where} has the type {kind!r:.80}; it must be message, function_call or function_call_output")
 

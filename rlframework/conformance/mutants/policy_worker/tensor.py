@@ -14,7 +14,7 @@ from torch import Tensor
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
-from rlframework.policy.head.logprobs import VocabularyShard
+from rlframework.policy.head.vocabulary_shard import VocabularyShard
 
 TENSOR = Layout(tensor=2)
 SEQUENCE = Layout(tensor=2, sequence=True)
