@@ -1,7 +1,8 @@
 """Rollouts in the background of training: groups are generated for later steps, as the ledger admits them.
 
-A thread drives the engines, another one plays groups. The driver's own thread trains, and calls what is here: it
-publishes the weights of each step to the engines, then waits for the groups of the next.
+A thread drives the engines, another one plays groups, and a third joins the groups of the next step into its batch. The
+driver's own thread trains, and calls what is here: it publishes the weights of each step to the engines, then waits for
+the batch of the next.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,6 +67,7 @@ class AsynchronousRollouts(StepRollouts):
         check_asynchronous(parts)
         super().__init__(parts, groups, rows)
         self._config, self._samples = config, parts.environment.samples("train")
+        self._last_step = last_step
         numbers, mixture = range(len(self._samples)), getattr(self._samples, "mixture", ())
         self._loader: PromptLoader[int] = PromptLoader(numbers, 1, parts.config.seed, mixture)
         self._player = group_player(parts)
@@ -88,6 +90,9 @@ class AsynchronousRollouts(StepRollouts):
         self._step_of: dict[int, int] = {}
         """The training step after which the weights of an engine's version were sent."""
         self._staleness: dict[int, StepStaleness] = {}
+        self._joining = ThreadPoolExecutor(1, thread_name_prefix="joining")
+        self._joined: tuple[int, Future[Rollout]] | None = None
+        """The last step whose groups are joined as soon as they are there, while the step before is trained."""
         self._idle, self._since, self._busy = 0.0, time.perf_counter(), 0.0
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -139,17 +144,32 @@ class AsynchronousRollouts(StepRollouts):
         found = settled[number * self._groups : (number + 1) * self._groups]
         if all(each.failed for each in found):
             raise UserError(f"all {len(found)} groups of step {step} failed; the first: {found[0].reason}")
-        groups = [(self._samples[each.ticket.prompt], self._rows, each.reason or each.group) for each in found]
         self._staleness.setdefault(step, StepStaleness(step)).add(found, self._step_of, self._player.spans)
-        result = self._player.rollout(groups)
+        joined = self._joined
+        result = joined[1].result() if not number and joined and joined[0] == step else self._join(found)
         add_rewards_of_models(self._parts, result)
         return result
+
+    def _join(self, found: Sequence[Settled[int, Any]]) -> Rollout:
+        """Return the rollout of groups, some of which may have failed."""
+        groups = [(self._samples[each.ticket.prompt], self._rows, each.reason or each.group) for each in found]
+        return self._player.rollout(groups)
+
+    def _join_ahead(self) -> None:
+        """Begin to join the first rollout of the next step, if its groups are there. The caller guards the ledger."""
+        step = self._ledger.taken + 1
+        if step > self._last_step or (self._joined is not None and self._joined[0] == step):
+            return
+        found = self._ledger.settled(step)
+        if found and not all(each.failed for each in found):
+            self._joined = step, self._joining.submit(self._join, found)
 
     def take(self, step: int) -> dict[str, float]:
         """See `StepRollouts.take`."""
         with self._changed:
             taken = self._ledger.take(step) or []
             given_up = self._ledger.given_up
+            self._join_ahead()
         self._failures.end(step)
         oldest = step - self._config.max_staleness
         self._step_of = {version: of for version, of in self._step_of.items() if of >= oldest - 1}
@@ -206,6 +226,7 @@ class AsynchronousRollouts(StepRollouts):
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
             self._thread = None
+        self._joining.shutdown(cancel_futures=True)
         self._player.close()
 
     def _start(self) -> None:
@@ -286,6 +307,7 @@ class AsynchronousRollouts(StepRollouts):
             with self._changed:
                 versions = {self._step_of[span.version] for span in self._player.spans(group)}
                 self._ledger.complete(ticket, group, versions)
+                self._join_ahead()
         except RLFrameworkError:  # `_play_tickets` raises it
             raise
         except Exception as error:  # noqa: BLE001 - an environment may raise anything, which costs this group alone
@@ -299,6 +321,7 @@ class AsynchronousRollouts(StepRollouts):
     def _fail(self, ticket: Ticket[int], reason: str) -> None:
         with self._changed:
             failed = self._ledger.fail(ticket, reason)
+            self._join_ahead()
         if failed:
             self._failures.add(ticket.step, f"{ticket} failed: {reason}")
 
