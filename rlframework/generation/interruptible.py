@@ -95,11 +95,11 @@ class _Progress:
 
     @property
     def ids(self) -> Tensor:
-        return torch.cat((self.prompt, *(result.token_ids for result in self.results)))
+        return torch.cat((self.prompt, *(result.token_ids for result in self.results))) if self.results else self.prompt
 
     @property
     def left(self) -> int:
-        return self.budget - len(self.ids) + len(self.prompt)
+        return self.budget - sum(len(result.token_ids) for result in self.results)
 
     def seed(self, seed: int) -> int:
         """Return the seed of the next part: of its own, as an engine counts the tokens of each request from 0."""

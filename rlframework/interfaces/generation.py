@@ -55,16 +55,20 @@ class _SentBetweenProcesses:
     """Pickles the elements of tensors, where torch pickles the whole storage of a view."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: _compact(value) for name, value in vars(self).items()}
+        return {name: value if type(value) in _PLAIN else _compact(value) for name, value in vars(self).items()}
+
+
+_PLAIN = {str, int, float, tuple, type(None), SamplingParams}
+"""Types that are pickled as they are: most fields, of thousands of requests in each exchange."""
 
 
 def _compact(value: Any) -> Any:
     """Return what is pickled instead of `value`, a tensor, a mapping of them, or anything else."""
     from rlframework.batch.tensor_pickling import picklable
 
-    if isinstance(value, Mapping):
-        return {key: _compact(each) for key, each in value.items()}
-    return picklable(value) if hasattr(value, "untyped_storage") else value
+    if hasattr(value, "untyped_storage"):
+        return picklable(value)
+    return {key: _compact(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlframework.errors import UserError
 from rlframework.generation.completions import Completions
+from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams
 
 R = TypeVar("R")
@@ -71,6 +72,16 @@ class Bridge:
         request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling, share_prefix, media)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
 
+    async def complete_group(
+        self, prompt_ids: Tensor, seeds: Sequence[int], session: str, media: Mapping[str, Tensor] | None = None
+    ) -> list[GenerationResult]:
+        """Return a completion of a prompt for each of `seeds`. Called in the episodes' thread.
+
+        One call, as each passage between the threads costs about as much as the driver's other work for a row.
+        """
+        rows = self._complete_group(prompt_ids, seeds, session, media)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(rows, self._loop))
+
     async def gather(self) -> None:
         """See `GenerationClient.gather`."""
         await asyncio.sleep(0)  # until those whose answers were set are away
@@ -98,6 +109,13 @@ class Bridge:
             return await self._completions.complete(prompt_ids, seed, max_new_tokens, shared, sampling, media)
         finally:
             self._away.add(session)
+
+    async def _complete_group(
+        self, prompt_ids: Tensor, seeds: Sequence[int], session: str, media: Mapping[str, Tensor] | None
+    ) -> list[GenerationResult]:
+        self._loop.call_soon(self._back, session)  # the rows' tasks make their requests before `gather` goes on
+        complete, most = self._completions.complete, self.max_new_tokens
+        return await gather_or_cancel([complete(prompt_ids, seed, most, media=media) for seed in seeds])
 
     def _back(self, session: str) -> None:
         self._away.discard(session)

@@ -115,19 +115,13 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
 
     async def play(self, sample: Sample, seeds: Sequence[int]) -> Turns:
         """See `GroupPlayer.play`."""
-        prompt, media, bridge = self._prompt(sample), self._media(sample), self._bridge
-
-        async def one(seed: int) -> GenerationResult:
-            session = bridge.begin()
-            try:
-                await asyncio.sleep(0)  # until all groups that were admitted together have begun
-                return await bridge.complete(
-                    prompt, seed, bridge.max_new_tokens, session, share_prefix=False, media=media
-                )
-            finally:
-                bridge.end(session)
-
-        results = await gather_or_cancel([one(seed) for seed in seeds])
+        prompt, media = self._prompt(sample), self._media(sample)
+        session = self._bridge.begin()
+        try:
+            await asyncio.sleep(0)  # until all groups that were admitted together have begun
+            results = await self._bridge.complete_group(prompt, seeds, session, media)
+        finally:
+            self._bridge.end(session)
         ids = [result.token_ids.tolist() for result in results]
         texts: list[str] = self.parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return Turns(prompt, results, texts, await self._scored([sample] * len(seeds), texts))

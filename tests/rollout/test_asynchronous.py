@@ -228,8 +228,9 @@ def test_an_environment_that_fails_costs_its_group_alone(
     ordinary, failed = Digits.step, list[str]()
 
     def fails_once(self: Digits, samples: Any, conversations: Any) -> Any:
-        if any(sample.messages[-1]["content"] == first for sample in samples) and len(failed) < 2:
-            failed.append(first)  # alone, and before together with the others
+        prompts = {sample.messages[-1]["content"] for sample in samples}
+        if first in prompts and not failed:
+            failed.extend(prompts if len(prompts) == 1 else ())  # alone, and before together with others, if there are
             raise RuntimeError("the reward process died")
         return ordinary(self, samples, conversations)
 

@@ -1,13 +1,57 @@
-"""The thread of episodes ends with what waits for it."""
+"""The thread of episodes ends with what waits for it, and its groups reach the engines whole."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
+import torch
 
-from rlframework.rollout.episode_thread import _LoopThread, run_beside
+from rlframework.interfaces.generation import SamplingParams
+from rlframework.rollout.episode_thread import Bridge, _LoopThread, run_beside
+
+
+class RecordingCompletions:
+    """The result of a completion is its seed."""
+
+    positions, max_new_tokens, sampling, timeline = None, 4, SamplingParams(), None
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def session(self) -> str:
+        return "session"
+
+    async def complete(self, _prompt: Any, seed: int, most: int, media: Any = None) -> int:
+        assert (most, media) == (4, {"pixels": 1})
+        self.seeds.append(seed)
+        await asyncio.sleep(0)
+        return seed
+
+
+def test_engines_wait_for_all_rows_of_a_group_that_has_begun() -> None:
+    async def main() -> tuple[list[int], Any]:
+        given: Any = RecordingCompletions()
+        bridge, begun = Bridge(given, timeout=10.0), threading.Event()
+
+        async def work() -> list[Any]:
+            session = bridge.begin()
+            begun.set()
+            await asyncio.sleep(0.05)
+            media: Any = {"pixels": 1}
+            rows = await bridge.complete_group(torch.tensor([5]), [3, 1, 2], session, media)
+            bridge.end(session)
+            return rows
+
+        beside = asyncio.create_task(run_beside(work, stalled_after=5.0, name="digits"))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        await bridge.gather()
+        return list(given.seeds), await beside
+
+    assert asyncio.run(main()) == ([3, 1, 2], [3, 1, 2])
 
 
 def test_work_is_cancelled_with_what_waits_for_it() -> None:
