@@ -74,6 +74,7 @@ def test_the_search_works_where_the_site_is_opened_from_disk(site):
     assert (site / "tools" / "search_worker.js").is_file()
 
 
+@pytest.mark.thorough
 def test_a_page_of_something_that_is_gone_does_not_build(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("# Page\n\n::: rlframework.interfaces.loss.NoSuchLoss\n")

@@ -67,7 +67,13 @@ def metric(folder: Path, name: str) -> list[float]:
     return [row[name] for row in rows_of(folder) if name in row]
 
 
-@pytest.mark.parametrize("environment", [("algorithm.dynamic_sampling=3",), (*GAME, "environment.gather_timeout=20")])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param(("algorithm.dynamic_sampling=3",), marks=pytest.mark.thorough),
+        (*GAME, "environment.gather_timeout=20"),
+    ],
+)
 def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(
     run_config: Any, tmp_path: Path, reward_model: Path, environment: tuple[str, ...]
 ) -> None:
@@ -103,6 +109,7 @@ def test_staleness_is_bounded_and_prompts_are_those_of_the_synchronous_run(
     assert 0 < busy <= whole
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_prompts_of_an_uninterrupted_one(run_config: Any, tmp_path: Path) -> None:
     run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=6"))
     options = (*APART, staleness(2), "checkpoints.every=1", f"output_dir={tmp_path}/run")

@@ -227,6 +227,7 @@ def test_only_named_variables_reach_a_worker_and_dictionaries_are_unchanged(make
     assert runtime_env == {"py_executable": str(python), "env_vars": {"BESIDE": "this"}}
 
 
+@pytest.mark.thorough
 def test_the_callers_options_override_those_of_a_decorated_class(make):
     group = make("probe_group_workers.Decorated", options={"env_vars": {"FROM_BOTH": "caller"}})
     answers = ray.get(group.run_all_workers_single_data("variables", names=["FROM_CLASS", "FROM_BOTH"]))
@@ -306,6 +307,7 @@ def ended(group, pids):
     return running(pids) == [] and group.workers == []
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_fails_the_call_and_the_others_are_released(group):
     pids = pids_of(group)
     error, seconds = fails(group, "die", only=1)
