@@ -184,14 +184,14 @@ def test_engines_are_added_on_a_node_that_joined_the_cluster_after_the_run_began
 
 
 def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config: Any, tmp_path: Path) -> None:
-    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=12"))
-    options = (*APART, "algorithm.num_steps=12", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")
+    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=8"))
+    options = (*APART, "algorithm.num_steps=8", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")
     process = begin(run_config("grpo", *options), tmp_path / "run.yaml")
     wait_for(lambda: len(checkpoints_in(tmp_path / "run")) > 0)
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
     resumed_after = int(checkpoints_in(tmp_path / "run")[-1].name.removeprefix("step-"))
-    assert 0 < resumed_after < 12
+    assert 0 < resumed_after < 8
     resume(tmp_path / "run")
     assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "sync")
     assert max(metric(tmp_path / "run", "async/staleness_max")) <= 2
