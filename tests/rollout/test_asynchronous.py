@@ -274,6 +274,7 @@ def test_configurations_that_cannot_be_asynchronous(run_config: Any) -> None:
         dry_run(run_config("grpo", *APART, "generation.cache_after_update=keep", staleness(1)))
 
 
+@pytest.mark.thorough
 def test_agents_behind_the_endpoint_are_within_the_bound(run_config: Any, tmp_path: Path) -> None:
     """Step 1 is sampled with the first weights alone, so its conversations are those of the synchronous run."""
     data = tmp_path / "rows.jsonl"

@@ -144,8 +144,8 @@ def test_handles_behave_like_rays_handles(group):
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-def test_calls_return_references_or_a_future(make):
-    group = make(PLAIN, options={"sharding_annotations": TENSOR})
+def test_calls_return_references_or_a_future(group):
+    group.sharding_annotations = TENSOR
     only = {"run_rank_0_only_axes": ["tensor_parallel"]}
     assert ray.get(group.run_single_worker_single_data("echo", 1, value=5)) == (1, {"value": 5})
     assert ray.get(group.run_all_workers_single_data("echo", value=5)) == [(0, {"value": 5}), (1, {"value": 5})]
@@ -255,6 +255,7 @@ def test_configure_worker_overrides_the_caller_and_gets_tied_bundles(make):
     assert ray.get(ray.get_actor("tied-grp0-0").__ray_ready__.remote())
 
 
+@pytest.mark.thorough
 def test_configure_worker_may_return_a_runtime_environment(make):
     group = make("probe_group_workers:WithRuntime", options={"workers_per_node": 1, "sharding_annotations": None})
     assert ray.get(group.run_all_workers_single_data("tell")) == [(8, "yes")]
@@ -382,6 +383,7 @@ def test_shutdown_leaves_no_process_placement_group_or_port(keeper, tmp_path):
     assert placement_group_table(placement_group)["state"] == "REMOVED"
 
 
+@pytest.mark.thorough
 def test_force_skips_the_cleanup(make):
     group = make(PLAIN)
     pids = pids_of(group)
