@@ -39,7 +39,7 @@ def steps(folder: Path) -> list[int]:
 @pytest.fixture
 def finished(run_config, tmp_path):
     """The configuration of a run, and its folder, after the run."""
-    config = run_config("sft", "algorithm.num_steps=2", "observers.tensorboard=true")
+    config = run_config("sft", "algorithm.num_steps=2", "observers.tensorboard=true", "observers.curve=true")
     run(config)
     return config, tmp_path / "run"
 
