@@ -150,11 +150,20 @@ def test_hooks_have_pages_and_pages_hooks():
     assert sorted(set(re.findall(r"\((rlframework_\w+)\.md\)", overview))) == HOOKS
 
 
+@pytest.mark.thorough
 def test_pages_that_are_made_are_current():
     done = subprocess.run(
         [sys.executable, str(TOOLS / "pages.py"), "--check"], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_pages_that_are_quickly_made_are_current():
+    """All but those of estimates for many models, which take seconds; `test_recipes` compares the rows of recipes.md."""
+    import pages
+
+    quick = pages.PAGES.keys() - {"memory.md", "recipes.md"}
+    assert [name for name in sorted(quick) if (DOCS / name).read_text(encoding="utf-8") != pages.PAGES[name]()] == []
 
 
 def anchors(page: Path) -> set[str]:
