@@ -159,7 +159,7 @@ def test_pages_that_are_made_are_current():
 
 
 def test_pages_that_are_quickly_made_are_current():
-    """All but those of estimates for many models, which take seconds; `test_recipes` compares the rows of recipes.md."""
+    """All but those of estimates for many models, which take long; `test_recipes` compares the rows of recipes.md."""
     import pages
 
     quick = pages.PAGES.keys() - {"memory.md", "recipes.md"}
