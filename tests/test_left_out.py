@@ -1,4 +1,4 @@
-"""What `make test` leaves out is named as it is in the files, and somewhere each test of the suite of backends runs."""
+"""The lists of tests that `make test` leaves out: each is there, and each test of a backend runs with some backend."""
 
 from __future__ import annotations
 
