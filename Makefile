@@ -10,6 +10,7 @@ ARGS ?=
 # Three processes for two cores: the tests that use Ray stay together in one of them, so that there is one Ray a session,
 # and mostly wait.
 PYTEST_ARGS ?= -n 3 --dist loadgroup
+SELECTED ?= -m "not thorough"
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14 python,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
@@ -35,14 +36,16 @@ quickstart: $(VENV)/.installed  ## the main job: supervised warm-up, then GRPO, 
 check: lint imports  ## style, import rules, types and fast tests, in under 3 minutes
 	$(MAKE) --no-print-directory -j2 --output-sync=target types fast
 
-fast: PYTEST_ARGS = -n 2 --dist loadgroup -q -m "not slow"
+fast: PYTEST_ARGS = -n 2 --dist loadgroup -q
+fast: SELECTED = -m "not slow"
 fast: test
 
 test: $(VENV)/.installed-dev  ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SELECTED) $(PYTEST_ARGS)
 
-# `make test` leaves out tests marked `thorough`, and cases of some others: see SAMPLED in conftest.py.
-thorough: PYTEST_ARGS += --thorough
+# `make test` leaves out tests marked `thorough`, cases of some others, and tests of suites that several parts run: see
+# tests/fixtures/left_out.py.
+thorough: SELECTED = --thorough
 thorough: test  ## what `make test` leaves out too: hours
 
 recipes: $(VENV)/.installed-dev  ## examples/recipes: each fits its hardware, and runs on a CPU with a tiny model

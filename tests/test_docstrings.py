@@ -26,6 +26,7 @@ def test_no_docstring_begins_with_what() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for path in files
+        if "What" in path.read_text(encoding="utf-8")  # parsing all of them takes seconds
         for line, text in docstrings(path)
         if text.split(" ", 1)[0].rstrip(".,:") == "What"
     ]

@@ -57,7 +57,7 @@ _NOTES = """- **Data**: `gsm8k`, `tools` and `agent` read `openai/gsm8k` from th
 def page() -> str:
     """Return the text of the page."""
     with model_shapes() as shapes:
-        rows = [_row(path, planned(path, shapes)) for path in RECIPES]
+        rows = [row(path, planned(path, shapes)) for path in RECIPES]
     names = ("recipe", "model", "GPUs that train", "that generate", "backend", "GiB on each GPU")
     return page_of("# Recipes", _INTRO, table(names, rows), _NOTES)
 
@@ -95,7 +95,8 @@ def _overrides(path: Path, shapes: Mapping[str, Path]) -> Iterator[str]:
         yield "~generation.workers.python"
 
 
-def _row(path: Path, found: Estimate) -> tuple[str, ...]:
+def row(path: Path, found: Estimate) -> tuple[str, ...]:
+    """The cells of the recipe in the table."""
     generating, model = engines(found.config), Path(found.config.policy.model_name).name
     return (
         f"[`{path.stem}`](../examples/recipes/{path.name})",

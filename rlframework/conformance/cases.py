@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def tokenizer() -> Any:
     from rlframework.huggingface.tokenizer import character_tokenizer
 
     return character_tokenizer(ALPHABET)
+
+
+@cache
+def _tokens() -> int:
+    """The number of tokens; a tokenizer takes longer to make than a batch."""
+    return len(tokenizer())
 
 
 _SIZES: dict[str, Any] = {
@@ -212,7 +219,7 @@ def batch(rows: int = 8, *, seed: int = 0, width: int = WIDTH, vocabulary: int |
     half of the tokens, and advantages are around 1, so that a loss is not a small difference of large numbers.
     """
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = vocabulary or len(tokenizer())
+    vocabulary = vocabulary or _tokens()
     lengths = torch.randint(3, width + 1, (rows,), generator=generator)
     lengths[rows // 2] = width
     real = torch.arange(width) < lengths[:, None]

@@ -39,6 +39,7 @@ def test_backends_and_batching_modes_agree(run_config: Any, backend: str, mode: 
             assert row[f"train/{name}"] == pytest.approx(wanted[f"train/{name}"], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.thorough
 def test_a_critic_with_another_backend_group_and_batch_size(run_config: Any, reference: Any) -> None:
     """Of two workers; with one optimizer step instead of two in each pass, so only the first values are the same."""
     critic = "{backend: megatron, train_global_batch_size: 32, worker_group: {name: processes, num_workers: 2}}"
@@ -75,6 +76,7 @@ def test_a_penalty_by_the_divergence_of_each_token(run_config: Any) -> None:
     assert abs(rows[0]["train/reward_kl"]) < 1e-6 < abs(rows[2]["train/reward_kl"])
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_numbers_of_a_whole_one(run_config: Any, tmp_path: Any) -> None:
     keys = [*PPO, "checkpoints.every=2", "algorithm.validation={every: 2, samples: 8, at_end: false}"]
     run(run_config("grpo", *keys, f"output_dir={tmp_path}/whole", "algorithm.num_steps=4"))

@@ -71,7 +71,7 @@ def test_a_part_that_conforms(tmp_path):
 
 
 def test_a_part_that_does_not_conform(tmp_path):
-    """An installed plugin whose rewards are all equal. A single selected test has its own exit code."""
+    """An installed plugin whose rewards are all equal."""
     info = tmp_path / "tiny-1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.5\n")
@@ -81,9 +81,6 @@ def test_a_part_that_does_not_conform(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "generous  EnvironmentSuite  NOT CONFORMANT  16 passed, 1 failed" in done.stdout
     assert f"repeat    rlframework conformance generous --test {WORTH}" in done.stdout
-    done = run("generous", "--test", TEST, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "generous  EnvironmentSuite  INCOMPLETE (16 of 17 tests did not run)  1 passed" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -179,6 +176,7 @@ def test_mutants_of_one_test(started):
     ]
 
 
+@pytest.mark.thorough
 def test_mutants_of_one_test_run(tmp_path):
     done = run("addition", "--mutants", "--test", WORTH, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

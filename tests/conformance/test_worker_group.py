@@ -22,6 +22,7 @@ class TestProcesses(WorkerGroupSuite):
 @pytest.mark.usefixtures("ray_session")
 class TestRay(WorkerGroupSuite):
     backend = "ray"
+    quick = ("data=2",)  # `make conformance` has one worker too
     pytestmark = pytest.mark.xdist_group("ray")
 
 

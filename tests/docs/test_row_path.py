@@ -55,7 +55,7 @@ def test_a_row_takes_the_way_that_the_page_describes(tiny_llama, tmp_path, monke
         "algorithm": {"name": "sft", "num_steps": 2},
         "environment": {"name": "dataset", "path": str(rows)},
         "policy": {"model_name": str(tiny_llama), "train_global_batch_size": 8, "batching": {"mode": "packed"}},
-        "observers": {"console": False, "tensorboard": False},
+        "observers": {"console": False, "tensorboard": False, "curve": False},
     }
     entered: list[str] = []
     trace_second_step(monkeypatch, entered)

@@ -74,6 +74,7 @@ def test_the_search_works_where_the_site_is_opened_from_disk(site):
     assert (site / "tools" / "search_worker.js").is_file()
 
 
+@pytest.mark.thorough
 def test_a_page_of_something_that_is_gone_does_not_build(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("# Page\n\n::: rlframework.interfaces.loss.NoSuchLoss\n")
@@ -149,11 +150,20 @@ def test_hooks_have_pages_and_pages_hooks():
     assert sorted(set(re.findall(r"\((rlframework_\w+)\.md\)", overview))) == HOOKS
 
 
+@pytest.mark.thorough
 def test_pages_that_are_made_are_current():
     done = subprocess.run(
         [sys.executable, str(TOOLS / "pages.py"), "--check"], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_pages_that_are_quickly_made_are_current():
+    """All but those of estimates for many models, which take long; `test_recipes` compares the rows of recipes.md."""
+    import pages
+
+    quick = pages.PAGES.keys() - {"memory.md", "recipes.md"}
+    assert [name for name in sorted(quick) if (DOCS / name).read_text(encoding="utf-8") != pages.PAGES[name]()] == []
 
 
 def anchors(page: Path) -> set[str]:

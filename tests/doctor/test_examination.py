@@ -156,6 +156,7 @@ def test_this_machine_has_nothing_broken(capsys, tmp_path, monkeypatch):
     assert list(tmp_path.rglob("*")) == [tmp_path / "home"]  # of `bare`; nothing else is written
 
 
+@pytest.mark.thorough
 def test_a_run_that_cannot_be_is_told_with_exit_code_1(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

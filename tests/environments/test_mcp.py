@@ -78,6 +78,13 @@ def test_an_episode(make, monkeypatch):
     assert texts(other[0]) == ["1 notes"]  # a server of its own
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """A server that does not end by itself is killed soon."""
+    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_call_that_takes_too_long(make):
     environment = make(call_timeout=0.5)
     outcome = play(environment, environment.samples("train")[0], [calls(("wait", {"seconds": 60.0}))])[2][0]
@@ -112,6 +119,7 @@ def test_one_server_for_a_run_is_replaced_when_it_ends(make):
         ),
     ],
 )
+@pytest.mark.usefixtures("impatient")
 def test_a_server_that_does_not_start(make, command, problem):
     environment = make(command, start_timeout=2.0)
     with pytest.raises(ConfigError, match=problem):

@@ -204,6 +204,7 @@ def test_the_calculator_trains_on_episodes(tmp_path):
     assert 0.2 < calling < 0.3
 
 
+@pytest.mark.thorough
 def test_the_digits_are_read_from_images(tmp_path):
     """At a small size, with drawn digits in place of those of scikit-learn; no held-out image is trained on."""
     example, double = str(ROOT / "examples/digits/run.py"), str(Path(__file__).parent / "sklearn_double")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "docs" / "tools"))
 import recipes_page  # noqa: E402 - a program beside the page that it makes
 from model_shapes import model_shapes  # noqa: E402
 
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 SHORT = ("sft_0.6b_1gpu", "grpo_0.6b_1gpu")
 RECIPES = [
     pytest.param(path, id=path.stem, marks=[] if path.stem in SHORT else pytest.mark.thorough)
@@ -36,6 +37,7 @@ def test_each_fits_the_hardware_that_it_states(path, shapes, monkeypatch):
     monkeypatch.syspath_prepend(path.parent)  # of the functions that it names
     found, gpus = recipes_page.planned(path, shapes), recipes_page.hardware(path)
     assert found.verdict().startswith(f"fits on {gpus}: ")
+    assert " | ".join(recipes_page.row(path, found)) in PAGE
     assert found.further.keys() == found.config.further_policies.keys()
     workers = found.config.worker_group
     assert workers.num_workers + recipes_page.engines(found.config) == gpus.count

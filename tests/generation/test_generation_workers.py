@@ -196,6 +196,7 @@ def test_the_loss_of_an_engine_costs_its_unfinished_tokens_and_nothing_else(run_
     assert not (tmp_path / "lost" / RESTARTS_FILE).exists()
 
 
+@pytest.mark.thorough
 def test_a_run_that_lost_an_engine_resumes_from_its_checkpoint(run_config, tmp_path, monkeypatch, caplog):
     """With `fault_tolerance` after the loss of the only one: new workers, and the steps of an undisturbed run."""
     steps = ("algorithm.num_steps=3", "algorithm.validation={at_start: false, at_end: false}", "checkpoints.every=1")

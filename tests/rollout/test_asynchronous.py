@@ -67,7 +67,13 @@ def metric(folder: Path, name: str) -> list[float]:
     return [row[name] for row in rows_of(folder) if name in row]
 
 
-@pytest.mark.parametrize("environment", [("algorithm.dynamic_sampling=3",), (*GAME, "environment.gather_timeout=20")])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param(("algorithm.dynamic_sampling=3",), marks=pytest.mark.thorough),
+        (*GAME, "environment.gather_timeout=20"),
+    ],
+)
 def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(
     run_config: Any, tmp_path: Path, reward_model: Path, environment: tuple[str, ...]
 ) -> None:
@@ -103,6 +109,7 @@ def test_staleness_is_bounded_and_prompts_are_those_of_the_synchronous_run(
     assert 0 < busy <= whole
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_prompts_of_an_uninterrupted_one(run_config: Any, tmp_path: Path) -> None:
     run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=6"))
     options = (*APART, staleness(2), "checkpoints.every=1", f"output_dir={tmp_path}/run")
@@ -177,14 +184,14 @@ def test_engines_are_added_on_a_node_that_joined_the_cluster_after_the_run_began
 
 
 def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config: Any, tmp_path: Path) -> None:
-    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=12"))
-    options = (*APART, "algorithm.num_steps=12", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")
+    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=8"))
+    options = (*APART, "algorithm.num_steps=8", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")
     process = begin(run_config("grpo", *options), tmp_path / "run.yaml")
     wait_for(lambda: len(checkpoints_in(tmp_path / "run")) > 0)
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
     resumed_after = int(checkpoints_in(tmp_path / "run")[-1].name.removeprefix("step-"))
-    assert 0 < resumed_after < 12
+    assert 0 < resumed_after < 8
     resume(tmp_path / "run")
     assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "sync")
     assert max(metric(tmp_path / "run", "async/staleness_max")) <= 2
@@ -268,6 +275,7 @@ def test_configurations_that_cannot_be_asynchronous(run_config: Any) -> None:
         dry_run(run_config("grpo", *APART, "generation.cache_after_update=keep", staleness(1)))
 
 
+@pytest.mark.thorough
 def test_agents_behind_the_endpoint_are_within_the_bound(run_config: Any, tmp_path: Path) -> None:
     """Step 1 is sampled with the first weights alone, so its conversations are those of the synchronous run."""
     data = tmp_path / "rows.jsonl"

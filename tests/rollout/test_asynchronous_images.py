@@ -36,7 +36,7 @@ def sections(tmp_path: Path) -> dict[str, Any]:
                         "reward": "probe_sights:colors"},
         "policy": {"model_name": str(model), "train_global_batch_size": 8, "optimizer": {"lr": 0.01}},
         "generation": {"max_new_tokens": 4, "stop_token_ids": STOPS, "workers": {"group": "processes"}},
-        "observers": {"console": False},
+        "observers": {"console": False, "curve": False},
     }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def config(request, tmp_path):
         "environment": {"name": "dataset", "path": f"{tmp_path}/rows.jsonl", "images": {}, "check": "exact"},
         "policy": {"model_name": str(model), "train_global_batch_size": 4, "optimizer": {"lr": 0.1}},
         "generation": {"max_new_tokens": 5},
-        "observers": {"console": False},
+        "observers": {"console": False, "curve": False},
         "output_dir": f"{tmp_path}/run",
     }
     (tmp_path / "run.yaml").write_text(json.dumps(sections))

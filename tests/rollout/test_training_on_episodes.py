@@ -22,6 +22,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [[], ["worker_group={name: processes, num_workers: 2}"]], ids=["inline", "two"])
 def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, workers: list[str]) -> None:
     steps = ["algorithm.num_steps=12", "policy.optimizer.lr=5e-3", "algorithm.validation.every=0"]

@@ -24,7 +24,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def test_a_run_leaves_model_metrics_samples_and_configuration(run_config, tmp_path):
-    config = run_config("grpo", "algorithm.loss.kl_coef=0.05", "observers.tensorboard=true")
+    config = run_config("grpo", "algorithm.loss.kl_coef=0.05", "observers.tensorboard=true", "observers.curve=true")
     result = run(config)
     out = tmp_path / "run"
     assert {path.name for path in out.iterdir()} >= {

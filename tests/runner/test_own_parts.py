@@ -380,9 +380,9 @@ def test_the_schema_takes_own_parts() -> None:
 
     from rlframework import config_schema, create_manager
 
-    schema = config_schema(create_manager())
+    schema = jsonschema.Draft202012Validator(config_schema(create_manager()))
     for loss in (OWN_LOSS, {"name": OWN_LOSS, "weight": 2}, {"kl_coef": 0.1}):
         algorithm = {"name": "grpo", "loss": loss}
-        jsonschema.validate({"algorithm": algorithm, "environment": {"name": "a.b:C", "upto": 3}}, schema)
+        schema.validate({"algorithm": algorithm, "environment": {"name": "a.b:C", "upto": 3}})
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"algorithm": {"name": "grpo", "loss": "clipped"}}, schema)
+        schema.validate({"algorithm": {"name": "grpo", "loss": "clipped"}})

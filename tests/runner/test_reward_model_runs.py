@@ -86,6 +86,7 @@ def test_a_process_reward_model_learns_held_out_steps(run_config: Any, tmp_path:
     assert last["validation/accuracy_low"] < last["validation/accuracy"] <= last["validation/accuracy_high"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_reward_model_resumes(run_config: Any, tmp_path: Path) -> None:
     more = ["algorithm.num_steps=4", "policy.optimizer.lr=3e-3", "checkpoints.every=2", "checkpoints.keep_last=2"]

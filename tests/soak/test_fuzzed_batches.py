@@ -193,7 +193,7 @@ def attack(target: Target, method: str, loss: str, variant: int, mutations: Sequ
 
 @pytest.mark.timeout(600)
 def test_batches(soak: Any, target: Target) -> None:
-    count, outcomes = soak.times(short=150, full=10_000), Counter[str]()
+    count, outcomes = soak.times(short=60, full=10_000), Counter[str]()
     good = [(method, loss, variant) for method in METHODS for loss in ("nll", "pg") for variant in range(VARIANTS)]
     for key in good:
         case = good_case(*key, target.vocabulary)

@@ -133,7 +133,7 @@ def sound(soak: Any, attack: Attack, generator: Generator) -> list[Values]:
 
 def test_wrong_values_and_keys(soak: Any, attack: Attack, generator: Generator, sound: list[Values]) -> None:
     draw = generator.random
-    for _ in range(soak.times(70, 4200)):
+    for _ in range(soak.times(30, 4200)):
         values, place = damaged(draw.choice(sound), draw)
         config = attack.load(written(values, draw), mentions=place if "".join(map(str, place)).isprintable() else None)
         if config and draw.random() < 0.2:
@@ -142,20 +142,20 @@ def test_wrong_values_and_keys(soak: Any, attack: Attack, generator: Generator, 
 
 def test_values_that_contradict_others(soak: Any, attack: Attack, generator: Generator, sound: list[Values]) -> None:
     draw = generator.random
-    for _ in range(soak.times(40, 1500)):
+    for _ in range(soak.times(20, 1500)):
         if (config := attack.load(written(contradicted(draw.choice(sound), draw), draw))) and draw.random() < 0.2:
             attack.check_repeatable(config)
 
 
 def test_damaged_text(soak: Any, attack: Attack, generator: Generator, sound: list[Values]) -> None:
     draw = generator.random
-    for _ in range(soak.times(50, 2300)):
+    for _ in range(soak.times(25, 2300)):
         attack.load(damaged_text(written(draw.choice(sound), draw), draw))
 
 
 def test_overrides(soak: Any, attack: Attack, generator: Generator, sound: list[Values]) -> None:
     draw = generator.random
-    for _ in range(soak.times(40, 2000)):
+    for _ in range(soak.times(20, 2000)):
         values = draw.choice(sound)
         attack.load(written(values, draw), overrides_of(damaged(values, draw)[0], draw))
 

@@ -182,7 +182,7 @@ def test_a_damaged_file_is_an_error_that_names_it_or_changes_nothing(targets: An
     target, dice = targets[name], soak.random()
     wanted = target.read(target.folder)
     inputs = [(path, kind, n / REGIONS) for path in target.files for kind in KINDS for n in range(REGIONS)]
-    tried = dice.sample(inputs, min(len(inputs), soak.times(short=6, full=len(inputs))))
+    tried = dice.sample(inputs, min(len(inputs), soak.times(short=3, full=len(inputs))))
     outcomes = {"error": 0, "equal": 0, "unchecked": 0}
     for path, kind, at in tried:
         intact = {each: each.read_bytes() for each in target.files}

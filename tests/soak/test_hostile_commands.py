@@ -90,7 +90,7 @@ def test_every_command_line_ends_with_a_message(
         lines = [words for words in lines if words[0] in LIGHT and "--resume" not in words]
     soak.random().shuffle(lines)
     wrong = []
-    for words in lines[: soak.times(60, len(lines))]:
+    for words in lines[: soak.times(30, len(lines))]:
         shown, begin = [word[:50] for word in words], time.process_time()
         code = call(*words)
         took = time.process_time() - begin

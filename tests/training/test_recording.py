@@ -45,7 +45,9 @@ def report(path: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
-        ("sft", ["policy.optimizer.lr=3e-4", "policy.scheduler={name: linear}"]),
+        pytest.param(
+            "sft", ["policy.optimizer.lr=3e-4", "policy.scheduler={name: linear}"], marks=pytest.mark.thorough
+        ),
         ("grpo", ["algorithm.loss.kl_coef=0.05", "generation.temperature=0.7", "algorithm.epochs_per_batch=2"]),
     ],
 )

@@ -25,7 +25,7 @@ def overrides(out: Path, *more: str) -> list[str]:
     return [f"output_dir={out}", "algorithm.num_steps=6", "algorithm.validation.every=3", "checkpoints.every=2", *more]
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.thorough), "grpo"])
 def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path, algorithm):
     more = ["policy.scheduler={name: cosine, warmup_steps: 2, total_steps: 6}"]
     run(run_config(algorithm, *overrides(tmp_path / "whole", *more)))
@@ -113,6 +113,7 @@ def test_a_damaged_checkpoint_is_reported(run_config, tmp_path):
         resume(tmp_path / "run", ["algorithm.num_steps=6"])
 
 
+@pytest.mark.thorough
 def test_resuming_with_other_workers_agrees_to_rounding(run_config, tmp_path):
     run(run_config("sft", *overrides(tmp_path / "whole")))
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=4"))

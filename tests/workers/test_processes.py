@@ -256,7 +256,7 @@ def end(driver, pids):
 STUCK = 'group.get_all_worker_results(group.run_all_workers_single_data("hold_the_interpreter", seconds=60))'
 
 
-@pytest.mark.parametrize("then", [BUSY, STUCK, "time.sleep(60)"], ids=["busy", "stuck", "idle"])
+@pytest.mark.parametrize("then", [STUCK, BUSY, "time.sleep(60)"], ids=["stuck", "busy", "idle"])
 def test_no_worker_survives_a_driver_that_is_killed(tmp_path, then):
     driver = run_driver(tmp_path, then)
     pids = [int(pid) for pid in driver.stdout.readline().split()]

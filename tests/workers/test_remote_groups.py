@@ -22,7 +22,10 @@ pytestmark = pytest.mark.slow
 TWO = NamedSharding([0, 1], ["data_parallel"])
 
 
-@pytest.fixture(params=["processes", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
+RAY = (pytest.mark.xdist_group("ray"), pytest.mark.thorough)  # the suite's tests of the group hold most of it
+
+
+@pytest.fixture(params=["processes", pytest.param("ray", marks=RAY)])
 def name(request):
     if request.param == "ray":
         request.getfixturevalue("ray_session")

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import sys
-from itertools import product
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from causal_kinds import KINDS, tiny_model
 from kind_outcomes import LENGTHS, batch
 from probe_forked import run_program
+from selected_cases import selected_cases
 from transformers import AutoModelForCausalLM
 
 EXCHANGES, LAYOUTS = ("gather", "ulysses"), ("packed", "padded")
@@ -42,8 +43,9 @@ OWN_SIZES = {
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("context ranks")]
 
 
-def save_models(folder: Path) -> None:
-    for name, (kind, changes) in CASES.items():
+def save_models(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        kind, changes = CASES[name]
         model = tiny_model(KINDS[kind], **changes, **OWN_SIZES.get(name, {}))
         model.save_pretrained(folder / name)
 
@@ -99,8 +101,8 @@ def errors(folder: Path, exchange: str, layout: str) -> tuple[float, dict[str, f
     return worst, of_gradients
 
 
-def main(rank: int, folder: Path, port: int) -> None:
-    """Write the errors of all cases to `folder/errors.json`, on rank 0."""
+def main(rank: int, folder: Path, port: int, cases: list[str]) -> None:
+    """Write the errors of `cases`, "case/exchange/layout", to `folder/errors.json`, on rank 0."""
     import torch.distributed as dist
 
     from rlframework.interfaces.worker_group import WorkerContext
@@ -111,9 +113,12 @@ def main(rank: int, folder: Path, port: int) -> None:
     environment.deepspeed_on(torch.device("cpu"))
     environment.join(WorkerContext(rank, 2, rank, master_port=port), torch.device("cpu"))
     if rank == 0:
-        save_models(folder)
+        save_models(folder, dict.fromkeys(case.split("/")[0] for case in cases))
     dist.barrier()
-    found = {"/".join(case): errors(folder / case[0], *case[1:]) for case in product(CASES, EXCHANGES, LAYOUTS)}
+    found = {}
+    for case in cases:
+        name, exchange, layout = case.split("/")
+        found[case] = errors(folder / name, exchange, layout)
     if rank == 0:
         (folder / "errors.json").write_text(json.dumps(found))
     dist.barrier()
@@ -121,12 +126,15 @@ def main(rank: int, folder: Path, port: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, dict[str, float]]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[float, dict[str, float]]]:
     folder = tmp_path_factory.mktemp("context")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = run_program(Path(__file__), folder, port)
+    cases = selected_cases(request, "test_context_parallel_rows_equal_rows_one_by_one")
+    done = run_program(Path(__file__), folder, port, *("{case}/{exchange}/{layout}".format(**case) for case in cases))
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "errors.json").read_text())
 
@@ -142,4 +150,4 @@ def test_context_parallel_rows_equal_rows_one_by_one(found, case, exchange, layo
 
 
 if __name__ == "__main__":
-    main(1 if os.fork() == 0 else 0, Path(sys.argv[1]), int(sys.argv[2]))
+    main(1 if os.fork() == 0 else 0, Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

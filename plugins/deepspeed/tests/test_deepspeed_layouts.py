@@ -15,7 +15,7 @@ from rlframework.conformance.suites.policy_worker.images import first_image_step
 from rlframework.models.forward import HeadShard, ranges
 from rlframework.plugins.manager import create_manager
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed layouts")]  # processes serve one test after another
 
 CASES = [(stage, "data=2") for stage in range(4)] + [(2, "tensor=2"), (3, "tensor=2"), (2, "context=2")]
 

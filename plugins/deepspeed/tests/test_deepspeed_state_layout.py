@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import counted_training
 import pytest
 from counted_training import Case
+from probe_forked import run_program
 
 HALF = {"precision": "bfloat16"}
 NONE_SMALL = {"stage3_param_persistence_threshold": 0}
@@ -31,13 +30,7 @@ NONE_SMALL = {"stage3_param_persistence_threshold": 0}
 )
 def test_the_estimate_is_what_exists(tmp_path, case):
     model = counted_training.make_model(tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, counted_training.__file__, json.dumps(asdict(case)), model],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+    done = run_program(Path(counted_training.__file__), json.dumps(asdict(case)), model)
     assert done.returncode == 0, done.stderr[-2000:]
     always, most = json.loads(done.stdout.splitlines()[-1])
     assert always == pytest.approx(1.0, rel=0.005)

@@ -7,7 +7,7 @@ import pytest
 from rlframework.conformance import PolicyWorkerSuite
 from rlframework.conformance.mutants.proof import MutantProof
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dtensor suite")]  # its processes serve one test after another
 
 
 class TestPolicyWorker(PolicyWorkerSuite):

@@ -4,12 +4,14 @@ processes.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import tiny_vlms
 import torch
 from probe_forked import run_program
+from selected_cases import selected_cases
 from tiny_vlms import TOKENIZER, assert_gradients, expected_step, save
 
 from rlframework.algorithms.losses import NLLLoss
@@ -208,7 +210,7 @@ RUN_ON_RANKS: dict[str, dict[str, tuple[str, ...]]] = {
 """The batches of each kind, by mode; what the ranks do depends little on the kind."""
 
 RANKS = """
-import datetime, os, sys
+import datetime, json, os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -216,16 +218,16 @@ import test_multimodal as tests
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.interfaces.worker_group import WorkerContext
 
-folder, families = Path(sys.argv[1]), sys.argv[2].split(",")
+folder, batches = Path(sys.argv[1]), json.loads(sys.argv[2])
 rank = 0 if os.fork() else 1
 dist.init_process_group(
     "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
 )
 context = WorkerContext(rank=rank, world_size=2, local_rank=rank)
-for family in families:
+for family, modes in batches.items():
     config = {"model_name": str(folder / family), "train_global_batch_size": 8, "optimizer": {"lr": 1e-3}}
     found = {}
-    for mode, names in tests.RUN_ON_RANKS[family].items():
+    for mode, names in modes.items():
         keys = {"batching": {"mode": mode, "tokens": 40}, "train_micro_batch_size": 2, "logprob_batch_size": 2}
         if mode == tests.TENSOR:
             keys["batching"]["mode"], keys["parallelism"] = "auto", {"tensor": 2}
@@ -253,13 +255,15 @@ def batch_of(family: str, name: str) -> BatchedDataDict[Any]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """The folder with what the two ranks found, after one start of them for all of `RUN_ON_RANKS`."""
+def ran(request, tmp_path_factory):
+    """The folder with what the two ranks found, after one start of them for all cases that are selected."""
     folder = tmp_path_factory.mktemp("ranks")
-    for family in RUN_ON_RANKS:
+    batches = {}
+    for case in selected_cases(request, "test_two_ranks_match_the_loss_and_gradients_of_one"):
+        batches.setdefault(case["family"], {}).setdefault(case["mode"], []).append(case["name"])
+    for family in batches:
         save(family, folder)
-    families = ",".join(RUN_ON_RANKS)
-    done = run_program(RANKS, folder, families)
+    done = run_program(RANKS, folder, json.dumps(batches))
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

@@ -19,7 +19,7 @@ from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.model_builder import build_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dtensor tensor")]  # processes serve one test after another
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

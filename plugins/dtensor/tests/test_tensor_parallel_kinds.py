@@ -1,7 +1,7 @@
 """Tensor parallelism over two gloo ranks equals a plain forward of each row, or is rejected, by kind of model.
 
-One pair of processes serves all kinds that have a plan: of this backend, or in transformers' configuration with words
-that this backend knows. The others are rejected by the same sentence, which a test of one of them holds.
+One pair of processes serves all selected kinds that have a plan: of this backend, or in transformers' configuration
+with words that this backend knows. The others are rejected by the same sentence, which a test of one of them holds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from causal_kinds import KINDS, tiny_model
 from kind_outcomes import LENGTHS, TOKENIZER, TOLERANCE, batch, oracle, parameter_gradients
 from probe_forked import run_program
+from selected_cases import selected_cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -72,7 +73,7 @@ def outcome(kind: str, folder: Path, context: Any, *, sequence: bool) -> dict[st
 
 
 def main(rank: int, folder: Path, port: int, kinds: list[str]) -> None:
-    """Write the outcomes of all kinds to `folder/outcomes.json`, on rank 0."""
+    """Write the outcomes of `kinds` to `folder/outcomes.json`, on rank 0."""
     import torch.distributed as dist
 
     from rlframework.interfaces.worker_group import WorkerContext
@@ -96,12 +97,19 @@ def main(rank: int, folder: Path, port: int, kinds: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float] | str]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, float] | str]:
     folder = tmp_path_factory.mktemp("tensor")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    kinds = dict.fromkeys(case.partition(",")[0] for case in (*EQUAL, *REJECTED))
+    cases = selected_cases(
+        request,
+        "test_a_kind_over_two_ranks_equals_its_rows_one_by_one",
+        "test_a_kind_without_a_plan_is_rejected_by_name",
+    )
+    kinds = dict.fromkeys(each["case"].partition(",")[0] for each in cases)
     done = run_program(Path(__file__), folder, port, *kinds)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "outcomes.json").read_text())

@@ -275,6 +275,7 @@ def test_products_of_half_precision_are_summed_in_full(most, monkeypatch):
         assert (gradient - wanted).norm() <= 2**-7 * wanted.norm()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(which, COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # raised by torch's compiler itself

@@ -209,7 +209,7 @@ def agents(folder: Path, tmp_path: Path, monkeypatch: Any) -> Any:
         "environment": {"name": "agent", "agent": "probe_agents:ask", "path": f"{tmp_path}/rows.jsonl", "images": {}},
         "policy": {"model_name": str(folder), "train_global_batch_size": 4},
         "generation": {"max_new_tokens": 5},
-        "observers": {"console": False},
+        "observers": {"console": False, "curve": False},
         "output_dir": f"{tmp_path}/run",
     }
     (tmp_path / "run.yaml").write_text(json.dumps(sections))

@@ -144,6 +144,7 @@ def place(ray_session):
 class TestOnRay:
     """Single workers, each created by its own initializer."""
 
+    @pytest.mark.thorough  # that of a group is in test_worker_group
     def test_the_driver_does_not_import_the_workers_module(self, place, monkeypatch):
         monkeypatch.setenv("SECRET_OF_THE_DRIVER", "x")
         options = {"runtime_env": {"env_vars": {"RANK": "5", "GIVEN": "yes"}}}

@@ -144,8 +144,8 @@ def test_handles_behave_like_rays_handles(group):
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-def test_calls_return_references_or_a_future(make):
-    group = make(PLAIN, options={"sharding_annotations": TENSOR})
+def test_calls_return_references_or_a_future(group):
+    group.sharding_annotations = TENSOR
     only = {"run_rank_0_only_axes": ["tensor_parallel"]}
     assert ray.get(group.run_single_worker_single_data("echo", 1, value=5)) == (1, {"value": 5})
     assert ray.get(group.run_all_workers_single_data("echo", value=5)) == [(0, {"value": 5}), (1, {"value": 5})]
@@ -227,6 +227,7 @@ def test_only_named_variables_reach_a_worker_and_dictionaries_are_unchanged(make
     assert runtime_env == {"py_executable": str(python), "env_vars": {"BESIDE": "this"}}
 
 
+@pytest.mark.thorough
 def test_the_callers_options_override_those_of_a_decorated_class(make):
     group = make("probe_group_workers.Decorated", options={"env_vars": {"FROM_BOTH": "caller"}})
     answers = ray.get(group.run_all_workers_single_data("variables", names=["FROM_CLASS", "FROM_BOTH"]))
@@ -254,6 +255,7 @@ def test_configure_worker_overrides_the_caller_and_gets_tied_bundles(make):
     assert ray.get(ray.get_actor("tied-grp0-0").__ray_ready__.remote())
 
 
+@pytest.mark.thorough
 def test_configure_worker_may_return_a_runtime_environment(make):
     group = make("probe_group_workers:WithRuntime", options={"workers_per_node": 1, "sharding_annotations": None})
     assert ray.get(group.run_all_workers_single_data("tell")) == [(8, "yes")]
@@ -306,6 +308,7 @@ def ended(group, pids):
     return running(pids) == [] and group.workers == []
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_fails_the_call_and_the_others_are_released(group):
     pids = pids_of(group)
     error, seconds = fails(group, "die", only=1)
@@ -380,6 +383,7 @@ def test_shutdown_leaves_no_process_placement_group_or_port(keeper, tmp_path):
     assert placement_group_table(placement_group)["state"] == "REMOVED"
 
 
+@pytest.mark.thorough
 def test_force_skips_the_cleanup(make):
     group = make(PLAIN)
     pids = pids_of(group)
