@@ -19,9 +19,10 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.preference_algorithms import KTOConfig, PairwiseConfig, PreferenceConfig
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.loader import PromptLoader
-from rlframework.datasets.preferences import PreferencePairs, mismatched_rows, pair_of
+from rlframework.datasets.preferences import PreferencePairs, media_of_pairs, mismatched_rows, pair_of
 from rlframework.datasets.rendering import Rendered
 from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.messages import pictures_of
 from rlframework.training.intervals import wilson
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
@@ -99,15 +100,22 @@ class PreferenceTraining(StepLoop):
         return {f"validation/{name}": value for name, value in (found | {"samples": float(pairs)}).items()}, []
 
     def encode(self, samples: Sequence[Sample]) -> BatchedDataDict[Any]:
-        """Return the batch of `samples`: rows of `PreferencePairs`, and `chosen_tokens [B]`, their total."""
-        pairs = PreferencePairs.from_rows([pair_of(sample) for sample in samples], self.parts.tokenizer)
-        fields = pairs.to_fields()
+        """Return the batch of `samples`: rows of `PreferencePairs`, and `chosen_tokens [B]`, their total.
+
+        With the media of their images, which both rows of a pair share.
+        """
+        rows, images = [pair_of(sample) for sample in samples], self.parts.images
+        fields = PreferencePairs.from_rows(rows, self.parts.tokenizer, images=images).to_fields()
         width = self.config.max_tokens or fields["input_ids"].shape[1]
         data = {name: fields[name][:, :width] for name in ("input_ids", "token_mask")}
         data |= {name: fields[name].clamp(max=width) for name in ("input_lengths", "prompt_lengths")}
         counts = data["token_mask"][:, 1:].sum(1)
         data |= {name: fields[name] for name in ("sample_mask", "group_ids", "chosen")}
-        return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(counts)).clone()})
+        media = {} if images is None else media_of_pairs(rows, data["input_ids"], images)
+        if images is not None and width < fields["input_ids"].shape[1]:  # images may be cut off
+            for ids, row in zip(data["input_ids"][0::2].tolist(), rows, strict=True):
+                images.check(ids, pictures_of(row.messages))
+        return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(counts)).clone()} | media)
 
     @cached_property
     def held_out(self) -> BatchedDataDict[Any]:

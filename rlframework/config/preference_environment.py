@@ -15,6 +15,8 @@ class PreferenceColumnsConfig(Section):
     prompt: str = Field("prompt", description="column with the prompt: text, or a list of messages; may be absent")
     chosen: str = Field("chosen", description="column with the chosen answer: text, or a list of messages")
     rejected: str = Field("rejected", description="column with the rejected answer: text, or a list of messages")
+    image: str = Field("image", description="column with an image of the prompt, as in `dataset`")
+    images: str = Field("images", description="column with a list of images of the prompt, after that of `image`")
 
 
 class PreferencesConfig(RowsConfig):

@@ -13,7 +13,10 @@ from pydantic import BaseModel, ValidationError
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.further_policies import in_section
 from rlframework.config.hints import key_paths, peer_hint, unknown_key_hint
+from rlframework.config.ppo import PPOConfig
+from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
+from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import Keys, Tree
 
@@ -230,14 +233,13 @@ def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
     environment, algorithm = config.environment, config.algorithm
     if environment.images is None:
         return
-    if type(algorithm) not in (SFTConfig, GRPOConfig):
-        yield Problem(
-            "environment.images", f"is for sft, grpo and its presets, not for algorithm.name={algorithm.name}"
-        )
+    pairs = isinstance(algorithm, PreferenceConfig) and not isinstance(algorithm, ProcessRewardModelTrainingConfig)
+    if type(algorithm) not in (SFTConfig, GRPOConfig, PPOConfig) and not pairs:
+        allowed = "sft, grpo and its presets, ppo, and algorithms on preference pairs"
+        yield Problem("environment.images", f"is for {allowed}, not for algorithm.name={algorithm.name}")
     if getattr(algorithm, "token_data", None) is not None:
         yield Problem("algorithm.token_data", "must be null with environment.images: token data has no images")
-    if config.further_policies:
-        names = ", ".join(config.further_policies)
+    if names := ", ".join(name for name in config.further_policies if name != "critic"):
         yield Problem("environment.images", f"must be null with further policies ({names}), which get no images")
     if config.generation.name != "transformers":
         message = f"is for generation.name=transformers, and it is {config.generation.name}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from rlframework.config.images import ImagesConfig
 from rlframework.errors import ConfigError, ImageError
 from rlframework.interfaces.messages import ContentPart, ImagePart, Message, TextPart
 from rlframework.interfaces.pictures import Picture
+
+_LOG = logging.getLogger(__name__)
 
 PLACEHOLDER = "<image>"
 """The place of an image in the texts of rows that have images in a column."""
@@ -104,6 +107,19 @@ class PictureReader:
                 "image in a file, and give its path"
             )
         return self._root / (unquote(address.path) if address.scheme == "file" else text)
+
+
+def folder_of(path: str | None) -> Path:
+    """Return the folder that relative paths in the data `path` start from: its own; the current one if it has none."""
+    given = Path(path or ".").expanduser()
+    return given if given.is_dir() else given.parent
+
+
+def log_left_out(problems: Sequence[ImageError], rows: int) -> None:
+    """Log how many of `rows` rows are left out, because their images cannot be used, if any."""
+    if problems:
+        count = f"{len(problems):,} of {rows:,} rows"
+        _LOG.warning("%s are left out, because their images cannot be used; the first: %s", count, problems[0])
 
 
 def decoded(picture: Picture) -> Any:

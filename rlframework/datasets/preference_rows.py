@@ -10,7 +10,7 @@
 A column `tools` has the tools that the conversation has, `score_chosen` and `score_rejected` the scores of the answers,
 or `margin` their difference.
 Both answers are plain text, in one turn of the assistant. Two texts without a prompt are rejected: where the prompt
-ends in them is a guess.
+ends in them is a guess. The prompt may have images, as in `rlframework.datasets.pictures`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from rlframework.datasets.conversations import is_missing, read_turns
+from rlframework.datasets.pictures import PictureReader
 from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.memory import RowSequence, given_rows
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.tool_rows import read_tools
 from rlframework.errors import DataError
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.messages import Content, Message, text_of
 
 LAYOUTS = (
     "prompt + chosen + rejected; chosen + rejected as conversations; conversations + chosen + rejected (ShareGPT); "
@@ -34,13 +35,14 @@ LAYOUTS = (
 """The layouts, for messages."""
 
 
-def read_preferences(source: str | Path | RowSequence) -> list[PreferenceRow]:
+def read_preferences(source: str | Path | RowSequence, pictures: PictureReader | None = None) -> list[PreferenceRow]:
     """Return the pairs of a file or data set (see `open_rows`), of a list of dictionaries, or of a `datasets.Dataset`.
 
-    Raises a `DataError` that names file and line of a row in none of the layouts.
+    `pictures`: reads the images of prompts, which are not decoded; None: there may be none. Raises a `DataError` that
+    names file and line of a row in none of the layouts.
     """
     rows = open_rows(source) if isinstance(source, (str, Path)) else given_rows(source).train
-    return [preference_of(row, rows.where(number), rows.label(number)) for number, row in enumerate(rows)]
+    return [preference_of(row, rows.where(n), rows.label(n), pictures=pictures) for n, row in enumerate(rows)]
 
 
 def preference_of(
@@ -51,10 +53,14 @@ def preference_of(
     prompt: str = "prompt",
     chosen: str = "chosen",
     rejected: str = "rejected",
+    image: str = "image",
+    images: str = "images",
+    pictures: PictureReader | None = None,
 ) -> PreferenceRow:
     """Return the pair in `row`, with the id `label`. Raises a `DataError` that begins with `where` if there is none.
 
-    `prompt`, `chosen` and `rejected` are the names of these columns.
+    `prompt`, `chosen`, `rejected`, `image` and `images` are the names of these columns. `pictures`: reads the images of
+    the prompt; None: there may be none.
     """
     row = {name: value for name, value in row.items() if not is_missing(value)}
     if "preferred_output" in row or "non_preferred_output" in row:
@@ -66,17 +72,21 @@ def preference_of(
                 f"{where}: there is no {name!r}; the columns are {sorted(row)}. Set environment.columns to the names "
                 f"of your columns, or use one of the layouts: {LAYOUTS}"
             )
-    before = _prompt(row, prompt, where)
+    before = _prompt(row, prompt, where, pictures)
     (first, better), (second, worse) = (
-        _answer(row[name], before, f"{where}, column {name!r}") for name in (chosen, rejected)
+        _answer(row[name], before, f"{where}, column {name!r}", pictures) for name in (chosen, rejected)
     )
-    if first != second:
+    if _comparable(first) != _comparable(second):
         raise DataError(
             f"{where}: {chosen!r} and {rejected!r} have different prompts; conversations must differ in their last "
             "turn only"
         )
+    if pictures is not None:
+        names = [name for name in (image, images) if name in row]
+        supply = [each for name in names for each in pictures.of(row[name], f"{where}, column {name!r}")]
+        first = pictures.placed([*first, better, worse], supply, where)[:-2]
     tools = read_tools(row.get("tools"), f"{where}, column 'tools'")
-    return PreferenceRow(tuple(first), better, worse, label, _scores(row, where), tools)
+    return PreferenceRow(tuple(first), text_of(better), text_of(worse), label, _scores(row, where), tools)
 
 
 def _from_openai(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -87,19 +97,32 @@ def _from_openai(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**row, "input.messages": given["messages"], "tools": given.get("tools")}
 
 
-def _prompt(row: Mapping[str, Any], prompt: str, where: str) -> list[Message]:
+def _prompt(row: Mapping[str, Any], prompt: str, where: str, pictures: PictureReader | None) -> list[Message]:
     """The messages before the answers, as far as a column of their own has them."""
     for name in (prompt, "conversations", "messages"):
         if name in row:
-            return read_turns(row[name], "user", f"{where}, column {name!r}")
+            return read_turns(row[name], "user", f"{where}, column {name!r}", pictures)
     return []
 
 
-def _answer(value: Any, before: list[Message], where: str) -> tuple[list[Message], str]:
-    """The messages before an answer, and its text; `value` may have them all, or the answer alone."""
-    turns = read_turns([value] if isinstance(value, Mapping) else value, "assistant", where)
+def _comparable(turns: list[Message]) -> list[Any]:
+    """`turns` with the sources of images in their places: an image is equal to itself only."""
+
+    def shown(content: Content) -> Any:
+        if isinstance(content, str):
+            return content
+        return [part["image"].source if part["type"] == "image" else part for part in content]
+
+    return [{**turn, "content": shown(turn["content"])} for turn in turns]
+
+
+def _answer(
+    value: Any, before: list[Message], where: str, pictures: PictureReader | None
+) -> tuple[list[Message], Message]:
+    """The messages before an answer, and the answer; `value` may have them all, or the answer alone."""
+    turns = read_turns([value] if isinstance(value, Mapping) else value, "assistant", where, pictures)
     if turns[0]["role"] != "assistant" and len(turns) > 1:
-        if before and turns[-1 - len(before) : -1] != before:
+        if before and _comparable(turns[-1 - len(before) : -1]) != _comparable(before):
             raise DataError(f"{where}: the conversation does not have the prompt of the row before its last turn")
         before, turns = turns[:-1], turns[-1:]
     answer = turns[-1]
@@ -110,7 +133,7 @@ def _answer(value: Any, before: list[Message], where: str) -> tuple[list[Message
         )
     if not before:
         raise DataError(f"{where}: the answer has no prompt before it. The layouts are: {LAYOUTS}")
-    return before, text_of(answer)
+    return before, answer
 
 
 def _scores(row: Mapping[str, Any], where: str) -> tuple[float, float] | None:

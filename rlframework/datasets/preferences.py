@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.datasets.memmap import MemmapTensorClass
 from rlframework.datasets.rendering import render_completion, render_prompt
 from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
 from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.interfaces.environment import Sample
-from rlframework.interfaces.messages import Message, ToolSpec
+from rlframework.interfaces.messages import Message, ToolSpec, pictures_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlframework.datasets.image_inputs import ImageInputs
 
 _MOST = torch.finfo(torch.float32).max
 
@@ -77,16 +80,19 @@ class PreferencePairs(MemmapTensorClass):
         *,
         max_length: int | None = None,
         too_long: Literal["error", "drop"] = "error",
+        images: ImageInputs | None = None,
     ) -> Self:
         """Tokenise `rows` with the tokenizer's chat template, if any; an answer ends with its end-of-sequence token.
 
         Sequences are padded to the longest one. A pair with a sequence longer than `max_length` tokens raises a
         `DataError`, or is dropped (`too_long="drop"`). Raises a `DataError` if no pair is left. Scores become
-        `end_scores`, fp32; either all rows have two finite scores, or none has any.
+        `end_scores`, fp32; either all rows have two finite scores, or none has any. `images`: puts the images of the
+        prompts in their places; their tensors are not part of the pairs, see `media_of_pairs`. An image that cannot be
+        used raises an `ImageError`.
         """
         if too_long not in ("error", "drop"):
             raise DataError(f"too_long is {too_long!r}; it must be 'error' or 'drop'")
-        tokenised = [_tokenise(row, tokenizer) for row in rows]
+        tokenised = [_tokenise(row, tokenizer, images) for row in rows]
         longest = [max(len(chosen), len(rejected)) for _, chosen, rejected in tokenised]
         long = {index for index, length in enumerate(longest) if max_length is not None and length > max_length}
         if long and too_long == "error":
@@ -177,7 +183,7 @@ def mismatched_rows(data: BatchedDataDict[Any], pad_id: int) -> BatchedDataDict[
 
     `data` has the rows of `PreferencePairs.to_fields`: two per pair, of two pairs or more. An answer is truncated where
     its row would be longer than the longest of `data`. Returns `input_ids`, `input_lengths`, `token_mask` and
-    `sample_mask`, in the order of `data`.
+    `sample_mask`, in the order of `data`, and the media of the prompts.
     """
     ids, ends, prompts = (data[name].tolist() for name in ("input_ids", "input_lengths", "prompt_lengths"))
     count, longest = len(ids), max(ends)
@@ -193,16 +199,36 @@ def mismatched_rows(data: BatchedDataDict[Any], pad_id: int) -> BatchedDataDict[
         data["prompt_lengths"], input_ids.shape
     )
     masks = {"token_mask": answers.float(), "sample_mask": data["sample_mask"]}
-    return BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, **masks})
+    media = data.get_multimodal_dict()
+    for name, value in media.items():
+        if not isinstance(value, PackedTensor):  # token types, by position: answers have no image
+            types = value * right_padding_mask(data["prompt_lengths"], value.shape)
+            media[name] = torch.nn.functional.pad(types, (0, input_ids.shape[1] - types.shape[1]))
+    return BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, **masks, **media})
 
 
-def _tokenise(row: PreferenceRow, tokenizer: PreTrainedTokenizerBase) -> tuple[int, list[int], list[int]]:
+def media_of_pairs(
+    rows: Sequence[PreferenceRow], input_ids: Tensor, images: ImageInputs
+) -> dict[str, PackedTensor | Tensor]:
+    """Return the media of `rows` as columns beside those of `PreferencePairs.to_fields`, with `input_ids`.
+
+    Both rows of a pair share the tensors of their prompt, and so do pairs with the same images.
+    """
+    return images.columns([pictures_of(row.messages) for row in rows for _ in range(2)], input_ids)
+
+
+def _tokenise(
+    row: PreferenceRow, tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None
+) -> tuple[int, list[int], list[int]]:
     """The length of the prompt, and the ids of prompt and chosen answer, and of prompt and rejected answer."""
-    prompt = render_prompt(tokenizer, row.messages, row.tools)
+    prompt = render_prompt(tokenizer, row.messages, row.tools, images)
     answers = [
         Sample(row.id, row.messages, "", completion=text, tools=row.tools) for text in (row.chosen, row.rejected)
     ]
     chosen, rejected = (prompt + render_completion(tokenizer, answer) for answer in answers)
+    if images is not None:  # an answer may have the text of an image token
+        for ids in (chosen, rejected):
+            images.check(ids, pictures_of(row.messages))
     return len(prompt), chosen, rejected
 
 

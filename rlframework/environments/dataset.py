@@ -9,7 +9,6 @@ row, and copies of its rows may stay in training.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +21,7 @@ import numpy.typing as npt
 from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import conversation_of
 from rlframework.datasets.loader import Source, shuffled
-from rlframework.datasets.pictures import PictureReader, decoded
+from rlframework.datasets.pictures import PictureReader, decoded, folder_of, log_left_out
 from rlframework.datasets.rendering import has_answer
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import JoinedRows, Rows
@@ -34,8 +33,6 @@ from rlframework.environments.weighted_rewards import reward_of
 from rlframework.errors import DataError, ImageError
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, TextPart, pictures_of, text_of
-
-_LOG = logging.getLogger(__name__)
 
 SCANNED = 100_000
 PROBED = 2_000
@@ -253,9 +250,7 @@ class DatasetEnvironment(VerifiableEnvironment):
             usable.append(number)
             if note and not has_answer(sample):
                 self._unanswered.append(number)
-        if problems:
-            count = f"{len(problems):,} of {len(numbers):,} rows"
-            _LOG.warning("%s are left out, because their images cannot be used; the first: %s", count, problems[0])
+        log_left_out(problems, len(numbers))
         return np.array(usable, np.int64), keys
 
     def _pictures(self, rows: Rows) -> PictureReader | None:
@@ -264,13 +259,7 @@ class DatasetEnvironment(VerifiableEnvironment):
         if config.images is None:
             return None
         path = config.validation_path if rows is self._validation and config.validation_path else config.path
-        return PictureReader(config.images, _folder(path))
-
-
-def _folder(path: str | None) -> Path:
-    """The folder that relative paths in the data `path` start from: its own, or the current one if it has none."""
-    given = Path(path or ".").expanduser()
-    return given if given.is_dir() else given.parent
+        return PictureReader(config.images, folder_of(path))
 
 
 def _key(sample: Sample) -> int:

@@ -2,7 +2,7 @@
 
 Rows have one of the layouts of `rlframework.datasets.preference_rows`, or graded solutions to a question: `question`,
 `ground_truth`, and names of models, see `rlframework.datasets.gsm8k_preferences`. The difference of the scores of a
-pair, if they are known, is in `metadata["margin"]`.
+pair, if they are known, is in `metadata["margin"]`. Prompts of the first kind may have images (`environment.images`).
 
 Rows with labelled steps (`rlframework.datasets.step_rows`) are no pairs: the answer is the completion, its steps are in
 `metadata["steps"]` and their labels in `metadata["labels"]`.
@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
 from rlframework.datasets.loader import shuffled
+from rlframework.datasets.pictures import PictureReader, decoded, folder_of, log_left_out
 from rlframework.datasets.preference_rows import preference_of
 from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.rows import Rows
 from rlframework.datasets.sources.splits import open_splits
 from rlframework.datasets.step_rows import has_steps, steps_of
 from rlframework.environments.dataset import with_texts
-from rlframework.errors import DataError
+from rlframework.errors import DataError, ImageError
 from rlframework.interfaces.environment import Environment, Sample, Split
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.messages import Message, pictures_of, text_of
 
 
 class PreferencesEnvironment(Environment):
@@ -36,10 +38,12 @@ class PreferencesEnvironment(Environment):
         """Read the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
         self._config, self._seed = config, seed
         rows, given = open_splits(config, subset=config.subset, split=config.split, validation=config.validation_split)
+        self._given = given
         train = self._samples(rows, config.pairs)
         if given is None:
             held_out = _hold_out(train, config.validation_fraction, seed)
-            validation = [sample for sample in self._samples(rows, "one") if _prompt(sample) in held_out]
+            single = self._samples(rows, "one") if len(rows) and is_graded(rows[0]) else train
+            validation = [sample for sample in single if _prompt(sample) in held_out]
         else:
             validation = self._samples(given, "one")
         validation = validation[: config.max_validation_samples]
@@ -54,6 +58,11 @@ class PreferencesEnvironment(Environment):
         return self._pairs[split]
 
     def _samples(self, rows: Rows, pairs: str) -> list[Sample]:
+        if self._config.images is not None and len(rows) and (has_steps(rows[0]) or is_graded(rows[0])):
+            raise DataError(
+                f"{self._config.source}: environment.images is for pairs with the columns prompt, chosen and rejected "
+                "(or the other layouts of them), not for labelled steps or graded solutions; remove environment.images"
+            )
         if len(rows) and has_steps(rows[0]):
             answers = [steps_of(row, rows.where(n), rows.label(n)) for n, row in enumerate(rows)]
             return [replace(each, messages=self._texts(each.messages)) for each in answers]
@@ -61,9 +70,31 @@ class PreferencesEnvironment(Environment):
             questions = [graded_question(row, rows.where(n), rows.label(n)) for n, row in enumerate(rows)]
             found = pair_solutions(questions, pairs="one" if pairs == "one" else "all", seed=self._seed)
         else:
-            columns = self._config.columns.model_dump()
-            found = [preference_of(row, rows.where(n), rows.label(n), **columns) for n, row in enumerate(rows)]
+            found = self._read(rows)
         return [self._sample(pair) for pair in found]
+
+    def _read(self, rows: Rows) -> list[PreferenceRow]:
+        """The pairs in `rows`. Decodes their images: one that cannot be used raises, or its row is left out."""
+        columns, images = self._config.columns.model_dump(), self._config.images
+        pictures = None if images is None else PictureReader(images, self._folder(rows))
+        found, problems = list[PreferenceRow](), list[ImageError]()
+        for number, row in enumerate(rows):
+            try:
+                pair = preference_of(row, rows.where(number), rows.label(number), pictures=pictures, **columns)
+                for picture in pictures_of(pair.messages):
+                    decoded(picture)
+            except ImageError as error:
+                if images is None or images.invalid == "error":
+                    raise
+                problems.append(error)
+            else:
+                found.append(pair)
+        log_left_out(problems, len(rows))
+        return found
+
+    def _folder(self, rows: Rows) -> Path:
+        config = self._config
+        return folder_of(config.validation_path if rows is self._given and config.validation_path else config.path)
 
     def _sample(self, pair: PreferenceRow) -> Sample:
         metadata: dict[str, object] = {"rejected": pair.rejected}
@@ -76,8 +107,10 @@ class PreferencesEnvironment(Environment):
 
 
 def _prompt(sample: Sample) -> str:
+    """A key of the prompt, equal for equal texts and images."""
     asked = [text_of(message) for message in sample.messages if message["role"] != "system"]
-    return " ".join(" ".join(asked).lower().split())
+    seen = [picture.digest for picture in pictures_of(sample.messages)]
+    return " ".join([*" ".join(asked).lower().split(), *seen])
 
 
 def _hold_out(samples: Sequence[Sample], fraction: float, seed: int) -> set[str]:

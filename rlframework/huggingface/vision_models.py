@@ -22,3 +22,32 @@ TOKEN_TYPES = {
 def packs_images(config: Any) -> bool:
     """Return True if rows with images of a model of the transformers `config` may be packed."""
     return config.model_type in PACKS_IMAGES
+
+
+def image_inputs(config: Any) -> dict[str, Any]:
+    """Return what the transformers `config` says of the images that a model takes, and of their tokens, by key.
+
+    Two models with equal values take each other's images.
+    """
+    vision, found = getattr(config, "vision_config", None), {"model_type": config.model_type}
+    for part, keys in ((config, _OF_TOKENS), (vision, _OF_PATCHES)):
+        found |= {key: value for key in keys if (value := getattr(part, key, None)) is not None}
+    return found
+
+
+_OF_TOKENS = ("image_token_id", "image_token_index", "scale_factor", "downsample_ratio", "mm_tokens_per_image")
+_OF_PATCHES = ("image_size", "patch_size", "temporal_patch_size", "spatial_merge_size")
+
+
+def scoring_architecture(config: Any) -> str:
+    """Return the name of the class of a model of the transformers `config` whose head gives numbers.
+
+    transformers has it, or else `rlframework.models.vision_heads` makes it of a vision-language kind.
+    """
+    import transformers
+
+    found: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if found is not None:
+        return str(found.__name__)
+    language: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return str(language.__name__).partition("For")[0] + "ForSequenceClassification"

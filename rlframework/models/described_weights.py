@@ -173,7 +173,7 @@ def unused_weights(names: Iterable[str], model: Any, head: str) -> list[str]:
     beside that of a reward model.
     """
     known = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$"]
-    known += [r"^lm_head\."] * (head != "language") + list(
+    known += [r"(^|\.)lm_head\."] * (head != "language") + list(
         getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     )
     return sorted(name for name in names if not re.search("|".join(known), name))

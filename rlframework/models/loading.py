@@ -42,6 +42,7 @@ from rlframework.models.file_weights import FileLayout, by_file_names
 from rlframework.models.named_tensors import named_tensors
 from rlframework.models.replacing import replacing
 from rlframework.models.rotary import rotate_by_sequence
+from rlframework.models.vision_heads import scoring_class
 from rlframework.policy.checkpoint.pickles import without_code
 from rlframework.policy.head.patch import output_head
 
@@ -203,9 +204,12 @@ def _cannot_be_loaded(config: PolicyConfig, why: object) -> DataError:
 
 
 def auto_class(config: Any, head: str = "language") -> Any:
-    """Return the transformers auto class for a model of `config` with a `head` (a value of `policy.head`)."""
+    """Return the transformers auto class for a model of `config` with a `head` (a value of `policy.head`).
+
+    Of vision-language models with another head, a class with the same interface.
+    """
     if head != "language":
-        return transformers.AutoModelForSequenceClassification
+        return scoring_class(config) or transformers.AutoModelForSequenceClassification
     return _language_class(config) or transformers.AutoModelForCausalLM
 
 

@@ -53,6 +53,7 @@ def planned_models(
         view = config.of(name)
         with naming(name):
             require_same_tokens(config, name, tokenizer)
+            require_same_images(config, name)
             options = {"init_reference_model": False, "init_optimizer": calls > 0}
             worker_spec(view, tokenizer, manager, training_calls=calls, **options)
             manager.load(manager.select("worker_group", view.worker_group.name).record)
@@ -115,4 +116,25 @@ def require_same_tokens(config: RunConfig, name: str, tokenizer: PreTrainedToken
         raise ConfigError(
             f"the model {name}.model_name={section.model_name!r} has embeddings of {sizes[1]:,} tokens, but the "
             f"policy's tokenizer has ids up to {needed - 1:,}. {remedy}"
+        )
+
+
+def require_same_images(config: RunConfig, name: str) -> None:
+    """Raise `ConfigError` unless the further policy `name` takes the images that the policy's processor makes, if any.
+
+    It must be a model of the same kind, whose image encoder has patches of the same size.
+    """
+    from rlframework.huggingface.model_directories import read_config
+    from rlframework.huggingface.vision_models import image_inputs
+
+    policy, section = config.policy, config.further_policies[name]
+    if config.environment.images is None or section.model_name == policy.model_name:
+        return
+    ours, theirs = (image_inputs(read_config(each.model_name, each.trust_remote_code)) for each in (policy, section))
+    if different := [key for key in ours if theirs.get(key) != ours[key]]:
+        found = ", ".join(f"{key}={theirs.get(key)} where the policy has {ours[key]}" for key in different)
+        raise ConfigError(
+            f"{name}.model_name={section.model_name!r} does not take the images of the policy: its configuration has "
+            f"{found}. With environment.images it must be a vision-language model of the policy's kind, or remove "
+            "environment.images"
         )

@@ -13,8 +13,8 @@ from rlframework.errors import ConfigError
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("algorithm.name=distillation", "is for sft, grpo and its presets, not for algorithm.name=distillation"),
-        ("algorithm.name=ppo", "is for sft, grpo and its presets, not for algorithm.name=ppo"),
+        ("algorithm.name=distillation", "is for sft, grpo and its presets, ppo, and algorithms on preference pairs"),
+        ("algorithm.name=process_reward_model", "pairs, not for algorithm.name=process_reward_model"),
         ("algorithm.name=sft algorithm.token_data=tokens", "token data has no images"),
         ("reward_model.model_name=m", "must be null with further policies (reward_model), which get no images"),
         ("generation.name=vllm", "is for generation.name=transformers, and it is vllm"),

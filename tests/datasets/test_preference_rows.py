@@ -9,6 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
+from rlframework.config.images import ImagesConfig
+from rlframework.datasets.pictures import PictureReader
 from rlframework.datasets.preference_rows import preference_of, read_preferences
 from rlframework.errors import DataError
 
@@ -69,6 +71,51 @@ def test_files_and_rows_of_python(tmp_path: Path) -> None:
     assert [pair.id for pair in pairs] == [f"pairs-{line}" for line in range(1, 7)]
     rows = [LAYOUTS["conversations"], LAYOUTS["conversations"]]
     assert read_preferences(rows) == read_preferences(datasets.Dataset.from_list(rows))
+
+
+PLACED = turn("user", "<image>8 even?")
+SEEN = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "8 even?"}]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [SEEN], "chosen": "yes", "rejected": "no"},
+        {"prompt": "8 even?", "image": "a.png", "chosen": [YES], "rejected": [NO]},
+        {"chosen": [SEEN, YES], "rejected": [SEEN, NO]},
+        {"chosen": [PLACED, YES], "rejected": [PLACED, NO], "images": ["a.png"]},
+        {"input": {"messages": [SEEN]}, "preferred_output": [YES], "non_preferred_output": [NO]},
+    ],
+)  # fmt: skip
+def test_prompts_with_images(tmp_path: Path, row: dict[str, Any]) -> None:
+    pair = preference_of(row, "here", pictures=PictureReader(ImagesConfig(), tmp_path))
+    [picture, text] = pair.messages[0]["content"]
+    assert (picture["image"].source, text["text"], pair.chosen, pair.rejected) == (
+        tmp_path / "a.png",
+        "8 even?",
+        "yes",
+        "no",
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": [SEEN, YES], "rejected": [turn("user", "8 even?"), NO]}, "here: .* have different prompts"),
+        ({"prompt": "<image>?", "chosen": "yes", "rejected": "no"}, "here: there are 1 places for images .* and 0"),
+        (
+            {"prompt": "?", "chosen": "<image>", "rejected": "no", "image": "a.png"},
+            "here, turn 1: an assistant turn has",
+        ),
+        (
+            {"prompt": "?", "chosen": [SEEN | {"role": "assistant"}], "rejected": "no"},
+            "here, turn 1: an assistant turn",
+        ),
+    ],
+)
+def test_images_out_of_place(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        preference_of(row, "here", pictures=PictureReader(ImagesConfig(), tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlframework.files import replacing_directory
 from rlframework.huggingface.image_processor import copy_processor
+from rlframework.huggingface.vision_models import scoring_architecture
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.checkpoint.manifest import write_manifest
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors, is_sharded, reject_native
@@ -39,15 +40,14 @@ def write_from_rank_0(
 
 def write_config(folder: Path, engine: Engine) -> None:
     """Write the non-weight files of a Hugging Face directory for the engine's model, with fp32 as the dtype."""
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     model_name = engine.config.model_name
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=engine.config.trust_remote_code)
     config.dtype = "float32"
     if engine.config.head_init != "checkpoint":  # a language model's files, to which a head was added
         config.num_labels = 1
-        made: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-        config.architectures = [made.__name__]
+        config.architectures = [scoring_architecture(config)]
     config.save_pretrained(folder)
     with suppress(OSError):  # the model has none
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)

@@ -1,0 +1,133 @@
+"""Reward models and critics of vision-language models see the images: their numbers are those of plain forwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_vlm_directories
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+from rlframework import load_config, run
+from rlframework.algorithms.ppo import PPO
+from rlframework.algorithms.reward_model import RewardModelTraining
+from rlframework.environments.dataset import DatasetEnvironment
+from rlframework.errors import ConfigError
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.runner.parts import build_parts
+from rlframework.training.loop import Timer
+
+pytestmark = pytest.mark.slow
+
+
+def hidden(folder: Path, batch: Any) -> list[torch.Tensor]:
+    """The last hidden states of each row by itself, unpadded, with its own images, `[L, H]`."""
+    model, found = AutoModel.from_pretrained(folder).eval(), []
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        media = batch.slice(row, row + 1).get_multimodal_dict(as_tensors=True)
+        media = {name: value[:, :length] if "token_type" in name else value for name, value in media.items()}
+        with torch.no_grad():
+            found.append(model(input_ids=batch["input_ids"][row : row + 1, :length], **media).last_hidden_state[0])
+    return found
+
+
+@pytest.fixture
+def settings(request: Any, tmp_path: Path) -> dict[str, Any]:
+    model = tiny_vlm_directories.save(getattr(request, "param", "qwen2_vl"), tmp_path / "model")
+    rows = []
+    for number in range(8):
+        names = [f"{number}-{image}.png" for image in range(number % 3)]
+        for image, name in enumerate(names):
+            Image.effect_noise((16, 16 + 8 * image), 90).convert("RGB").save(tmp_path / name)
+        answers = {"chosen": f"yes {number}", "rejected": "no", "answer": str(number)}
+        rows.append({"prompt": f"{'<image>' * len(names)} {number}?", "images": names, **answers})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "policy": {"model_name": str(model), "train_global_batch_size": 4, "optimizer": {"lr": 0.01}},
+        "environment": {"path": f"{tmp_path}/rows.jsonl", "images": {}, "validation_fraction": 0.3},
+        "generation": {"max_new_tokens": 5},
+        "observers": {"console": False},
+        "output_dir": f"{tmp_path}/run",
+    }
+
+
+def configured(settings: dict[str, Any], folder: Path, **sections: Any) -> Any:
+    for name, section in sections.items():
+        settings[name] = {**settings.get(name, {}), **section}
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    return load_config(folder / "run.yaml")
+
+
+@pytest.mark.parametrize("settings", ["qwen2_vl", "llava"], indirect=True)
+def test_the_scores_of_a_reward_model(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The trained model, as it is saved: its scores are its head times the last hidden state of each row."""
+    keys = {"algorithm": {"name": "reward_model", "num_steps": 2}, "environment": {"name": "preferences"}}
+    config = configured(settings, tmp_path, **keys, policy={"head": "score", "head_init": "zeros"})
+    assert run(config).metrics["train/grad_norm"] > 0
+    trained = {"model_name": f"{tmp_path}/run/model", "head_init": "checkpoint"}
+    config = configured(settings | {"output_dir": f"{tmp_path}/again"}, tmp_path, policy=trained)
+    with build_parts(config) as parts:
+        algorithm = RewardModelTraining(parts)
+        batch = algorithm.encode(parts.environment.samples("train"))
+        scores = algorithm.outputs(batch)
+    weight = load_file(tmp_path / "run" / "model" / "model.safetensors")["score.weight"]
+    expected = torch.stack([states[-1] @ weight[0] for states in hidden(tmp_path / "run" / "model", batch)])
+    assert float(expected.abs().max()) > 1e-3
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+
+
+PPO_KEYS = {
+    "algorithm": {"name": "ppo", "num_steps": 2, "prompts_per_step": 4, "validation": {"every": 0}},
+    "environment": {"name": "dataset", "check": "exact"},
+}
+
+
+@pytest.mark.parametrize("settings", ["qwen2_vl", "idefics3"], indirect=True)
+def test_the_values_of_a_critic(settings: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    """After a step of PPO, of a further policy that began with a new head."""
+    monkeypatch.setattr(DatasetEnvironment, "score", lambda self, sample, completion: int(sample.answer) / 8)
+    with build_parts(configured(settings, tmp_path, **PPO_KEYS, critic={"optimizer": {"lr": 0.01}})) as parts:
+        algorithm = PPO(parts)
+        first = algorithm.train_step(1, Timer())[0]
+        assert first["train/critic_grad_norm"] > 0 == first["train/value"]
+        seen = []
+        train = algorithm.train
+        algorithm.train = lambda step, data, *more: seen.append(data) or train(step, data, *more)
+        critic = algorithm.critic
+        critic.save_pretrained(path=str(tmp_path / "critic"))
+        assert algorithm.train_step(2, Timer())[0]["train/value"] != 0
+    [batch] = seen
+    assert {each is None for each in batch["pixel_values"].tensors} == {True, False}
+    weight = load_file(tmp_path / "critic" / "model.safetensors")["score.weight"]
+    for row, states in enumerate(hidden(tmp_path / "critic", batch)):
+        mask = batch["token_mask"][row, 1 : len(states)].bool()
+        expected = (states[:-1] @ weight[0])[mask]  # of a token, before it is known
+        assert float(expected.abs().max()) > 1e-4
+        found = batch["values"][row, 1 : len(states)][mask]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_critic_that_takes_other_images(settings: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(settings["policy"]["model_name"])
+    make_llama(tmp_path / "text", tokenizer, hidden=16, layers=1)
+    other = tiny_vlm_directories.save("qwen2_vl", tmp_path / "other")
+    changed = json.loads((other / "config.json").read_text())
+    changed["vision_config"]["patch_size"] = 8
+    (other / "config.json").write_text(json.dumps(changed))
+    for folder, problem in (
+        ("text", "model_type=llama where the policy has qwen2_vl, image_token_id=None where"),
+        ("other", "its configuration has patch_size=8 where the policy has 4. With environment.images"),
+    ):
+        critic = {"model_name": str(tmp_path / folder), "head_init": "zeros"}
+        config = configured(settings, tmp_path, **PPO_KEYS, critic=critic)
+        with pytest.raises(
+            ConfigError, match=rf"critic\.model_name=.* does not take the images of the policy: .*{problem}"
+        ):
+            run(config)
+        assert not (tmp_path / "run").exists()
