@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,22 +14,30 @@ from rlframework.generation.row_limits import RowLimits
 from rlframework.huggingface.model_directories import first_size
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams
 
+_LARGEST = sys.float_info.max
+
 
 @dataclass(frozen=True)
 class ServingLimits:
     """The `rows` and the `vocabulary` of a model; None: its configuration does not say.
 
-    `no_media`: why requests may have no media, such as images; None if they may.
+    `no_media`: why requests may have no media, such as images; None if they may. `temperatures`: the lowest and highest
+    that the engine takes besides 0.
     """
 
     rows: RowLimits
     vocabulary: int | None
     no_media: str | None = "this engine serves text only"
+    temperatures: tuple[float, float] = (0.0, _LARGEST)
 
     @classmethod
     def of(cls, config: Any, max_tokens: int | None = None) -> ServingLimits:
         """Return the limits of a model of `config`, of whose positions an engine has at most `max_tokens`."""
         return cls(RowLimits.of(config, max_tokens), first_size(config.get_text_config(), "vocab_size"))
+
+    def top_k(self, request: GenerationRequest) -> int:
+        """Return how many tokens the request samples from; 0: the whole vocabulary."""
+        return min(request.sampling.top_k or 0, self.vocabulary or 2**31 - 1)
 
     def budget(self, request: GenerationRequest) -> int:
         """Return the most tokens of the completion."""
@@ -45,14 +54,16 @@ def check_requests(requests: Sequence[GenerationRequest], limits: ServingLimits,
         seen.add(name)
         if request.media and limits.no_media is not None:
             raise RequestError(f"request {name!r} has media; {limits.no_media}")
-        _check_sampling(name, request.sampling)
+        _check_sampling(name, request.sampling, limits.temperatures)
         limits.budget(request)
     _check_tokens(requests, limits.vocabulary)
 
 
-def _check_sampling(name: str, sampling: SamplingParams) -> None:
+def _check_sampling(name: str, sampling: SamplingParams, temperatures: tuple[float, float]) -> None:
+    (low, high), asked = temperatures, sampling.temperature
+    some = f"0, or {low:g} to {high:g}" if high < _LARGEST else "0 or more"
     for key, given, right, allowed in (
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "0 or more"),
+        ("temperature", asked, asked == 0 or low <= asked <= high, some),
         ("top_k", sampling.top_k, sampling.top_k is None or sampling.top_k >= 1, "1 or more, or None"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
     ):

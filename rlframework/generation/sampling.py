@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from rlframework.interfaces.generation import SamplingParams
@@ -31,6 +32,11 @@ def row_uniforms(seeds: Tensor, count: int) -> Tensor:
         raw = np.random.Philox(key=seed & 0xFFFF_FFFF_FFFF_FFFF).random_raw(count)
         rows[row] = (raw >> (64 - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS
     return torch.from_numpy(rows)
+
+
+def folded_seed(seed: int) -> int:
+    """Return 32 bits that depend on all 64 of `seed`, for a library whose generators take no more."""
+    return xxhash.xxh32_intdigest(seed.to_bytes(8, "little", signed=True))
 
 
 def choose(

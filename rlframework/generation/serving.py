@@ -121,6 +121,12 @@ class ServingEngine(ReceivesWeights, Generic[S]):
         """The requests that the model can serve."""
         return ServingLimits.of(read_config(self._model_name))
 
+    def begin_again(self) -> None:
+        """Stop computing all requests, which lose their tokens and wait."""
+        self.withdraw([name for name in self._served if name not in self._waiting])
+        self._served = {name: self.accepted(served.request) for name, served in self._served.items()}
+        self._waiting = dict(self._served)
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:

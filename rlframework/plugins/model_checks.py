@@ -28,6 +28,17 @@ def model_config(model_name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def head_size(model: Mapping[str, Any]) -> int:
+    """Return the size of an attention head of the model whose config.json this is; 0: it has other keys than most."""
+    return int(model.get("head_dim") or (model.get("hidden_size") or 0) // (model.get("num_attention_heads") or 1))
+
+
+def token_cache_bytes(model: Mapping[str, Any], width: int) -> int:
+    """Return the bytes of the keys and values of one token, with `width` bytes per number; 0 as for `head_size`."""
+    heads = model.get("num_key_value_heads") or model.get("num_attention_heads") or 0
+    return int(2 * (model.get("num_hidden_layers") or 0) * heads * head_size(model) * width)
+
+
 def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:
     """Describe the dimension of the model that is not divisible by `tensor`, or return None if there is none."""
     for name, what in DIVIDED.items():

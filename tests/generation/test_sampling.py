@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.generation import sampling
-from rlframework.generation.sampling import choose, draw, row_uniforms
+from rlframework.generation.sampling import choose, draw, folded_seed, row_uniforms
 from rlframework.interfaces.generation import SamplingParams
 
 finite_logits = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=20)
@@ -94,6 +94,12 @@ def test_uniforms_are_numpys_philox_and_belong_to_seed_and_position() -> None:
     assert torch.equal(long[0], long[3])
     assert len({tuple(row.tolist()) for row in long}) == 3
     assert bool(((long >= 0) & (long < 1)).all())
+
+
+def test_a_folded_seed_depends_on_all_bits() -> None:
+    folded = [folded_seed(seed) for seed in (0, -1, *(1 << bit for bit in range(63)), -(1 << 63))]
+    assert len(set(folded)) == len(folded)
+    assert all(0 <= seed < 2**32 for seed in folded)
 
 
 @pytest.mark.parametrize("rule", [SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, 5, 0.9)])

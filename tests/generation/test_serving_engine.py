@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rlframework.errors import EngineNotReady, RequestError
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_limits import RowLimits
 from rlframework.generation.serving import Collected, ServingEngine
-from rlframework.interfaces.generation import GenerationRequest, WeightSpan
+from rlframework.interfaces.generation import GenerationRequest, SamplingParams, WeightSpan
 
 
 class EveryOther(ServingEngine[Collected]):
@@ -51,6 +52,14 @@ def engine() -> EveryOther:
     made = EveryOther()
     made.weight_state.commit(1)
     return made
+
+
+def test_a_temperature_that_the_engine_does_not_take_is_rejected_with_those_that_it_takes(engine):
+    engine.limits = replace(engine.limits, temperatures=(0.5, 2.0))
+    engine.submit([request(f"{one}", sampling=SamplingParams(one)) for one in (0.0, 0.5, 2.0)])
+    for one in (0.4, 2.5, float("nan")):
+        with pytest.raises(RequestError, match=f"'wrong' has temperature={one}; it must be 0, or 0.5 to 2"):
+            engine.submit([request("wrong", sampling=SamplingParams(one))])
 
 
 def test_a_poll_without_time_takes_the_steps_that_a_token_needs(engine):
@@ -118,3 +127,18 @@ def test_of_requests_with_a_wrong_one_none_is_accepted(engine):
         engine.submit([request("a"), GenerationRequest("b", torch.tensor([24]), 0, 1)])
     assert not engine._served
     assert not engine._waiting
+
+
+def test_requests_that_begin_again_wait_in_their_order_without_the_tokens_that_they_had(engine):
+    engine.submit([request("a"), request("b")])
+    engine.poll(0)
+    engine.submit([request("c")])
+    engine.begin_again()
+    assert engine.withdrawn == ["a", "b"]
+    assert [(name, served.tokens) for name, served in engine._served.items()] == [("a", []), ("b", []), ("c", [])]
+    assert list(engine._waiting) == ["a", "b", "c"]
+    assert [(one.request_id, one.token_ids.tolist()) for one in engine.poll(None)] == [
+        ("a", [0, 1, 2]),
+        ("b", [0, 1, 2]),
+        ("c", [0, 1, 2]),
+    ]

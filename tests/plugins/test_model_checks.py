@@ -8,7 +8,7 @@ import pytest
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
-from rlframework.plugins.model_checks import indivisible, lora_problems, model_config
+from rlframework.plugins.model_checks import head_size, indivisible, lora_problems, model_config, token_cache_bytes
 
 LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 
@@ -27,6 +27,13 @@ def test_what_tensor_parallelism_does_not_divide(model, tensor, said):
     found = indivisible(model, tensor)
     assert (found is None) == (said is None)
     assert said is None or (found is not None and found.startswith(said))
+
+
+def test_the_cache_of_a_token_has_keys_and_values_of_each_head_and_layer():
+    model = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    assert (head_size(model), token_cache_bytes(model, 4)) == (8, 2 * 3 * 2 * 8 * 4)
+    assert token_cache_bytes({**model, "head_dim": 5, "num_key_value_heads": None}, 2) == 2 * 3 * 4 * 5 * 2
+    assert (head_size({}), token_cache_bytes({}, 4)) == (0, 0)
 
 
 @pytest.mark.parametrize(("text", "found"), [(json.dumps(LLAMA), LLAMA), ("[]", {}), ("{", {}), (None, {})])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Set
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from rlframework.config.sections import GenerationConfig
-from rlframework.errors import RequestError
 from rlframework.generation.adapted_weights import AdaptedWeights
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.serving import Collected, ServingEngine
@@ -22,56 +20,46 @@ from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import Held, WeightSink
 from rlframework.weight_sync.staged import Source, StagedWeights
 from rlframework_vllm import weights
-from rlframework_vllm.checks import TEMPERATURES, default_cache_bytes
+from rlframework_vllm.checks import BLOCK, TEMPERATURES, default_cache_bytes
 from rlframework_vllm.config import VllmGenerationConfig, VllmKeys
 from rlframework_vllm.runtime import Runtime
 
-_BLOCK = 32  # tokens per block of the cache on a CPU: the smallest size that its kernels like
 _FORWARD = 4096  # tokens of a forward on a CPU
 
 
 class VllmEngine(ServingEngine[Collected]):
     """See `GenerationEngine`. vLLM starts at the first update of the weights."""
 
-    def __init__(
-        self,
-        config: GenerationConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        model_name: str,
-        device: str,
-        precision: str,
-    ) -> None:
-        super().__init__(config, tokenizer, model_name=model_name, device=device, precision=precision)
-        self._keys = config.vllm if isinstance(config, VllmGenerationConfig) else VllmKeys()
-        self._weights = AdaptedWeights(model_name, precision, self.refit_device, self._whole)
-        self._sink: StagedWeights | None = None
-        self._started: Runtime | None = None
-        self._asleep: set[Tag] = set()
+    _sink: StagedWeights | None = None
+    _started: Runtime | None = None
+    _asleep: Set[Tag] = frozenset()
+
+    @cached_property
+    def _keys(self) -> VllmKeys:
+        return self._config.vllm if isinstance(self._config, VllmGenerationConfig) else VllmKeys()
+
+    @cached_property
+    def _weights(self) -> AdaptedWeights:
+        return AdaptedWeights(self._model_name, self._precision, self.refit_device, self._whole)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def limits(self) -> ServingLimits:
         """See `ServingEngine.limits`."""
-        return ServingLimits.of(read_config(self._model_name), self._keys.max_model_len)
+        limits = ServingLimits.of(read_config(self._model_name), self._keys.max_model_len)
+        return replace(limits, temperatures=TEMPERATURES)
 
     def accepted(self, request: GenerationRequest) -> Collected:
         """See `ServingEngine.accepted`."""
-        (low, high), given = TEMPERATURES, request.sampling.temperature
-        if given and not low <= given <= high:
-            raise RequestError(
-                f"request {request.request_id!r} has temperature={given:g}; vLLM takes 0 and {low:g} to {high:g}"
-            )
         return Collected(request)
 
     def step(self, version: int) -> bool:
         """See `ServingEngine.step`. Computes one forward."""
         self.restore()
         for name, served in list(self._waiting.items()):
-            vocabulary = self.limits.vocabulary or 2**31 - 1
-            top_k = min(served.request.sampling.top_k or 0, vocabulary)
-            self._vllm.add(served.request, self.limits.budget(served.request), top_k, version)
+            budget, top_k = self.limits.budget(served.request), self.limits.top_k(served.request)
+            self._vllm.add(served.request, budget, top_k, version)
             del self._waiting[name]
         advanced = False
         for name, tokens, logprobs, reason in self._vllm.step():
@@ -103,7 +91,7 @@ class VllmEngine(ServingEngine[Collected]):
             tokens = [one for one in self.limits.rows.bounds if one < math.inf]
             tokens += [_FORWARD, self._config.batch_size]  # whole prompts, as generators of a CPU take no number back
             defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": int(max(tokens))}
-            defaults |= {"block_size": _BLOCK, "kv_cache_memory_bytes": cache}
+            defaults |= {"block_size": BLOCK, "kv_cache_memory_bytes": cache}
         return {
             **defaults,
             **self._keys.given(),
@@ -154,9 +142,7 @@ class VllmEngine(ServingEngine[Collected]):
         """
         if self.refit_device.type == "cpu" or self._started is None or self._asleep >= set(tags):
             return 0
-        self.withdraw([name for name in self._served if name not in self._waiting])
-        self._served = {name: Collected(served.request) for name, served in self._served.items()}
-        self._waiting = dict(self._served)
+        self.begin_again()
         before, weights_too = self._free(), "weights" in tags
         self._started.sleep(weights=weights_too)
         self._asleep = {"weights", "kv_cache"} if weights_too else {"kv_cache"}

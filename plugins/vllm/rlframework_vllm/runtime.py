@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import xxhash
 
 from rlframework.errors import ConfigError
+from rlframework.generation.sampling import folded_seed
+from rlframework.generation.torch_state import torch_restored
 from rlframework.interfaces.generation import FinishReason, GenerationRequest
 
 _VARIABLES = {
@@ -22,7 +21,6 @@ _VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _REASONS: Mapping[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
-
 
 Progress = tuple[str, list[int], list[float], FinishReason | None]
 """The name of a request, its new tokens, their log-probabilities, and why it finished, if it did."""
@@ -41,7 +39,7 @@ class Runtime:
         os.environ |= _VARIABLES
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
-            with _without_side_effects():
+            with torch_restored():
                 from vllm import EngineArgs
                 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -67,7 +65,7 @@ class Runtime:
             temperature=sampling.temperature,
             top_k=top_k,
             top_p=sampling.top_p,
-            seed=folded(request.seed),
+            seed=folded_seed(request.seed),
             max_tokens=max_tokens,
             stop_token_ids=sorted(sampling.stop_token_ids),
             ignore_eos=True,
@@ -121,21 +119,3 @@ class Runtime:
         self._engine.engine_core.shutdown()
         del self._engine
         gc.collect()  # frees its semaphore while multiprocessing still counts it
-
-
-def folded(seed: int) -> int:
-    """Return 32 bits that depend on all 64 of `seed`: torch's generators on a CPU take no more."""
-    return xxhash.xxh32_intdigest(seed.to_bytes(8, "little", signed=True))
-
-
-@contextmanager
-def _without_side_effects() -> Iterator[None]:
-    """Restore what a starting vLLM changes in torch: the random state, the number of threads, and how to set it."""
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own names
-        try:
-            yield
-        finally:
-            torch.set_num_threads = set_threads
-            torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlframework.configure import load_config
+from rlframework.doctor import engine_environment
 from rlframework.errors import ConfigError
 from rlframework.plugins.manager import create_manager
 from rlframework_vllm import checks
@@ -158,7 +159,7 @@ def test_the_python_of_the_engines_is_found_as_workers_find_it(problems, engines
     monkeypatch.setenv("HOME", str(engines.parent))
     monkeypatch.chdir(engines.parent)
     for given in ("~/python", "./python"):
-        checks.environment.cache_clear()
+        engine_environment.asked.cache_clear()
         assert problems(workers={"python": given}) == {}
         section = VllmGenerationConfig(name="vllm", workers={"group": "ray", "python": given})
         run = load_config(

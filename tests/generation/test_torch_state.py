@@ -1,0 +1,27 @@
+"""Torch's state after a library that changes it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from rlframework.generation.torch_state import torch_restored
+
+
+def start_badly() -> None:
+    with torch_restored():
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_num_threads = print  # type: ignore[assignment]
+        torch.manual_seed(3)
+        warnings.warn("torch will change", FutureWarning, stacklevel=1)  # in tests, an error where it is shown
+        raise RuntimeError("it does not start")
+
+
+def test_threads_their_setter_and_random_numbers_are_those_of_before_also_after_an_error():
+    threads, set_threads, state = torch.get_num_threads(), torch.set_num_threads, torch.random.get_rng_state()
+    with pytest.raises(RuntimeError, match="it does not start"):
+        start_badly()
+    assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
+    assert torch.equal(torch.random.get_rng_state(), state)
