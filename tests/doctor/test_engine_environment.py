@@ -1,4 +1,4 @@
-"""What the environment of generation engines has, found by a program that runs in their Python."""
+"""The environment of generation engines, as found by a program that runs in their Python."""
 
 from __future__ import annotations
 
