@@ -119,6 +119,7 @@ def test_a_teacher_has_any_backend_and_its_own_processes(distilled, tmp_path, ba
                 assert other[step][name] == pytest.approx(plain[step][name], rel=1e-4), (step, name)
 
 
+@pytest.mark.thorough
 def test_a_run_is_resumed_bit_for_bit(distilled, tmp_path):
     """The mixture of rows and the prompts go on where they were."""
     more = ["algorithm.student_fraction=0.3", "checkpoints.every=1", "algorithm.validation.at_end=false"]

@@ -124,6 +124,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)  # the time depends on what else the machine does
 @given(st.dictionaries(st.text(), values))
 def test_what_is_written_is_read_back(data: dict[str, object]) -> None:

@@ -41,6 +41,7 @@ class TestUnscoredDataset(EnvironmentSuite):
 
 class TestToolGame(EnvironmentSuite):
     backend = "rlframework.conformance.tool_game:ToolGame"
+    pytestmark = pytest.mark.slow
 
 
 class TestGymnasium(EnvironmentSuite):
@@ -51,11 +52,13 @@ class TestGymnasium(EnvironmentSuite):
 class TestTools(EnvironmentSuite):
     backend = "tools"
     section = {"tools": "probe_calculator:Calculator", "path": PATHS["train_path"], "check": "math"}  # noqa: RUF012
+    pytestmark = pytest.mark.slow
 
 
 class TestReasoningGym(EnvironmentSuite):
     backend = "reasoning_gym"
     section = {"task": "basic_arithmetic", "train_samples": 20, "validation_samples": 4}  # noqa: RUF012
+    pytestmark = pytest.mark.slow
 
 
 class TestMutants(MutantProof):
@@ -67,6 +70,7 @@ class TestMutants(MutantProof):
 class TestEpisodeMutants(MutantProof):
     kind = "environment"
     backend = "rlframework.conformance.tool_game:ToolGame"
+    pytestmark = pytest.mark.slow
 
 
 class Tagged(AdditionEnvironment):

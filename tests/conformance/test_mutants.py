@@ -27,6 +27,7 @@ def test_each_module_with_mutants_is_listed():
     assert found <= {module for modules in MODULES.values() for module in modules}
 
 
+@pytest.mark.slow
 def test_finding_a_mutant_imports_its_module_only():
     code = (
         "import sys\nfrom rlframework.conformance import PolicyWorkerSuite\n"

@@ -225,6 +225,7 @@ def harm(path: Path, kind: str, where: float, junk: bytes) -> None:
         path.write_bytes(content)
 
 
+@pytest.mark.slow
 @given(
     cls=st.sampled_from([RewardData, PreferencePairs]),
     harms=st.lists(
@@ -258,6 +259,7 @@ def test_any_damage_gives_an_error_or_the_data_that_is_there(
                 assert torch.equal(leaf.as_subclass(torch.Tensor).view(torch.uint8).flatten(), there)
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

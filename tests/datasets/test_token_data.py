@@ -59,6 +59,7 @@ tokens = st.integers(0, 99_999)
 some_rows = st.lists(st.lists(st.tuples(tokens, st.booleans()), min_size=1, max_size=9), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(some_rows, st.data())
 def test_any_rows_in_any_order(tmp_path_factory, rows, data) -> None:
@@ -144,6 +145,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to tell what is in memory")
 def test_data_larger_than_memory_is_not_read_into_it(tmp_path: Path) -> None:
     """48 GiB of tokens in a file with holes, which takes no place on disk; one row in the middle has a token."""
@@ -248,6 +250,7 @@ def test_numbers_that_are_no_tokens(tmp_path: Path) -> None:
         shutil.copy(tmp_path / "kept", tmp_path / "d" / name)
 
 
+@pytest.mark.slow
 def test_any_damage_is_an_error_of_ours_or_found_by_verify(tmp_path: Path) -> None:
     rng, found = random.Random(0), {"opened": 0, "refused": 0}
     write(tmp_path / "d")

@@ -103,6 +103,7 @@ def options_that_exist() -> dict[tuple[str, str], list[str]]:
     return found | {("ray", name): options for name, options in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_and_of_the_scripts_exist_with_their_options():
     lines = COMMANDS + re.sub(r"\\\n", " ", "\n".join(path.read_text() for path in SCRIPTS)).splitlines()
     lines += yaml.safe_load((FOLDER / "ray_up.yml").read_text())["head_start_ray_commands"]

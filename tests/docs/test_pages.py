@@ -196,10 +196,12 @@ def test_the_answers_to_frequent_questions(tmp_path: Path) -> None:
     execute(DOCS / "faq.md", tmp_path)
 
 
+@pytest.mark.slow
 def test_exact_tokens(tmp_path: Path) -> None:
     execute(DOCS / "exact_tokens.md", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme(tmp_path: Path) -> None:
     execute(DOCS.parent / "README.md", tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/evens/metrics.jsonl").read_text().splitlines()]

@@ -17,6 +17,8 @@ from rlframework.config.episode_environments import McpConfig
 from rlframework.environments.mcp import McpEnvironment
 from rlframework.errors import ConfigError, RLFrameworkError
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).with_name("mcp_test_server.py")
 COMMAND = (sys.executable, str(SERVER))
 

@@ -95,6 +95,7 @@ def test_the_policy_benchmark_goes_against_a_bare_loop_of_deepspeed(tmp_path):
     assert written["settings"]["keys"] == ["zero_optimization.stage=1"]
 
 
+@pytest.mark.thorough
 def test_the_generation_benchmark_writes_json(tmp_path):
     few = ["--pairs", 1, "--samples", 2, "--tokens", 8]
     script(ROOT / "benchmarks" / "generation.py", *few, "--json", tmp_path / "generation.json")

@@ -20,6 +20,7 @@ from rlframework.generation.head import logits_in_fp32
 RAGGED = [[5], [3, 9, 4, 12, 6], [3, 9, 4, 12, 6], [7, 2, 13] * 7, [14, 13], [8] * 11, [5, 5], [2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [RAGGED, [[3, 9, 4]] * 8], ids=["padded", "equal"])
 def test_it_waits_once_for_sixteen_tokens_and_allocates_once(tiny: Any, batch: Any, completions: Any, prompts) -> None:
     """Rows that have ended stay in the batch until the next wait, so the result shows that their tokens are dropped."""

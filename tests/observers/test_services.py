@@ -164,6 +164,7 @@ needs_mlflow = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_wandb
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wandb_offline_stores_the_run_in_its_directory(tmp_path, monkeypatch, caplog):
@@ -183,6 +184,7 @@ def test_wandb_offline_stores_the_run_in_its_directory(tmp_path, monkeypatch, ca
     assert b"0123456789" * 4 not in everything
 
 
+@pytest.mark.slow
 @needs_mlflow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -94,6 +94,7 @@ def test_a_run_without_data(run_config) -> None:
     assert not config.output_dir.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_on_rows_from_python_is_resumed_with_the_same_rows(run_config, tmp_path) -> None:
     """12 rows, 8 a step: 2 steps in one epoch, 3 in two."""

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from rlframework import run
 from rlframework.policy.checkpoint.manifest import MANIFEST, write_manifest
 
+pytestmark = pytest.mark.slow
+
 NAME = "downloaded"
 MODULE = "import pathlib\npathlib.Path({marker!r}).touch()\n"
 SANDBOXED = "{{{{ cycler.__init__.__globals__.os.close(cycler.__init__.__globals__.os.open({marker!r}, 65)) }}}}"

@@ -23,6 +23,8 @@ from rlframework.interfaces.worker_group import WorkerGroup
 from rlframework.policy.client import Policy
 from rlframework.workers.inline import InlineWorkerGroup
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = 4
 """Good batches that mutations start from."""
 

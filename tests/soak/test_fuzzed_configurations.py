@@ -20,6 +20,8 @@ from rlframework.errors import UserError
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.launch import dry_run
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 1.0
 """Of a core, in which a configuration must be accepted or rejected."""
 LONGEST, MEGABYTES = 50_000, 300

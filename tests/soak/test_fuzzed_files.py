@@ -36,7 +36,7 @@ from rlframework.policy.checkpoint.shared_directory import save_native
 from rlframework.runner.parts import build_parts
 from rlframework.training.checkpoints import Checkpoints, newest_checkpoint
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KINDS = ("flip", "zero", "cut", "repeat", "truncate", "extend")
 LINES = ("metrics.jsonl", "samples.jsonl", "timeline.jsonl")

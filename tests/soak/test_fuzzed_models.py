@@ -40,7 +40,10 @@ HOSTILE: tuple[Any, ...] = (
 )
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's and transformers', about the values
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # torch's and transformers', about the values
+]
 
 
 def weights_as_loaded(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from probe_runs import call
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONFIG = "device: cpu\npolicy: {model_name: m}\nalgorithm: {name: grpo}\nenvironment: {name: addition}\n"
 PATHS = (

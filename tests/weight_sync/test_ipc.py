@@ -268,6 +268,7 @@ def test_weights_unlike_the_modules_own_are_sent_through_the_trainers_memory(sen
     assert all(torch.equal(held[name], weight.bfloat16().float()) for name, weight in sent.weights.items())
 
 
+@pytest.mark.slow
 def test_memory_of_a_dead_engine_is_reported_and_released(sent, sender):
     code = (
         "import dataclasses, sys, torch; from rlframework.weight_sync.ipc import move_to_shared_memory; "
@@ -311,6 +312,7 @@ def test_tensors_that_move_to_shared_memory_stay_the_same_objects():
     assert inode not in open_inodes()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_when_a_trainer_is_killed():
     """Its memory has no name, so there is nothing to clean up."""
     before = set(os.listdir("/dev/shm"))

@@ -74,6 +74,7 @@ def test_gradients_of_microbatches_are_added_in_fp32(worker, monkeypatch, stage,
         assert torch.equal(gradient.view(-1), expected.view(-1))
 
 
+@pytest.mark.slow
 def test_stages_0_and_1_reduce_gradients_once_per_step(tmp_path):
     """Stages 2 and 3 reduce them, here in one bucket, in the backward of each of the four microbatches."""
     done = run_forked(count, cases.model("untied", tmp_path), (8, 2))

@@ -114,6 +114,7 @@ def distance(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> f
     return float((sum(d for d, _ in squares) / sum(w for _, w in squares)).sqrt())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=batches(), mode=st.sampled_from(MODES), rows=st.integers(1, 12), tokens=st.integers(WIDTH, 90), data=st.data()
@@ -157,6 +158,7 @@ def test_logprobs_come_back_in_the_order_of_the_rows(worker, plain, batch, mode,
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "most"), [("packed", 4), ("dynamic", 8), ("padded", 6)])
 def test_the_model_sees_few_shapes_and_gives_the_same_gradients(worker, mode, most):
     """512 tokens at most: multiples of 128; up to 4 rows of 128, 2 of 256, 1 of 384 or 512; 2 or 4 rows of 3 widths."""

@@ -61,6 +61,7 @@ def test_sharded_checkpoints_are_bit_equal_across_layouts(policy, batches, tmp_p
         previous = folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_path", [False], indirect=True, ids=["untied"])
 def test_replicas_are_written_once(policy, tmp_path):
     """With HSDP each of two workers holds the whole model; the files of both together are as large as one model."""

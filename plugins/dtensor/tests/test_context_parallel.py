@@ -107,6 +107,7 @@ def harness(tmp_path, monkeypatch):
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_step_matches_the_oracle(harness, name):
     batching = {"mode": "packed", "tokens": 30}

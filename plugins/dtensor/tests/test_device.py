@@ -12,6 +12,7 @@ from rlframework.conformance import cases
 from rlframework.huggingface.model_directories import make_llama
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}}])
 def test_calls_on_a_device_equal_those_on_the_cpu(tmp_path, batches, settings):
     sizes = {"hidden": 32, "intermediate": 64, "layers": 2, "heads": 4, "kv_heads": 2}

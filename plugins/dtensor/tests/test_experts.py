@@ -159,6 +159,7 @@ def test_qwen2_moe_training_matches_the_oracle(tmp_path):
 # -- experts on several workers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data=2", "context=2"])
 def test_training_without_expert_parallelism_matches_the_oracle(policy, layout):
     """FSDP shards the experts of each block and gathers them."""

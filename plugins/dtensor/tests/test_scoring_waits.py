@@ -16,6 +16,7 @@ from rlframework.conformance.oracle import Oracle
 from rlframework.huggingface.model_directories import make_llama
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["packed", "padded"])
 def test_a_call_waits_once_for_each_kind_of_result(tmp_path, batches, mode):
     """Top-k tokens are two: logits and ids. The reference's swap between host and device is not in its count."""

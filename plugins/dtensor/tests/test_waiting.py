@@ -20,6 +20,7 @@ def model(tmp_path_factory):
     return make_llama(path, cases.tokenizer(), **sizes, tied=False, init_std=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["packed", "dynamic", "padded"])
 def test_a_step_waits_once_whatever_the_number_of_microbatches(model, batches, mode):
     rows = batches(2)

@@ -67,6 +67,7 @@ def compare(folder, tmp_path):
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("keys", [{}, PACKED], ids=["padded", "packed"])
 def test_an_interleaved_pipeline_computes_the_same(compare, keys):
     compare("pipeline=2", INTERLEAVED, **keys)

@@ -126,6 +126,7 @@ LAYOUTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), layout=LAYOUTS)
 def test_shards_reassemble_the_weights(kind, layout):

@@ -61,6 +61,7 @@ def test_the_rewards_of_agents(agent_parts: Any) -> None:
     assert rollout(parts, found, torch.arange(2)).rewards.tolist() == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
     result = rollout(agent_parts("sometimes", "environment.agent_timeout=3"), samples(4), torch.arange(4))
     assert result.failed.tolist() == [True, True, True, False]
@@ -86,6 +87,7 @@ def model(tmp_path: Path) -> str:
     return str(make_llama(tmp_path / "llama", tokenizer, hidden=32, layers=2, heads=4, kv_heads=2))
 
 
+@pytest.mark.slow
 def test_an_agent_by_openai_agents_calls_its_tool(agent_parts: Any, model: str) -> None:
     tokenizer: Any = character_tokenizer(ALPHABET)
 

@@ -18,7 +18,7 @@ from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers.ray import transport
 from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped on Linux only")
 ROWS = 4096
 

@@ -144,8 +144,8 @@ def test_handles_behave_like_rays_handles(group):
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-def test_calls_return_references_or_a_future(group):
-    group.sharding_annotations = TENSOR
+def test_calls_return_references_or_a_future(make):
+    group = make(PLAIN, options={"sharding_annotations": TENSOR})
     only = {"run_rank_0_only_axes": ["tensor_parallel"]}
     assert ray.get(group.run_single_worker_single_data("echo", 1, value=5)) == (1, {"value": 5})
     assert ray.get(group.run_all_workers_single_data("echo", value=5)) == [(0, {"value": 5}), (1, {"value": 5})]
