@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlframework.config.base import Section
+from rlframework.config.base import NeedsTrust, Section
 
 
 class ImagesConfig(Section):
@@ -18,4 +18,9 @@ class ImagesConfig(Section):
     )
     max_pixels: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
         50_000_000, description="most pixels of an image, checked before it is decoded"
+    )
+    allow_addresses: Annotated[bool, NeedsTrust("makes this machine read the addresses that the data names")] = Field(
+        False,
+        description="read images of rows at http and https addresses, each once, and keep them in memory; false: the "
+        "image of such a row cannot be used",
     )

@@ -239,8 +239,8 @@ def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
         yield Problem("environment.images", f"is for {allowed}, not for algorithm.name={algorithm.name}")
     if getattr(algorithm, "token_data", None) is not None:
         yield Problem("algorithm.token_data", "must be null with environment.images: token data has no images")
-    if names := ", ".join(name for name in config.further_policies if name != "critic"):
-        yield Problem("environment.images", f"must be null with further policies ({names}), which get no images")
+    if "teacher" in config.further_policies:
+        yield Problem("environment.images", "must be null with the further policy teacher, which gets no images")
     if config.generation.name != "transformers":
         message = f"is for generation.name=transformers, and it is {config.generation.name}"
         yield Problem("environment.images", message)

@@ -19,25 +19,32 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from rlframework.config.images import ImagesConfig
+from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.errors import ConfigError, ImageError
 from rlframework.interfaces.messages import ContentPart, ImagePart, Message, TextPart
 from rlframework.interfaces.pictures import Picture
+from rlframework.secrets import hide_in_text
 
 _LOG = logging.getLogger(__name__)
 
 PLACEHOLDER = "<image>"
 """The place of an image in the texts of rows that have images in a column."""
 
+_NETWORK = ("http", "https", "ftp", "s3", "gs")
+
 KINDS = ("image", "image_url", "video")
 """The types of content parts that are images."""
 
 
 class PictureReader:
-    """Makes the images of rows as `section` says; relative paths are relative to `section.root`, or else to `root`."""
+    """Makes the images of rows as `section` says; relative paths are relative to `section.root`, or else to `root`.
 
-    def __init__(self, section: ImagesConfig, root: Path) -> None:
+    `addresses`: reads addresses on the network, if `section` allows it; None: they are rejected.
+    """
+
+    def __init__(self, section: ImagesConfig, root: Path, addresses: ImageAddresses | None = None) -> None:
         _require_pillow()
-        self._section = section
+        self._section, self._addresses = section, addresses
         self._root = Path(section.root) if section.root is not None else root
 
     def of(self, value: Any, where: str) -> list[Picture]:
@@ -85,7 +92,10 @@ class PictureReader:
     def _picture(self, value: Any, where: str) -> Picture:
         if isinstance(value, Mapping):  # as `datasets` stores images
             value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
-        if isinstance(value, str):
+        if isinstance(value, str) and (scheme := _scheme(value)) in _NETWORK:
+            where = f"{where}, {hide_in_text(value)[:200]}"
+            value = self._downloaded(value, scheme, where)
+        elif isinstance(value, str):
             value = self._location(value, where)
         elif not isinstance(value, bytes) and not hasattr(value, "convert"):
             raise ImageError(
@@ -100,13 +110,25 @@ class PictureReader:
                 return base64.b64decode(text.partition(",")[2], validate=True)
             except binascii.Error as error:
                 raise ImageError(f"{where}: the data URI is not base64 ({error})") from error
-        address = urlparse(text)
-        if address.scheme in ("http", "https", "ftp", "s3", "gs"):
+        return self._root / (unquote(urlparse(text).path) if _scheme(text) == "file" else text)
+
+    def _downloaded(self, address: str, scheme: str, where: str) -> bytes:
+        """What is at an address on the network, if it may be read."""
+        if self._addresses is None:
+            raise ImageError(f"{where}: an address on the network is not read here; give the image itself")
+        if scheme not in ("http", "https"):
+            raise ImageError(f"{where}: of addresses on the network only http and https are read; store it in a file")
+        if not self._section.allow_addresses:
             raise ImageError(
-                f"{where}: {text[:200]!r} is an address on the network, which is never read during a run; store the "
-                "image in a file, and give its path"
+                f"{where}: an address on the network, which is not read unless environment.images.allow_addresses is "
+                "true; set it, or store the image in a file and give its path"
             )
-        return self._root / (unquote(address.path) if address.scheme == "file" else text)
+        return self._addresses.read(address, where)
+
+
+def _scheme(text: str) -> str:
+    """The scheme of an address in lower case; empty for a path."""
+    return text[:8].partition(":")[0].lower() if ":" in text[:8] else ""
 
 
 def folder_of(path: str | None) -> Path:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import conversation_of
+from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import Source, shuffled
 from rlframework.datasets.pictures import PictureReader, decoded, folder_of, log_left_out
 from rlframework.datasets.rendering import has_answer
@@ -86,6 +87,7 @@ class DatasetEnvironment(VerifiableEnvironment):
         """Open the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
         self._config = config
         self._unanswered: list[int] = []
+        self._addresses = ImageAddresses()
         train, validation = self._open()
         self._validation = validation
         self.scores = config.scores_completions
@@ -259,7 +261,7 @@ class DatasetEnvironment(VerifiableEnvironment):
         if config.images is None:
             return None
         path = config.validation_path if rows is self._validation and config.validation_path else config.path
-        return PictureReader(config.images, folder_of(path))
+        return PictureReader(config.images, folder_of(path), self._addresses)
 
 
 def _key(sample: Sample) -> int:

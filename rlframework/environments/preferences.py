@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
+from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import shuffled
 from rlframework.datasets.pictures import PictureReader, decoded, folder_of, log_left_out
 from rlframework.datasets.preference_rows import preference_of
@@ -36,7 +37,7 @@ class PreferencesEnvironment(Environment):
 
     def __init__(self, config: PreferencesConfig, *, seed: int) -> None:
         """Read the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
-        self._config, self._seed = config, seed
+        self._config, self._seed, self._addresses = config, seed, ImageAddresses()
         rows, given = open_splits(config, subset=config.subset, split=config.split, validation=config.validation_split)
         self._given = given
         train = self._samples(rows, config.pairs)
@@ -76,7 +77,7 @@ class PreferencesEnvironment(Environment):
     def _read(self, rows: Rows) -> list[PreferenceRow]:
         """The pairs in `rows`. Decodes their images: one that cannot be used raises, or its row is left out."""
         columns, images = self._config.columns.model_dump(), self._config.images
-        pictures = None if images is None else PictureReader(images, self._folder(rows))
+        pictures = None if images is None else PictureReader(images, self._folder(rows), self._addresses)
         found, problems = list[PreferenceRow](), list[ImageError]()
         for number, row in enumerate(rows):
             try:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.packed_tensor import PackedTensor
 
 
 def optimizer_steps(
@@ -62,10 +63,14 @@ def sequence_weights(data: BatchedDataDict[Any], episode_of: Tensor, step_of: Te
 
 
 def _dummies(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[Any]:
-    """Return `count` rows of one token that are not counted."""
+    """Return `count` rows of one token, without media, that are not counted."""
     dummies = data.select_indices(torch.zeros(count, dtype=torch.int64))
-    for key in dummies:
-        if key not in ("input_ids", "input_lengths"):
-            dummies[key] = torch.zeros_like(dummies[key])
+    for key, value in dummies.items():
+        if isinstance(value, PackedTensor):
+            dummies[key] = PackedTensor.empty_like(value)
+        elif key not in ("input_ids", "input_lengths"):
+            dummies[key] = torch.zeros_like(value)
+    last = int(data["input_lengths"][0]) - 1
+    dummies["input_ids"][:, 0] = data["input_ids"][0, last]  # the first token may stand for an image
     dummies["input_lengths"] = torch.ones_like(dummies["input_lengths"])
     return dummies

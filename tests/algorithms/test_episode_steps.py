@@ -10,6 +10,7 @@ import torch
 from rlframework.algorithms.advantages import group_advantages, reward_std
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.rollout.optimizer_steps import optimizer_steps
 
@@ -63,6 +64,16 @@ def test_a_step_has_the_rows_of_its_episodes_and_dummies(ranks: int, rows: int, 
         else:
             assert all(torch.equal(data[key][place], given[key][row]) for key in given)
     assert len(data["input_ids"]) == len(expected)
+
+
+def test_dummies_have_no_images() -> None:
+    """Nor a token that stands for one: that of the row that they are made from is its first."""
+    data = batch()
+    data["pixel_values"] = PackedTensor([torch.full((1, 2), float(row)) for row in range(9)], dim_to_pack=0)
+    found, _ = optimizer_steps(data, EPISODE_OF, episodes=2, ranks=1, level="token")
+    shown = [None if each is None else each[0, 0].item() for each in found["pixel_values"].tensors]
+    assert shown == [0, 1, 2, 3, 4, 5, 6, None, 7, 8, None, None]
+    assert found["input_ids"][[7, 10, 11], 0].tolist() == [2] * 3
 
 
 @pytest.mark.parametrize("level", ["sequence", "constant"])

@@ -15,11 +15,12 @@ from transformers import AutoModel
 
 from rlframework import load_config, run
 from rlframework.algorithms.ppo import PPO
-from rlframework.algorithms.reward_model import RewardModelTraining
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.seeds import row_seeds
 from rlframework.runner.parts import build_parts
 from rlframework.training.loop import Timer
 
@@ -58,28 +59,30 @@ def settings(request: Any, tmp_path: Path) -> dict[str, Any]:
 
 
 def configured(settings: dict[str, Any], folder: Path, **sections: Any) -> Any:
-    for name, section in sections.items():
-        settings[name] = {**settings.get(name, {}), **section}
-    (folder / "run.yaml").write_text(json.dumps(settings))
+    merged = settings | {name: {**settings.get(name, {}), **section} for name, section in sections.items()}
+    (folder / "run.yaml").write_text(json.dumps(merged))
     return load_config(folder / "run.yaml")
 
 
 @pytest.mark.parametrize("settings", ["qwen2_vl", "llava"], indirect=True)
 def test_the_scores_of_a_reward_model(settings: dict[str, Any], tmp_path: Path) -> None:
-    """The trained model, as it is saved: its scores are its head times the last hidden state of each row."""
+    """As it is trained and saved, they are rewards of rollouts: its head times the last hidden state of each row."""
     keys = {"algorithm": {"name": "reward_model", "num_steps": 2}, "environment": {"name": "preferences"}}
-    config = configured(settings, tmp_path, **keys, policy={"head": "score", "head_init": "zeros"})
-    assert run(config).metrics["train/grad_norm"] > 0
-    trained = {"model_name": f"{tmp_path}/run/model", "head_init": "checkpoint"}
-    config = configured(settings | {"output_dir": f"{tmp_path}/again"}, tmp_path, policy=trained)
-    with build_parts(config) as parts:
-        algorithm = RewardModelTraining(parts)
-        batch = algorithm.encode(parts.environment.samples("train"))
-        scores = algorithm.outputs(batch)
-    weight = load_file(tmp_path / "run" / "model" / "model.safetensors")["score.weight"]
-    expected = torch.stack([states[-1] @ weight[0] for states in hidden(tmp_path / "run" / "model", batch)])
+    trained = {"policy": {**settings["policy"], "head": "score", "head_init": "zeros"}}
+    assert run(configured(settings | trained, tmp_path, **keys)).metrics["train/grad_norm"] > 0
+    model = tmp_path / "run" / "model"
+    keys = {
+        "algorithm": {"name": "grpo", "prompts_per_step": 2, "samples_per_prompt": 2},
+        "environment": {**settings["environment"], "name": "dataset", "check": "exact"},
+        "reward_model": {"model_name": str(model), "environment_weight": 0.0},
+    }
+    with build_parts(configured(settings | {"output_dir": f"{tmp_path}/again"}, tmp_path, **keys)) as parts:
+        samples = [sample for sample in parts.environment.samples("train") for _ in range(2)]
+        result = rollout(parts, samples, row_seeds(0, 1, len(samples)))
+    weight = load_file(model / "model.safetensors")["score.weight"]
+    expected = torch.stack([states[-1] @ weight[0] for states in hidden(model, result.data)])
     assert float(expected.abs().max()) > 1e-3
-    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.rewards, expected, rtol=1e-5, atol=1e-5)
 
 
 PPO_KEYS = {

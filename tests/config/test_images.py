@@ -16,7 +16,7 @@ from rlframework.errors import ConfigError
         ("algorithm.name=distillation", "is for sft, grpo and its presets, ppo, and algorithms on preference pairs"),
         ("algorithm.name=process_reward_model", "pairs, not for algorithm.name=process_reward_model"),
         ("algorithm.name=sft algorithm.token_data=tokens", "token data has no images"),
-        ("reward_model.model_name=m", "must be null with further policies (reward_model), which get no images"),
+        ("teacher.model_name=m", "must be null with the further policy teacher, which gets no images"),
         ("generation.name=vllm", "is for generation.name=transformers, and it is vllm"),
     ],
 )

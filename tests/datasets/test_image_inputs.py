@@ -16,6 +16,7 @@ from PIL import Image
 from rlframework.config.environments import ColumnsConfig, DatasetConfig
 from rlframework.config.images import ImagesConfig
 from rlframework.datasets.conversations import Conversation, conversation_of
+from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.image_inputs import ImageInputs
 from rlframework.datasets.pictures import PictureReader, decoded
 from rlframework.datasets.rendering import render_prompt, render_samples
@@ -44,8 +45,12 @@ def encoded(made: Image.Image, kind: str = "PNG") -> bytes:
 def read(tmp_path: Path) -> Any:
     """`read(row)`: the conversation of a row, whose relative paths start from `tmp_path`."""
 
+    addresses = ImageAddresses()
+
     def read(row: dict[str, Any], **section: Any) -> Conversation:
-        return conversation_of(row, ColumnsConfig(), "row 7", PictureReader(ImagesConfig(**section), tmp_path))
+        return conversation_of(
+            row, ColumnsConfig(), "row 7", PictureReader(ImagesConfig(**section), tmp_path, addresses)
+        )
 
     return read
 
@@ -89,7 +94,8 @@ def test_openai_s_and_llava_s_format_and_columns(read, tmp_path):
         ({"prompt": "a", "image": encoded(image(60, 60))}, "has 60 x 60 pixels; it may have 1 to 3,000"),
         ({"prompt": "a", "image": 3}, "must be a path, bytes, a data URI or a PIL image, not int"),
         ({"prompt": "a", "image": "data:image/png;base64,a"}, "the data URI is not base64"),
-        ({"prompt": "a", "image": "https://example.org/a.png"}, "is an address on the network, which is never read"),
+        ({"prompt": "a", "image": "https://example.org/a.png"}, "'image', https://.*a.png: .* is not read unless env"),
+        ({"prompt": "a", "image": "S3://bucket/a.png"}, "S3://bucket/a.png: .* only http and https are read"),
         ({"prompt": "a", "completion": "<image>", "image": "a.png"}, "an assistant turn has an image"),
     ],
 )

@@ -150,7 +150,10 @@ def test_a_message_whose_image_cannot_be_used_ends_the_rollout(looking):
     where = "environment 'dataset', for sample '[12]' in turn 1"
     for broken, problem in (
         (b"no image", f"{where}: the image is in no known format, or damaged"),
-        ("https://example.com/a.png", f"{where}: 'https://example.com/a.png' is an address on the network"),
+        (
+            "https://example.com/a.png",
+            f"{where}, https://example.com/a.png: an address on the network is not read here",
+        ),
         (None, "for sample '[12]' in turn 1 a part of the type image without an image"),
     ):
         looking.environment.broken = broken

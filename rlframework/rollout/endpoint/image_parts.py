@@ -75,7 +75,8 @@ def _bytes_of(address: str, where: str) -> bytes:
     scheme = urlsplit(address[:200]).scheme if ":" in address[:20] else ""
     if scheme in ("http", "https"):
         raise ApiError(
-            f"{where} is an address on the network ({address!r:.200}), which is never read; send the image itself, as "
+            f"{where} is an address on the network ({address!r:.200}), which is never read, so that no client can make "
+            "this machine send requests, also with environment.images.allow_addresses; send the image itself, as "
             "data:image/png;base64,..."
         )
     head, comma, body = address.partition(",")

@@ -131,7 +131,8 @@ def test_conversations_with_other_images_are_other_conversations(serving: Any, v
 
 
 BROKEN = {
-    "https://example.com/a.png": r"is an address on the network \('https://example.com/a.png'\), which is never read",
+    "https://example.com/a.png": r"is an address on the network \('https://example.com/a.png'\), which is never read, "
+    "so that no client can make this machine send requests, also with environment.images.allow_addresses",
     "file:///etc/hostname": "it must be a data URI",
     "data:text/plain;base64,aGk=": "it must be a data URI",
     "data:image/png;base64,": "the image is empty",

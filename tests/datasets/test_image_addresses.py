@@ -1,0 +1,138 @@
+"""Images at addresses: read once each if the key allows it, with limits, from a server of the test."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rlframework import load_config
+from rlframework.config.environments import DatasetConfig
+from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.datasets import image_addresses
+from rlframework.datasets.image_addresses import ImageAddresses
+from rlframework.datasets.pictures import decoded
+from rlframework.environments.dataset import DatasetEnvironment
+from rlframework.environments.preferences import PreferencesEnvironment
+from rlframework.errors import ConfigError, ImageError
+from rlframework.interfaces.messages import pictures_of
+
+
+def png(shade: int) -> bytes:
+    stored = BytesIO()
+    Image.new("RGB", (8, 8), (shade, 1, 2)).save(stored, "PNG")
+    return stored.getvalue()
+
+
+class Handler(BaseHTTPRequestHandler):
+    asked: Counter[str]
+
+    def do_GET(self) -> None:
+        name = self.path[1:]
+        self.asked[name] += 1
+        if name == "slow":
+            time.sleep(0.6)
+        if name == "later" and self.asked[name] > 1:
+            name = "20"
+        status, body = (200, png(int(name))) if name.isdigit() else (503 if name in ("busy", "later") else 404, b"none")
+        status, body = {"no-image": (200, b"<html>"), "large": (200, bytes(3000)), "cut": (200, png(1))}.get(
+            name, (status, body)
+        )
+        self.send_response(302 if name.startswith("to-") else status)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body) + (5 if name == "cut" else 0)))
+        if name.startswith("to-"):
+            self.send_header("Location", {"to-30": "/30", "to-file": "file:///etc/hostname"}[name])
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server; `Handler.asked` counts its requests."""
+    monkeypatch.setattr(Handler, "asked", Counter(), raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_port}"
+        made.shutdown()
+
+
+def test_each_address_is_read_once(server: str, tmp_path: Path) -> None:
+    """Of the rows of a data set and of pairs; whatever the server says that the content is."""
+    names = ["20", "30", "to-30", "later"]
+    rows = [{"prompt": f"<image>{n}?", "image": f"{server}/{names[n % 4]}", "answer": str(n)} for n in range(8)]
+    pairs = [row | {"chosen": "yes", "rejected": "no"} for row in rows]
+    images, fraction = {"allow_addresses": True}, 0.3
+    for name, given in (("rows", rows), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    answered = DatasetConfig(path=f"{tmp_path}/rows.jsonl", check="exact", images=images, validation_fraction=fraction)
+    paired = PreferencesConfig(path=f"{tmp_path}/pairs.jsonl", images=images, validation_fraction=fraction)
+    for environment in (DatasetEnvironment(answered, seed=0), PreferencesEnvironment(paired, seed=0)):
+        for _ in range(2):
+            samples = [*environment.samples("train"), *environment.samples("validation")]
+            shades = [
+                decoded(picture).getpixel((0, 0))[0] for each in samples for picture in pictures_of(each.messages)
+            ]
+            assert sorted(shades) == [20] * 4 + [30] * 4
+        assert Handler.asked == {"20": 1, "30": 2, "to-30": 1, "later": 2}
+        Handler.asked.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "requests"),
+    [
+        ("gone", "the image cannot be read: the server answers 404 Not Found", 1),
+        ("busy", "the image cannot be read: the server answers 503 Service Unavailable", 2),
+        ("large", "the image cannot be read: it has more than 2,000 bytes", 1),
+        ("slow", "the image cannot be read: timed out", 2),
+        ("cut", "the image cannot be read: the connection ended 5 bytes before the end", 2),
+        ("to-file", "the image cannot be read: .*redirect", 1),
+        ("no-image", "the image is in no known format, or damaged", 1),
+    ],
+)
+def test_what_cannot_be_read_names_address_and_row(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str, requests: int
+) -> None:
+    monkeypatch.setattr(image_addresses, "MAX_BYTES", 2000)
+    monkeypatch.setattr(image_addresses, "TIMEOUT", 0.3)
+    rows = [{"prompt": "a", "answer": "1"}, *({"prompt": "b", "answer": "2", "image": f"{server}/{name}"},) * 3]
+    rows.append({"prompt": "c", "answer": "3"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys: dict[str, Any] = {"path": f"{tmp_path}/rows.jsonl", "check": "exact"}
+    with pytest.raises(ImageError, match=rf"rows\.jsonl, line 2, column 'image', {server}/{name}: {problem}"):
+        DatasetEnvironment(DatasetConfig(**keys, images={"allow_addresses": True}), seed=0)
+    Handler.asked.clear()
+    images = {"allow_addresses": True, "invalid": "skip"}
+    environment = DatasetEnvironment(DatasetConfig(**keys, images=images), seed=0)
+    assert len(environment.samples("train")) + len(environment.samples("validation")) == 2
+    assert Handler.asked == {name: requests}
+
+
+def test_addresses_that_are_none_and_passwords() -> None:
+    for address, problem in (("http://", "no host given"), ("http://[x/", "Invalid IPv6"), ("http://a b/", "control")):
+        with pytest.raises(ImageError, match=f"here: the image cannot be read: .*{problem}"):
+            ImageAddresses().read(address, "here")
+
+
+def test_a_run_of_somebody_else_may_not_read_addresses(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "policy: {model_name: m}\nalgorithm: {name: sft}\n"
+        "environment: {name: dataset, path: rows.jsonl, images: {allow_addresses: true}}\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"environment\.images\.allow_addresses=.*, which makes this machine read the"
+    ):
+        load_config(tmp_path / "config.yaml", run=tmp_path)
