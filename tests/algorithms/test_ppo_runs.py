@@ -48,6 +48,7 @@ def test_a_critic_with_another_backend_group_and_batch_size(run_config: Any, ref
     assert found[0]["train/value_loss"] > reference[0]["train/value_loss"]
 
 
+@pytest.mark.thorough
 def test_a_critic_learns_the_returns(run_config: Any) -> None:
     """The policy stays as it is. A new head predicts 0, so its error is the mean square of the rewards."""
     keys = ["algorithm.num_steps=6", "critic.optimizer.lr=3e-3", "policy.optimizer.lr=0.0", NO_VALIDATION]

@@ -196,6 +196,7 @@ def test_the_answers_to_frequent_questions(tmp_path: Path) -> None:
     execute(DOCS / "faq.md", tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_exact_tokens(tmp_path: Path) -> None:
     execute(DOCS / "exact_tokens.md", tmp_path)
