@@ -10,7 +10,7 @@ ARGS ?=
 # Three processes for two cores: the tests that use Ray stay together in one of them, so that there is one Ray a session,
 # and mostly wait.
 PYTEST_ARGS ?= -n 3 --dist loadgroup
-SELECTED ?= -m "not thorough"
+SELECTED = -m "not thorough"
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14 python,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
