@@ -113,7 +113,7 @@ class PictureReader:
         return self._root / (unquote(urlparse(text).path) if _scheme(text) == "file" else text)
 
     def _downloaded(self, address: str, scheme: str, where: str) -> bytes:
-        """The content of an address on the network, if it may be read."""
+        """The bytes at an address on the network, if it may be read."""
         if self._addresses is None:
             raise ImageError(f"{where}: an address on the network is not read here; give the image itself")
         if scheme not in ("http", "https"):
