@@ -5,7 +5,10 @@ once: dealing a batch to the ranks and collecting their results, choosing engine
 exchanges, the ledger and the seeds of asynchronous training, and the timeline. Every rank and engine has the same load:
 8 rows of 64 tokens, a group; at 1,024 these are 8,192 rows, for example 512 prompts x 16. The
 client's part includes the routing, which is also measured alone. Sending over a network, Ray and the workers themselves
-are not in it.
+are not in it. As in a run, garbage collection leaves out what existed before the first step.
+
+Exchanges in which an engine finishes nothing are measured apart, with a thread for each engine as in a run: the time of
+one, and of as many as a step has at most.
 
     python benchmarks/scale.py --json docs/results/scale.json
 """
@@ -20,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +33,7 @@ from interleave import machine, table, write_json
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.generation.client import GenerationClient
+from rlframework.generation.engine_handle import RemoteEngine
 from rlframework.generation.scheduler import Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing
@@ -38,6 +42,7 @@ from rlframework.interfaces.worker_group import MultiWorkerFuture
 from rlframework.observers.timeline import Timeline, timeline_row
 from rlframework.rollout import seeds
 from rlframework.rollout.ledger import Ledger
+from rlframework.training.garbage import collecting_what_is_new
 from rlframework.workers import dispatch
 
 SIZES = (8, 64, 512, 1024, 4096)
@@ -46,6 +51,8 @@ ROWS, TOKENS, GROUP = 8, 64, 8
 STEP, GOAL, AT = 30.0, 0.02, 1024
 """The driver may take `GOAL` of a step of `STEP` seconds at `AT` ranks. 30 s is short: an answer of 4,000 tokens at
 100 tokens/s takes 40 s."""
+POLLS, MOST_POLLED = 20, 1024
+"""Exchanges of each engine in the measurement of one, and its largest number of engines, each of which has a thread."""
 AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
 PROMPT, TEXT, LOGPROBS = torch.arange(8), torch.arange(TOKENS), torch.zeros(TOKENS)
 Found = dict[str, Any]
@@ -119,11 +126,33 @@ class FakeEngine(SimpleNamespace):
 
 def drive(engines: int) -> None:
     """Await the completions of all requests from the client."""
+    client = GenerationClient([FakeEngine() for _ in range(engines)], limit=ROWS // 2)
+    asyncio.run(client.generate_all(requests(engines), [None] * (engines * ROWS)))
 
-    async def all_of_them(client: Any) -> None:
-        await asyncio.gather(*(client.generate(request) for request in requests(engines)))
 
-    asyncio.run(all_of_them(GenerationClient([FakeEngine() for _ in range(engines)], limit=ROWS // 2)))
+class PolledGroup(FakeGroup):
+    """An engine that finishes nothing in its first `polls` exchanges, and then all at once."""
+
+    def __init__(self, polls: int) -> None:
+        super().__init__(NamedSharding([0], ["worker"]))
+        self._polls, self._had = polls, list[GenerationRequest]()
+
+    def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
+        self._had += plan.kwargs[0]["requests"]
+        self._polls -= 1
+        incoming = Incoming() if self._polls >= 0 else answers(Outgoing(tuple(self._had)))
+        return MultiWorkerFuture([incoming], return_from_workers=plan.returned, called_workers=plan.called)
+
+
+def poll(engines: int, polls: int) -> None:
+    """Poll engines that have one request each `polls` times, each from its own thread, as a run does."""
+    handles = [RemoteEngine(PolledGroup(polls), f"engine {index}") for index in range(engines)]
+    try:
+        client = GenerationClient(handles, limit=1)
+        asyncio.run(client.generate_all(requests(engines)[:engines], [None] * engines))
+    finally:
+        for handle in handles:
+            handle.close()
 
 
 def keep_the_ledger(engines: int) -> None:
@@ -173,9 +202,10 @@ def seconds(part: Callable[[int], None], size: int, repeats: int) -> float:
     requests(size)
     for _ in range(repeats):
         gc.collect()
-        begun = time.process_time()
-        part(size)
-        times.append(time.process_time() - begun)
+        with collecting_what_is_new():
+            begun = time.process_time()
+            part(size)
+            times.append(time.process_time() - begun)
     return min(times)
 
 
@@ -186,9 +216,24 @@ def measure(sizes: Sequence[int]) -> Found:
         part(8)  # imports and caches
         found[name] = {}
         for size in sizes:
-            found[name][str(size)] = seconds(part, size, 5 if size <= 64 else 3 if size <= 512 else 1)
+            found[name][str(size)] = seconds(part, size, 5 if size <= 64 else 3)
             if found[name][str(size)] > 20.0:
                 break
+    return found
+
+
+def measure_exchanges(sizes: Sequence[int]) -> Found:
+    """Measure the CPU time of an exchange that finishes nothing, and of the most exchanges that a step may have."""
+    found: Found = {}
+    poll(8, 1)
+    for size in (size for size in sizes if size <= MOST_POLLED):
+        with_polls, without = (seconds(partial(poll, polls=polls), size, 3) for polls in (POLLS, 0))
+        each = (with_polls - without) / size / POLLS
+        client: Any = GenerationClient([FakeEngine()] * size, limit=1)  # type: ignore[list-item]
+        batch = STEP / client.longest(client.engines[0])
+        client.gather = True  # requests come one by one
+        single = STEP / client.longest(client.engines[0])
+        found[str(size)] = {"exchange": each, "most_of_a_batch": batch, "most": single}
     return found
 
 
@@ -218,6 +263,17 @@ def main() -> None:
     if AT in arguments.sizes:
         result["share"] = sum(times.get(str(AT), math.inf) for name, times in found.items() if name != "routing") / STEP
         print(f"at {AT}: {result['share']:.2%} of a step of {STEP:g} s (at most {GOAL:.0%})")
+    result["exchanges"] = measure_exchanges(arguments.sizes)
+    head = ["engines", "us an exchange", "most in a step: of a batch", "of a step", "one by one", "of a step"]
+    lines = []
+    for size, each in result["exchanges"].items():
+        shares = [
+            cell
+            for name in ("most_of_a_batch", "most")
+            for cell in (f"{each[name]:.0f}", f"{each[name] * each['exchange'] * int(size) / STEP:.2%}")
+        ]
+        lines.append([size, f"{each['exchange'] * 1e6:.0f}", *shares])
+    print(table([head, *lines]))
     if arguments.json:
         write_json(arguments.json, result)
 

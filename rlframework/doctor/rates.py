@@ -87,7 +87,7 @@ def rates_of(run: Run, source: str) -> Rates:
     apart = any(REFITS in row.lanes for row in run.timeline)
     engines = int(config["generation"]["workers"]["num_workers"]) if apart else workers
     rows = int(algorithm["prompts_per_step"]) * int(algorithm["samples_per_prompt"])
-    busy = mean(sum(time for lane, time in row.busy.items() if lane.startswith("engine ")) for row in steps)
+    busy = mean(row.engine_seconds for row in steps)
     engine = busy if apart else busy * workers  # those inside the trainer's workers have one lane
     at_once = min(int(config["generation"]["batch_size"]), math.ceil(rows / engines))
     tokens = rows * mean(row["train/completion_length"] * row.get("train/sampling_rounds", 1.0) for row in metrics)

@@ -15,11 +15,16 @@ from rlframework.generation.engine_handle import EngineHandle
 from rlframework.generation.scheduler import Outcome, Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming
-from rlframework.observers.timeline import Timeline
+from rlframework.observers.timeline import ENGINE, Timeline
 from rlframework.weight_sync.receiver import listed
 
 _SHORT = 0.1
 """Seconds of an exchange while requests come one by one."""
+_MOST_EXCHANGES, _MOST_OF_A_BATCH = 500, 50
+"""Exchanges per second that may end without a result, of all engines together: with more engines each takes longer.
+
+Fewer while only batches are generated, because no request is about to come that an engine could begin with.
+"""
 
 
 class GenerationClient:
@@ -52,6 +57,8 @@ class GenerationClient:
         """The number of engines that get their own requests; an engine handle may have several."""
         self._scheduler = Scheduler(self.lanes, limit)
         self._answers: dict[str, asyncio.Future[GenerationResult]] = {}
+        self._single = 0
+        """Requests that `generate` awaits: more of these may come at any time."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._engine_of = [index for index, lanes in enumerate(self._lanes) for _ in lanes]
         self._undriven: set[int] = set()
@@ -72,25 +79,49 @@ class GenerationClient:
         `RequestError` for a request that the engine rejects, and what the engine has failed with; a request is given to
         another engine only if its engine was lost (`WorkerLost`) or does not answer (`DeadlineExceeded`).
         """
-        self._require_ready()
-        self._scheduler.add(request, lane)
-        loop, request_id = asyncio.get_running_loop(), request.request_id
-        answer: asyncio.Future[GenerationResult] = loop.create_future()
-        self._answers[request_id] = answer
-        timer = None if timeout is None else loop.call_later(timeout, self._expire, request_id)
-        self._drive()
+        answer, timer = self._submit(request, lane), None
+        if timeout is not None:
+            timer = asyncio.get_running_loop().call_later(timeout, self._expire, request.request_id)
+        self._single += 1
         try:
             return await answer
-        except asyncio.CancelledError:
-            self._scheduler.cancel(request_id)
-            self._drive()
-            raise
         finally:
+            self._single -= 1
             if timer is not None:
                 timer.cancel()
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # counts as seen, also where this task was cancelled meanwhile
-            del self._answers[request_id]
+            self._finish(request.request_id, answer)
+
+    async def generate_all(
+        self, requests: Sequence[GenerationRequest], lanes: Sequence[int | None]
+    ) -> list[GenerationResult]:
+        """Return the completions of `requests`, each for its lane, in order: like `generate`, without a task for each.
+
+        After an error the others are aborted.
+        """
+        answers: dict[str, asyncio.Future[GenerationResult]] = {}
+        try:
+            for request, lane in zip(requests, lanes, strict=True):
+                answers[request.request_id] = self._submit(request, lane)
+            return await asyncio.gather(*answers.values())
+        finally:
+            for request_id, answer in answers.items():
+                self._finish(request_id, answer)
+
+    def _submit(self, request: GenerationRequest, lane: int | None) -> asyncio.Future[GenerationResult]:
+        self._require_ready()
+        self._scheduler.add(request, lane)
+        answer = self._answers[request.request_id] = asyncio.get_running_loop().create_future()
+        self._drive()
+        return answer
+
+    def _finish(self, request_id: str, answer: asyncio.Future[GenerationResult]) -> None:
+        """Forget a request whose answer is not awaited any more; abort it if there is none."""
+        if not answer.done() or answer.cancelled():
+            self._scheduler.cancel(request_id)
+            self._drive()
+        else:
+            answer.exception()  # counts as seen, also where this task was cancelled meanwhile
+        del self._answers[request_id]
 
     def interrupt(self) -> None:
         """Abort all requests in progress, so that each gives what it has, as if its time was up."""
@@ -116,6 +147,13 @@ class GenerationClient:
         lost, self.engines[index] = self.engines[index], engine
         self._exchanges.pop(index, None)
         self._answer(self._scheduler.replaced(self._lanes[index], WorkerLost(f"{lost.name} was lost")))
+
+    def longest(self, engine: EngineHandle) -> float:
+        """Return the seconds after which an exchange ends without a result, so that the engine gets what is new."""
+        if self.gather is None and not self._single:
+            return max(engine.interval, len(self.engines) / _MOST_OF_A_BATCH)
+        interval = engine.interval if self.gather is None else min(engine.interval, _SHORT)
+        return max(interval, len(self.engines) / _MOST_EXCHANGES)
 
     # -- engines -------------------------------------------------------------------------------------------------------
 
@@ -156,8 +194,7 @@ class GenerationClient:
             if index not in self._exchanges:
                 outgoing = [self._scheduler.outgoing(lane) for lane in lanes]
                 self._require_ready()  # a refit may have failed since the requests were accepted
-                interval = engine.interval if self.gather is None else min(engine.interval, _SHORT)
-                self._exchanges[index] = engine.exchange(outgoing, interval)
+                self._exchanges[index] = engine.exchange(outgoing, self.longest(engine))
             answers = await _result(self._exchanges[index])
             del self._exchanges[index]
             self._require_ready()  # a refit may have failed meanwhile
@@ -169,7 +206,7 @@ class GenerationClient:
         ended = time.perf_counter()
         self.busy_seconds += ended - begun
         if self.timeline is not None:
-            self.timeline.add(f"engine {index}", "generate", begun, ended)
+            self.timeline.add(f"{ENGINE}{index}", "generate", begun, ended)
         return outcomes
 
     def _failed(self, index: int, error: Exception) -> list[Outcome]:
@@ -199,12 +236,20 @@ class GenerationClient:
 
 async def _result(future: Future[list[Incoming]]) -> list[Incoming]:
     """Wait for `future`, which goes on if the waiting task is cancelled, even after the end of its event loop."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    if future.done():
+        await asyncio.sleep(0)
+        return future.result()
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle() -> None:
+        if not done.done():
+            done.set_result(None)
 
     def wake(_: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(done.set)
+            loop.call_soon_threadsafe(settle)
 
     future.add_done_callback(wake)
-    await done.wait()
+    await done
     return future.result()

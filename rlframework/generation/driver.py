@@ -27,7 +27,6 @@ from rlframework.generation.completions import Completions, require_version
 from rlframework.generation.engine_handle import EmbeddedEngines, EngineHandle
 from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.stop_tokens import stop_tokens
-from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.observers.timeline import REFITS
@@ -133,8 +132,7 @@ class Generation:
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         shards = np.array_split(np.arange(len(requests)), self.client.lanes)
         lanes = [lane for lane, rows in enumerate(shards) for _ in rows]
-        pairs = zip(requests, lanes, strict=True)
-        return await gather_or_cancel([self.client.generate(request, lane=lane) for request, lane in pairs])
+        return await self.client.generate_all(requests, lanes)
 
 
 class RemoteGeneration(Generation):

@@ -37,7 +37,7 @@ class _Entry:
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = len(self.request.prompt_ids) + self.request.max_new_tokens
+        self.tokens = self.request.prompt_ids.numel() + self.request.max_new_tokens
 
 
 @dataclass(eq=False)
@@ -267,7 +267,8 @@ class Scheduler:
             heapq.heapify(self._free)
 
     def _has_room(self, lane: int) -> bool:
-        return self._lanes[lane].alive and self.in_flight(lane)[0] < self._limit
+        own = self._lanes[lane]
+        return own.alive and len(own.assigned) + len(own.running) < self._limit
 
     def _take(self, entry: _Entry, lane: int) -> None:
         if entry.wanted:

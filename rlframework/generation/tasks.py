@@ -14,7 +14,8 @@ async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, R]]) -> list
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -6,21 +6,31 @@ reads of a clock per span.
 
 from __future__ import annotations
 
+import heapq
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
+from statistics import median
 from typing import Any
 
 from rlframework.plugins.hookspec import TimeSpan
 
 TRAINER, REFITS, ENVIRONMENT = "trainer", "refits", "environment"
 """Lanes besides those of the engines."""
+ENGINE = "engine "
+"""What the lane of an engine is called, before its number."""
+ENGINES = 16
+"""Engines whose spans are written and drawn: the first ones."""
 
 _RESOLUTION = 0.005
 """Gaps between equal activities that are shorter than this fraction of a step are not written."""
 _SHORTEST = 0.0005
 """Seconds of the shortest span that is written."""
+_BUSIEST = 3
+"""Engines that are named among more than `ENGINES`."""
 
 
 class Timeline:
@@ -59,29 +69,57 @@ def timeline_row(step: int, spans: Sequence[TimeSpan], start: float, end: float)
 
     `lanes` has activity, start and end of the spans of each lane, in seconds from `start`, before which an engine may
     have begun; spans between which there is next to no time are joined, and of spans that overlap, the later one begins
-    where the earlier one ends. `busy` has the seconds of each lane without what was joined.
+    where the earlier one ends. `busy` has the seconds of each lane without what was joined. Of more than `ENGINES`
+    engines, only the first have lanes, and `engines` says how busy all of them were (`_summary`).
     """
-    lanes: dict[str, list[tuple[str, float, float]]] = {}
-    busy: dict[str, float] = {}
-    for span in sorted(spans, key=lambda span: span.start):
-        own = lanes.setdefault(span.lane, [])
-        begun, ended = span.start - start, span.end - start
-        begun = max(begun, own[-1][2]) if own else begun
-        if ended <= begun:
-            continue
-        busy[span.lane] = busy.get(span.lane, 0.0) + ended - begun
-        if own and own[-1][0] == span.activity and begun - own[-1][2] <= _RESOLUTION * (end - start):
-            begun = own.pop()[1]
-        own.append((span.activity, begun, ended))
-    lanes = {lane: [each for each in own if each[2] - each[1] >= _SHORTEST] for lane, own in lanes.items()}
-    return {
+    by_lane: dict[str, list[TimeSpan]] = {}
+    for span in spans:
+        by_lane.setdefault(span.lane, []).append(span)
+    apart = {lane: list(_apart(own, start)) for lane, own in sorted(by_lane.items())}
+    engines = sorted((lane for lane in apart if lane.startswith(ENGINE)), key=lambda lane: (len(lane), lane))
+    busy = {lane: sum(ended - begun for _, begun, ended in own) for lane, own in apart.items()}
+    hidden = set(engines[ENGINES:])
+    lanes = {lane: _joined(own, _RESOLUTION * (end - start)) for lane, own in apart.items() if lane not in hidden}
+    row = {
         "step": step,
         "start": round(start, 3),
         "seconds": round(end - start, 3),
-        "lanes": {
-            lane: [(activity, round(begun, 3), round(ended, 3)) for activity, begun, ended in own]
-            for lane, own in sorted(lanes.items())
-            if own
-        },
-        "busy": {lane: round(seconds, 3) for lane, seconds in sorted(busy.items()) if lanes[lane]},
+        "lanes": {lane: own for lane, own in lanes.items() if own},
+        "busy": {lane: round(busy[lane], 3) for lane, own in lanes.items() if own},
+    }
+    return row | ({"engines": _summary({lane: busy[lane] for lane in engines})} if hidden else {})
+
+
+def _apart(spans: Sequence[TimeSpan], start: float) -> Iterator[tuple[str, float, float]]:
+    """Activity, start and end of the spans of a lane, in seconds from `start`, without what overlaps."""
+    until = -math.inf
+    for _, activity, begun, ended in sorted(spans, key=itemgetter(2)):
+        if ended > max(begun, until):
+            yield activity, max(begun, until) - start, ended - start
+            until = ended
+
+
+def _joined(spans: Sequence[tuple[str, float, float]], gap: float) -> list[tuple[str, float, float]]:
+    """Join the spans of equal activities between which there is at most `gap`, and leave out very short ones."""
+    joined: list[tuple[str, float, float]] = []
+    for activity, begun, ended in spans:
+        if joined and joined[-1][0] == activity and begun - joined[-1][2] <= gap:
+            begun = joined.pop()[1]
+        joined.append((activity, begun, ended))
+    return [
+        (activity, round(begun, 3), round(ended, 3)) for activity, begun, ended in joined if ended - begun >= _SHORTEST
+    ]
+
+
+def _summary(busy: Mapping[str, float]) -> dict[str, Any]:
+    """How many engines there are, their busy seconds together, and the least, median and most of one; the busiest."""
+    seconds = sorted(busy.values())
+    busiest = heapq.nlargest(_BUSIEST, busy, key=lambda lane: busy[lane])
+    return {
+        "count": len(seconds),
+        "busy": round(sum(seconds), 3),
+        "min": round(seconds[0], 3),
+        "median": round(median(seconds), 3),
+        "max": round(seconds[-1], 3),
+        "busiest": {lane: round(busy[lane], 3) for lane in busiest},
     }

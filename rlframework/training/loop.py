@@ -22,6 +22,7 @@ from rlframework.observers.timeline import TRAINER, Timeline
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.rollouts import validate
 from rlframework.training.checkpoints import Checkpoints
+from rlframework.training.garbage import collecting_what_is_new
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.performance import performance_metrics
 from rlframework.training.recording import Recorder, profiling
@@ -139,7 +140,7 @@ class StepLoop(Algorithm):
         """See `Algorithm.run`. The `history` of a resumed run begins at its checkpoint."""
         validation = self.config.validation
         self.parts.timeline = self.parts.generation.client.timeline = self.timeline
-        with self.checkpoints.handling_signals(), self.checkpoints.finishing():
+        with collecting_what_is_new(), self.checkpoints.handling_signals(), self.checkpoints.finishing():
             last = self._begin()
             for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
                 metrics, samples = self._timed_step(step)

@@ -105,6 +105,78 @@ def test_requests_finish_one_by_one(inline: bool) -> None:
     assert (threading.get_ident() in engines[0].threads) is inline
 
 
+def test_a_batch_is_returned_in_order_each_row_from_its_lane() -> None:
+    engines = [Engine(polls=2, limit=3), Engine(limit=3)]
+    client = GenerationClient(engines, limit=3)
+
+    async def test() -> None:
+        results = await client.generate_all([request(number) for number in range(12)], [0] * 6 + [1] * 6)
+        assert [int(each.token_ids) for each in results] == list(range(12))
+
+    run(test)
+    assert [engine.seen for engine in engines] == [[f"r{n}" for n in range(6)], [f"r{n}" for n in range(6, 12)]]
+
+
+@pytest.mark.parametrize("cause", ["rejected", "cancelled", "name in use"])
+def test_the_rest_of_a_batch_is_aborted_after_an_error(cause: str) -> None:
+    engine = Engine(polls=10**6)
+    client = GenerationClient([engine], limit=9)
+
+    async def test() -> None:
+        last = {"rejected": request(-1), "cancelled": request(2), "name in use": request(0)}[cause]
+        batch = asyncio.ensure_future(client.generate_all([request(0), request(1), last], [None] * 3))
+        if cause == "cancelled":
+            await until(lambda: "r2" in engine.seen)
+            batch.cancel()
+        with pytest.raises(asyncio.CancelledError if cause == "cancelled" else RequestError):
+            await batch
+        await client.drain()
+
+    run(test)
+    assert not engine.held[0]
+    assert set(engine.aborted) == {"cancelled": {"r0", "r1", "r2"}, "rejected": {"r0", "r1"}}.get(cause, set())
+
+
+@pytest.mark.parametrize(("engines", "batch", "single"), [(1, 0.1, 0.1), (50, 1.0, 0.1), (1000, 20.0, 2.0)])
+def test_exchanges_of_many_engines_last_longer(engines: int, batch: float, single: float) -> None:
+    """All engines together have at most 500 in a second, 50 if no request is about to come."""
+    timeouts = []
+
+    class Polled(Engine):
+        interval = 0.1
+
+        def _exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> list[Incoming]:
+            timeouts.append(timeout)
+            return super()._exchange(outgoing, timeout)
+
+    client = GenerationClient([Polled(inline=True) for _ in range(engines)], limit=1)
+
+    async def at_once() -> None:
+        pass
+
+    async def test() -> None:
+        await client.generate_all([request(0)], [None])
+        await client.generate(request(1))
+        client.gather = at_once  # episodes, whose next turns come one by one
+        await client.generate_all([request(2)], [None])
+
+    run(test)
+    assert timeouts == pytest.approx([batch, single, single])
+
+
+def test_engines_that_are_called_together_have_short_exchanges_only_while_requests_come() -> None:
+    engine = Engine()
+    engine.interval = 1.0
+    client = GenerationClient([engine], limit=1)
+    assert client.longest(engine) == 1.0
+
+    async def at_once() -> None:
+        pass
+
+    client.gather = at_once
+    assert client.longest(engine) == pytest.approx(0.1)
+
+
 def test_a_lane_can_be_chosen_and_sessions_stay() -> None:
     engines = [Engine(), Engine()]
     client = GenerationClient(engines, limit=99)

@@ -115,6 +115,26 @@ def test_spans_with_next_to_no_time_between_them_are_joined_but_not_counted() ->
     }
 
 
+def test_of_many_engines_the_first_have_lanes_and_all_are_summed_up(tmp_path: Path) -> None:
+    """1,000 engines; engine n is busy for 1 + n milliseconds of 2 seconds."""
+    spans = [TimeSpan(f"engine {n}", "generate", 100.0, 100.001 + n / 1000) for n in reversed(range(1000))]
+    spans.append(TimeSpan("trainer", "generate", 100.0, 101.0))
+    spans.append(TimeSpan("refits", "refit", 101.5, 102.0))
+    row = timeline_row(1, spans, 100.0, 102.0)
+    assert set(row["lanes"]) == set(row["busy"]) == {*(f"engine {n}" for n in range(16)), "trainer", "refits"}
+    assert row["engines"] == {
+        "count": 1000, "busy": 500.5, "min": 0.001, "median": pytest.approx(0.5005, abs=6e-4), "max": 1.0,
+        "busiest": {"engine 999": 1.0, "engine 998": 0.999, "engine 997": 0.998},
+    }  # fmt: skip
+    assert len(json.dumps(row)) < 2000
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 2.0}\n')
+    (tmp_path / "timeline.jsonl").write_text(json.dumps(row) + "\n")
+    found = timeline_of(read_run(tmp_path, "r"))
+    assert found is not None
+    assert found["hidden"] == 984
+    assert found["hint"] == hint(0.5, 1.0 - 500.5 / 2.0 / 1000, False)
+
+
 def test_spans_are_written_with_the_step_in_which_they_end(tmp_path: Path) -> None:
     timeline, now = Timeline(), time.perf_counter()
     timeline.add("trainer", "train", now, now + 2.0)

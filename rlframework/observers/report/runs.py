@@ -31,6 +31,7 @@ from rlframework.observers.jsonl import (
     series,
 )
 from rlframework.observers.services import flatten
+from rlframework.observers.timeline import ENGINE
 from rlframework.secrets import hide_secrets
 
 CONFIG_FILE, MODEL = "config.yaml", "model"
@@ -86,6 +87,15 @@ Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Of a step: what is beyond 30 years is damage."""
 
 
+class EngineSummary(BaseModel):
+    """How busy many engines were, see `timeline_row`: their number, and their seconds together."""
+
+    model_config = ConfigDict(frozen=True)
+
+    count: int
+    busy: Seconds
+
+
 class TimelineRow(BaseModel):
     """A line of `timeline.jsonl`, see `timeline_row`."""
 
@@ -95,6 +105,14 @@ class TimelineRow(BaseModel):
     seconds: Seconds
     lanes: dict[str, list[tuple[str, Seconds, Seconds]]]
     busy: dict[str, Seconds]
+    engines: EngineSummary | None = None
+
+    @property
+    def engine_seconds(self) -> float:
+        """The seconds in which engines had requests, a sum over all of them."""
+        if self.engines is not None:
+            return self.engines.busy
+        return sum(seconds for lane, seconds in self.busy.items() if lane.startswith(ENGINE))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from itertools import accumulate
 from typing import TypedDict
 
 from rlframework.observers.report.runs import Run, TimelineRow
-from rlframework.observers.timeline import ENVIRONMENT, REFITS, TRAINER
+from rlframework.observers.timeline import ENGINES, ENVIRONMENT, REFITS, TRAINER
 
 STEPS = 10
 """Maximum number of steps that are drawn: the last ones."""
-ENGINES = 16
-"""Maximum number of engines that are drawn: the first ones."""
 LITTLE = 0.1
 """Fraction of the time below which waiting is not worth a change."""
 
@@ -58,7 +56,8 @@ def timeline_of(run: Run) -> TimelineData | None:
     lanes = [TRAINER, *engines[:ENGINES], *sorted(names & {REFITS, ENVIRONMENT})]
     drawn = {lane: _spans(lane, list(zip(starts, shown, strict=True)), apart) for lane in lanes}
     activities = list(dict.fromkeys([*spent, *(span[0] for spans in drawn.values() for span in spans)]))
-    idle = 1.0 - sum(busy[name] for name in engines) / max(1, len(engines))
+    count = max([len(engines), *(row.engines.count for row in rows if row.engines is not None)])
+    idle = 1.0 - sum(row.engine_seconds for row in rows) / total / max(1, count)
     return TimelineData(
         steps=[(row.step, round(start, 3)) for start, row in zip(starts, shown, strict=True)],
         seconds=round(end, 3),
@@ -72,7 +71,7 @@ def timeline_of(run: Run) -> TimelineData | None:
             for lane, spans in drawn.items()
         ],
         shares=[(name, round(seconds / total, 4)) for name, seconds in spent.items()],
-        hidden=len(engines[ENGINES:]),
+        hidden=max(0, count - ENGINES),
         hint=hint(waits, idle, "async/staleness_max" in run.names) if apart and engines else "",
     )
 

@@ -1,0 +1,28 @@
+"""What the garbage collector looks at during a run."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from rlframework.training.garbage import collecting_what_is_new
+
+
+class Node:
+    """An object in a cycle, which only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_older_objects_are_left_out_until_the_end_and_new_ones_are_collected() -> None:
+    older = Node()
+    gone = weakref.ref(older)
+    with collecting_what_is_new():
+        newer = weakref.ref(Node())
+        del older
+        gc.collect()
+        assert newer() is None
+        assert gone() is not None
+    gc.collect()
+    assert gone() is None
