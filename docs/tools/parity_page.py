@@ -58,8 +58,14 @@ def page() -> str:
 
 
 def _algorithms() -> list[str]:
-    """The worst case of each algorithm on each backend, over its layouts, from `parity_algorithms.json`."""
-    report = json.loads((RESULTS / "parity_algorithms.json").read_text(encoding="utf-8"))
+    """All algorithms over few steps, and some over many."""
+    files = ("parity_algorithms.json", "parity_algorithms_20_steps.json")
+    return ["## Algorithms", *(part for file in files for part in _worst_cases(file)), _ALGORITHMS_COMMAND]
+
+
+def _worst_cases(file: str) -> list[str]:
+    """The worst case of each algorithm on each backend, over its layouts, from the results in `file`."""
+    report = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     outcomes = report["outcomes"]
     backends = list(dict.fromkeys(one["backend"] for one in outcomes))
     rows = []
@@ -69,11 +75,10 @@ def _algorithms() -> list[str]:
     layouts = {name: [one["layout"] for one in outcomes if one["backend"] == name] for name in backends}
     compared = "; ".join(f"`{name}` in {', '.join(dict.fromkeys(found))}" for name, found in layouts.items())
     return [
-        "## Algorithms",
+        f"### {report['settings']['steps']} steps",
         (f"{_ran_on(report)} In float32, by `rlframework parity --algorithm`, the worst case over: {compared}."),
         table(("algorithm", "backend", *QUANTITIES.values(), "verdict"), rows),
-        "[The JSON](parity_algorithms.json).",
-        _ALGORITHMS_COMMAND,
+        f"[The JSON]({file}).",
     ]
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from rlframework.training.garbage import collecting_what_is_new
 
@@ -15,6 +18,15 @@ class Node:
         self.itself = self
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As outside of the tests, which freeze what they import."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_older_objects_are_left_out_until_the_end_and_new_ones_are_collected() -> None:
     older = Node()
     gone = weakref.ref(older)
@@ -26,3 +38,11 @@ def test_older_objects_are_left_out_until_the_end_and_new_ones_are_collected() -
         assert gone() is not None
     gc.collect()
     assert gone() is None
+
+
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with collecting_what_is_new():
+        Node()
+    assert gc.get_freeze_count() >= count > 0
