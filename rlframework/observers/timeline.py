@@ -21,7 +21,7 @@ from rlframework.plugins.hookspec import TimeSpan
 TRAINER, REFITS, ENVIRONMENT = "trainer", "refits", "environment"
 """Lanes besides those of the engines."""
 ENGINE = "engine "
-"""What the lane of an engine is called, before its number."""
+"""The name of the lane of an engine, before its number."""
 ENGINES = 16
 """Engines whose spans are written and drawn: the first ones."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from probe_forked import run_program
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "data.py"
 
 
+@pytest.mark.thorough
 def test_the_data_benchmark(tmp_path):
     done = run_program(SCRIPT, "--small", "--json", tmp_path / "data.json")
     assert done.returncode == 0, done.stderr

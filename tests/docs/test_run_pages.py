@@ -25,7 +25,7 @@ HERE = {
     "models/base": "runs/run/model",
     "CONFIG": "run.yaml",
 }
-"""What the commands of the pages name, and what stands for it after a run of one step."""
+"""Names in the commands of the pages, with their values after a run of one step."""
 
 
 def sections(page: str) -> list[dict[str, Any]]:

@@ -90,6 +90,7 @@ def test_any_answer_but_a_server_error_is_an_answer(
     assert found is None if problem is None else problem in str(found)
 
 
+@pytest.mark.thorough
 def test_a_cached_model_is_used_when_the_hub_cannot_be_reached(
     online: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,9 +47,9 @@ class Answers:
     def end(self, session: str) -> None:
         assert session == "session"
 
-    async def complete(self, prompt: torch.Tensor, seed: int, *_: object, **__: object) -> GenerationResult:
-        ids = torch.tensor(self._tokenizer.encode(str(seed), add_special_tokens=False))
-        return GenerationResult("", ids, torch.zeros(len(ids)), "stop", ())
+    async def complete_group(self, prompt: torch.Tensor, seeds: Any, *_: object) -> list[GenerationResult]:
+        rows = [torch.tensor(self._tokenizer.encode(str(seed), add_special_tokens=False)) for seed in seeds]
+        return [GenerationResult("", ids, torch.zeros(len(ids)), "stop", ()) for ids in rows]
 
 
 @pytest.fixture

@@ -65,6 +65,7 @@ def test_other_policies_with_a_critic_of_the_reference_backend_in_one_process(fo
         assert row["train/critic_loss"] == pytest.approx(row["train/loss"], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_run_is_resumed_with_its_critic_bit_for_bit(followed, tmp_path):
     """The critic has its own learning rate, schedule, backend and process."""
     options = ["critic.optimizer.lr=3e-3", "critic.scheduler={name: linear}", "algorithm.num_steps=4"]

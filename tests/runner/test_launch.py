@@ -100,6 +100,7 @@ def test_groups_of_equal_rewards_are_counted_and_are_no_work(run_config, tmp_pat
         assert "train/ratio" not in row  # nothing was trained on
 
 
+@pytest.mark.thorough
 def test_supervised_training_learns_and_stops_at_its_goal(run_config, tmp_path):
     result = run(
         run_config(

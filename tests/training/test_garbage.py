@@ -1,4 +1,4 @@
-"""What the garbage collector looks at during a run."""
+"""Objects that the garbage collector looks at during a run."""
 
 from __future__ import annotations
 

@@ -161,6 +161,7 @@ class TestOnRay:
             worker.nothing.remote()
         ray.kill(worker)
 
+    @pytest.mark.thorough
     def test_the_asynchronous_form_returns_a_reference_and_the_initializer(self, place):
         created, initializer = RayWorkerBuilder("probe_group_workers:Decorated").create_worker_async(
             place, 0, 0, runtime_env={"env_vars": {"FROM_BOTH": "caller"}}
