@@ -51,6 +51,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Try the same examples in each `make test` of a commit; `--thorough` tries new ones."""
+    if config.pluginmanager.hasplugin("hypothesispytest") and not config.getoption("thorough"):
+        from hypothesis import settings
+
+        settings.register_profile("repeatable", derandomize=True)
+        settings.load_profile(config.getoption("--hypothesis-profile") or "repeatable")
+
+
 def _keep_imports() -> None:
     """Exempt imported modules from garbage collection, which would otherwise scan them in thousands of tests."""
     global _imported

@@ -112,7 +112,8 @@ def history(folder: Path, name: str, model: Path, seed: int, overrides: Sequence
     keys = [f"algorithm.name={algorithm}", f"algorithm.preset={preset or 'null'}", *SECTIONS.get(algorithm, ())]
     keys += [*overrides, f"seed={seed}"]
     places = [f"output_dir={str(folder)!r}", f"policy.model_name={str(model)!r}"]
-    return run(load_config(QUICKSTART / "grpo.yaml", [*keys, *places])).history
+    # a run that was stopped before its first checkpoint begins again
+    return run(load_config(QUICKSTART / "grpo.yaml", [*keys, *places]), overwrite=True).history
 
 
 def curve(rows: History) -> Curve:
