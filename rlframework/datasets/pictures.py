@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from rlframework.config.environments import RowsConfig
 from rlframework.config.images import ImagesConfig
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.errors import ConfigError, ImageError
@@ -92,7 +93,7 @@ class PictureReader:
     def _picture(self, value: Any, where: str) -> Picture:
         if isinstance(value, Mapping):  # as `datasets` stores images
             value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
-        if isinstance(value, str) and (scheme := _scheme(value)) in _NETWORK:
+        if isinstance(value, str) and (scheme := scheme_of(value)) in _NETWORK:
             where = f"{where}, {hide_in_text(value)[:200]}"
             value = self._downloaded(value, scheme, where)
         elif isinstance(value, str):
@@ -110,7 +111,7 @@ class PictureReader:
                 return base64.b64decode(text.partition(",")[2], validate=True)
             except binascii.Error as error:
                 raise ImageError(f"{where}: the data URI is not base64 ({error})") from error
-        return self._root / (unquote(urlparse(text).path) if _scheme(text) == "file" else text)
+        return self._root / (unquote(urlparse(text).path) if scheme_of(text) == "file" else text)
 
     def _downloaded(self, address: str, scheme: str, where: str) -> bytes:
         """The bytes at an address on the network, if it may be read."""
@@ -126,13 +127,21 @@ class PictureReader:
         return self._addresses.read(address, where)
 
 
-def _scheme(text: str) -> str:
-    """The scheme of an address in lower case; empty for a path."""
+def reader_of(config: RowsConfig, addresses: ImageAddresses, *, validation: bool) -> PictureReader | None:
+    """Return the reader of the images of training rows, or of those given for `validation`; None if rows have none."""
+    if config.images is None:
+        return None
+    path = config.validation_path if validation and config.validation_path else config.path
+    return PictureReader(config.images, _folder_of(path), addresses)
+
+
+def scheme_of(text: str) -> str:
+    """Return the scheme of an address in lower case; empty for a path."""
     return text[:8].partition(":")[0].lower() if ":" in text[:8] else ""
 
 
-def folder_of(path: str | None) -> Path:
-    """Return the folder that relative paths in the data `path` start from: its own; the current one if it has none."""
+def _folder_of(path: str | None) -> Path:
+    """The folder that relative paths in the data `path` start from: its own; the current one if it has none."""
     given = Path(path or ".").expanduser()
     return given if given.is_dir() else given.parent
 

@@ -22,12 +22,12 @@ def engine_environment(config: RunConfig, program: Path) -> Mapping[str, Any]:
     `python`: that Python. If the program fails, there is only that and the `error`. It is run once for each Python.
     """
     workers = config.generation.workers
-    return asked(python_path(workers.python if workers else None) or sys.executable, program)
+    return answer_in(python_path(workers.python if workers else None) or sys.executable, program)
 
 
 @lru_cache(8)
-def asked(python: str, program: Path) -> Mapping[str, Any]:
-    """Return what `program` prints in `python`, as `engine_environment`."""
+def answer_in(python: str, program: Path) -> Mapping[str, Any]:
+    """Return what `program` prints in `python`, as `engine_environment`; remembered."""
     try:
         return {"python": python, **ask([python, "-P", str(program)], _PATIENCE)}
     except ProbeError as error:

@@ -22,7 +22,7 @@ from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import conversation_of
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import Source, shuffled
-from rlframework.datasets.pictures import PictureReader, decoded, folder_of, log_left_out
+from rlframework.datasets.pictures import decoded, log_left_out, reader_of
 from rlframework.datasets.rendering import has_answer
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import JoinedRows, Rows
@@ -178,7 +178,8 @@ class DatasetEnvironment(VerifiableEnvironment):
 
     def _sample(self, rows: Rows, number: int) -> Sample:
         where, row = rows.where(number), rows[number]
-        conversation = conversation_of(row, self._config.columns, where, self._pictures(rows))
+        pictures = reader_of(self._config, self._addresses, validation=rows is self._validation)
+        conversation = conversation_of(row, self._config.columns, where, pictures)
         own = self._reward is not None
         answer = conversation.answer or ""
         if conversation.answer is None and self._config.check != "none":
@@ -254,14 +255,6 @@ class DatasetEnvironment(VerifiableEnvironment):
                 self._unanswered.append(number)
         log_left_out(problems, len(numbers))
         return np.array(usable, np.int64), keys
-
-    def _pictures(self, rows: Rows) -> PictureReader | None:
-        """The reader of the images of `rows`; None if rows have none."""
-        config = self._config
-        if config.images is None:
-            return None
-        path = config.validation_path if rows is self._validation and config.validation_path else config.path
-        return PictureReader(config.images, folder_of(path), self._addresses)
 
 
 def _key(sample: Sample) -> int:

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import shuffled
-from rlframework.datasets.pictures import PictureReader, decoded, folder_of, log_left_out
+from rlframework.datasets.pictures import decoded, log_left_out, reader_of
 from rlframework.datasets.preference_rows import preference_of
 from rlframework.datasets.preferences import PreferenceRow
-from rlframework.datasets.sources.rows import Rows
+from rlframework.datasets.sources.rows import Row, Rows
 from rlframework.datasets.sources.splits import open_splits
 from rlframework.datasets.step_rows import has_steps, steps_of
 from rlframework.environments.dataset import with_texts
@@ -59,15 +58,17 @@ class PreferencesEnvironment(Environment):
         return self._pairs[split]
 
     def _samples(self, rows: Rows, pairs: str) -> list[Sample]:
-        if self._config.images is not None and len(rows) and (has_steps(rows[0]) or is_graded(rows[0])):
+        first: Row = rows[0] if len(rows) else {}
+        labelled, graded = has_steps(first), is_graded(first)
+        if self._config.images is not None and (labelled or graded):
             raise DataError(
                 f"{self._config.source}: environment.images is for pairs with the columns prompt, chosen and rejected "
                 "(or the other layouts of them), not for labelled steps or graded solutions; remove environment.images"
             )
-        if len(rows) and has_steps(rows[0]):
+        if labelled:
             answers = [steps_of(row, rows.where(n), rows.label(n)) for n, row in enumerate(rows)]
             return [replace(each, messages=self._texts(each.messages)) for each in answers]
-        if len(rows) and is_graded(rows[0]):
+        if graded:
             questions = [graded_question(row, rows.where(n), rows.label(n)) for n, row in enumerate(rows)]
             found = pair_solutions(questions, pairs="one" if pairs == "one" else "all", seed=self._seed)
         else:
@@ -77,7 +78,7 @@ class PreferencesEnvironment(Environment):
     def _read(self, rows: Rows) -> list[PreferenceRow]:
         """The pairs in `rows`. Decodes their images: one that cannot be used raises, or its row is left out."""
         columns, images = self._config.columns.model_dump(), self._config.images
-        pictures = None if images is None else PictureReader(images, self._folder(rows), self._addresses)
+        pictures = reader_of(self._config, self._addresses, validation=rows is self._given)
         found, problems = list[PreferenceRow](), list[ImageError]()
         for number, row in enumerate(rows):
             try:
@@ -92,10 +93,6 @@ class PreferencesEnvironment(Environment):
                 found.append(pair)
         log_left_out(problems, len(rows))
         return found
-
-    def _folder(self, rows: Rows) -> Path:
-        config = self._config
-        return folder_of(config.validation_path if rows is self._given and config.validation_path else config.path)
 
     def _sample(self, pair: PreferenceRow) -> Sample:
         metadata: dict[str, object] = {"rejected": pair.rejected}

@@ -70,7 +70,8 @@ def timeline_row(step: int, spans: Sequence[TimeSpan], start: float, end: float)
     `lanes` has activity, start and end of the spans of each lane, in seconds from `start`, before which an engine may
     have begun; spans between which there is next to no time are joined, and of spans that overlap, the later one begins
     where the earlier one ends. `busy` has the seconds of each lane without what was joined. Of more than `ENGINES`
-    engines, only the first have lanes, and `engines` says how busy all of them were (`_summary`).
+    engines, only the first have lanes, and `engines` says how busy all of them were: their number, their seconds
+    together, the least, the median and the most of one, and the busiest.
     """
     by_lane: dict[str, list[TimeSpan]] = {}
     for span in spans:

@@ -159,7 +159,7 @@ def test_the_python_of_the_engines_is_found_as_workers_find_it(problems, engines
     monkeypatch.setenv("HOME", str(engines.parent))
     monkeypatch.chdir(engines.parent)
     for given in ("~/python", "./python"):
-        engine_environment.asked.cache_clear()
+        engine_environment.answer_in.cache_clear()
         assert problems(workers={"python": given}) == {}
         section = VllmGenerationConfig(name="vllm", workers={"group": "ray", "python": given})
         run = load_config(

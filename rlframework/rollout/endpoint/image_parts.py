@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
-from urllib.parse import urlsplit
 
 from rlframework.config.images import ImagesConfig
-from rlframework.datasets.pictures import decoded
+from rlframework.datasets.pictures import decoded, scheme_of
 from rlframework.errors import ImageError
 from rlframework.interfaces.messages import ImagePart
 from rlframework.interfaces.pictures import Picture
@@ -72,7 +71,7 @@ def _address_of(part: Mapping[str, Any], where: str) -> str:
 
 def _bytes_of(address: str, where: str) -> bytes:
     """Return the bytes in a data URI, the only kind of address that is read."""
-    scheme = urlsplit(address[:200]).scheme if ":" in address[:20] else ""
+    scheme = scheme_of(address)
     if scheme in ("http", "https"):
         raise ApiError(
             f"{where} is an address on the network ({address!r:.200}), which is never read, so that no client can make "
