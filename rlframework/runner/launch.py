@@ -49,7 +49,13 @@ from rlframework.runner.parts import (
     planned_parts,
     require_models,
 )
-from rlframework.runner.uploaded import checkpoint_to_resume, open_remote, open_uploads, require_unused, require_writable
+from rlframework.runner.uploaded import (
+    checkpoint_to_resume,
+    open_remote,
+    open_uploads,
+    require_unused,
+    require_writable,
+)
 from rlframework.secrets import has_secrets, hide_in_text
 
 if TYPE_CHECKING:

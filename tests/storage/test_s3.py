@@ -20,7 +20,7 @@ from rlframework.storage.transfer import Sent, complete_checkpoints, delete, fet
 from rlframework.storage.uploads import Uploads
 from rlframework.training.checkpoints import kept_checkpoints
 
-pytestmark = pytest.mark.xdist_group("s3")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("s3")]
 
 URL = "s3://bucket/run"
 FILES = {
@@ -226,7 +226,9 @@ def test_what_an_upload_that_failed_for_good_has_left_is_deleted_after_the_next(
     uploads = Uploads(remote, set, first_wait=0.01, attempts=1)
     s3.fault("PUT .*/step-000001/optimizer/moments", "403 AccessDenied")
     uploads.add(checkpoint(1))
-    with pytest.raises(StorageError, match=r"step-000001 was not uploaded to s3://bucket/run in 1 attempt\(s\): cannot"):
+    with pytest.raises(
+        StorageError, match=r"step-000001 was not uploaded to s3://bucket/run in 1 attempt\(s\): cannot"
+    ):
         uploads.finish()
     assert "step-000001/model/model.safetensors" in remote.sizes(), "it would be sent again when the run is resumed"
     uploads.add(checkpoint(2))
@@ -238,7 +240,9 @@ def test_other_credentials_are_used_from_the_next_time_on(s3, monkeypatch):
     """The file system that fsspec keeps for an address would have those of the first time."""
     right = s3.new_user("s3:*")
     s3.check_credentials()
-    with pytest.raises(StorageError, match="cannot write s3://bucket/run/write-test: PermissionError: The AWS Access Key"):
+    with pytest.raises(
+        StorageError, match="cannot write s3://bucket/run/write-test: PermissionError: The AWS Access Key"
+    ):
         RemoteFolder(URL).check()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", right[0])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", right[1])
@@ -256,5 +260,7 @@ def test_a_permission_that_is_missing(s3, monkeypatch, missing):
     s3.check_credentials()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    with pytest.raises(StorageError, match=r"cannot \w+ s3://bucket/run/write-test: PermissionError: .*The bucket must"):
+    with pytest.raises(
+        StorageError, match=r"cannot \w+ s3://bucket/run/write-test: PermissionError: .*The bucket must"
+    ):
         RemoteFolder(URL).check()
