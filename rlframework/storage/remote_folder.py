@@ -53,8 +53,8 @@ class RemoteFolder:
             self.delete(_TRIAL)
         except StorageError as error:
             raise StorageError(
-                f"checkpoints.upload: {error}. The bucket must exist, and the credentials must allow to list, read, write "
-                "and delete in it"
+                f"checkpoints.upload: {error}. The bucket must exist, and the credentials must allow to list, read, "
+                "write and delete in it"
             ) from error
 
     def address(self, name: str) -> str:

@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("s3")]
 
 URL = "s3://bucket/run"
 FILES = {
-    "checksums.json": b"{}",
     "empty": b"",
     "model/a b+c%20.json": b"c" * 7,
     "model/model.safetensors": bytes(range(256)) * 400,
@@ -212,13 +211,13 @@ def test_uploads_in_the_background_go_on_after_failures_and_keep_the_last(s3, ch
     uploads = Uploads(RemoteFolder(URL), keep, first_wait=0.01, attempts=2)
     remote = RemoteFolder(URL)  # another process, with listings of its own
     s3.fault("PUT .*/step-000003/optimizer/moments", "403 AccessDenied", times=1)
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3):
         uploads.add(checkpoint(step))
         uploads.finish()
         assert list(complete_checkpoints(remote)) == [f"step-{each:06d}" for each in range(max(1, step - 1), step + 1)]
     assert "moments: PermissionError: a fault of the test; again in 0.01 s" in caplog.text
     assert sent_files(s3).count("3 model/model.safetensors") == 1
-    assert {name.partition("/")[0] for name in remote.sizes()} == {"step-000003", "step-000004"}
+    assert {name.partition("/")[0] for name in remote.sizes()} == {"step-000002", "step-000003"}
 
 
 def test_what_an_upload_that_failed_for_good_has_left_is_deleted_after_the_next(s3, checkpoint):
