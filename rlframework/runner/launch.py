@@ -49,7 +49,13 @@ from rlframework.runner.parts import (
     planned_parts,
     require_models,
 )
-from rlframework.runner.uploaded import checkpoint_to_resume, open_remote, open_uploads, require_unused
+from rlframework.runner.uploaded import (
+    checkpoint_to_resume,
+    open_remote,
+    open_uploads,
+    require_unused,
+    require_writable,
+)
 from rlframework.secrets import has_secrets, hide_in_text
 
 if TYPE_CHECKING:
@@ -115,14 +121,15 @@ def run(
 def _checkpoint(config: RunConfig, given: Path | None, overwrite: bool) -> Path | None:
     """The checkpoint to resume from: the `given` one, else with `resume_uploaded` one that is found or fetched."""
     remote = open_remote(config)
-    if remote is None or given is not None:
+    if remote is None:
         return given
-    if not config.checkpoints.resume_uploaded:
-        require_unused(remote)
-        return None
-    if overwrite:
+    searched = given is None and config.checkpoints.resume_uploaded
+    if searched and overwrite:
         raise ConfigError("checkpoints.resume_uploaded continues a run and --overwrite deletes it; give one of them")
-    return checkpoint_to_resume(config, remote)
+    if given is None and not searched:
+        require_unused(remote)
+    require_writable(remote)
+    return checkpoint_to_resume(config, remote) if searched else given
 
 
 def _train(

@@ -69,3 +69,9 @@ def require_unused(remote: RemoteFolder) -> None:
             f"checkpoints.upload={hide_in_text(remote.url)!r} holds checkpoints of another run ({', '.join(found)}). "
             "Resume that run with checkpoints.resume_uploaded=true, give an address of its own, or delete them"
         )
+
+
+def require_writable(remote: RemoteFolder) -> None:
+    """Raise `StorageError` if files cannot be written to `remote` and deleted. Without an answer that takes minutes."""
+    _LOG.info("checking that checkpoints can be uploaded to %s", hide_in_text(remote.url))
+    remote.check()

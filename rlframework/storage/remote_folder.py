@@ -24,6 +24,10 @@ _PACKAGES = {
 """The package that opens addresses with a protocol."""
 
 
+_TRIAL = "write-test"
+"""The file that `check` writes and deletes."""
+
+
 class StorageError(RLFrameworkError):
     """Files cannot be sent to, or fetched from, object storage. The message names the address."""
 
@@ -41,6 +45,17 @@ class RemoteFolder:
         self._fs, self._root = (fs, self.url) if fs is not None else _open(self.url)
         protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
         self._has_folders = not set(protocols) & _PACKAGES.keys()
+
+    def check(self) -> None:
+        """Write and delete a small file; a bucket that does not exist, for example, can be listed: it seems empty."""
+        try:
+            self.write(_TRIAL, b"rlframework deletes this file at once\n")
+            self.delete(_TRIAL)
+        except StorageError as error:
+            raise StorageError(
+                f"checkpoints.upload: {error}. The bucket must exist, and the credentials must allow to list, read, "
+                "write and delete in it"
+            ) from error
 
     def address(self, name: str) -> str:
         """The address of a file, for messages."""
@@ -113,7 +128,8 @@ def _open(url: str) -> tuple[Any, str]:
 
     protocol = url.partition("://")[0]
     try:
-        fs, root = url_to_fs(url)
+        # fsspec would return the file system of an earlier run in this process, with the credentials of then
+        fs, root = url_to_fs(url, skip_instance_cache=True)
     except ImportError as error:
         package = _PACKAGES.get(protocol)
         remedy = f"install it: pip install {package}" if package else str(error)

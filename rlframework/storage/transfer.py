@@ -147,9 +147,26 @@ def delete(remote: RemoteFolder, name: str) -> None:
         remote.delete(path)
 
 
+def delete_unfinished(remote: RemoteFolder, before: str) -> None:
+    """Delete what interrupted uploads and deletions have left of checkpoints older than `before`.
+
+    `before` is complete, so nobody will continue them.
+    """
+    paths = remote.sizes()
+    complete = {path.partition("/")[0] for path in paths if _is_manifest(path)}
+    for path in paths:
+        name = path.partition("/")[0]
+        if _is_checkpoint(name) and name < before and name not in complete:
+            remote.delete(path)
+
+
+def _is_checkpoint(name: str) -> bool:
+    return name.startswith("step-") and name.removeprefix("step-").isdigit()
+
+
 def _is_manifest(path: str) -> bool:
     name, _, file = path.partition("/")
-    return name.startswith("step-") and name.removeprefix("step-").isdigit() and file == COMPLETE
+    return _is_checkpoint(name) and file == COMPLETE
 
 
 def _read(remote: RemoteFolder, path: str) -> UploadManifest | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlframework.errors import RunInterrupted
 from rlframework.secrets import hide_in_text
 from rlframework.storage.remote_folder import RemoteFolder, StorageError
-from rlframework.storage.transfer import complete_checkpoints, delete, send
+from rlframework.storage.transfer import complete_checkpoints, delete, delete_unfinished, send
 
 _LOG = logging.getLogger(__name__)
 
@@ -122,6 +122,8 @@ class Uploads:
         found = {name: manifest.score for name, manifest in complete_checkpoints(self._remote).items()}
         for name in sorted(set(found) - set(self._keep(found))):
             delete(self._remote, name)
+        if found:
+            delete_unfinished(self._remote, before=max(found))
 
     def _succeeded(self, count: int, seconds: float) -> None:
         with self._changed:

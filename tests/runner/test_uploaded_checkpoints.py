@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from probe_runs import assert_same_weights, call, numbers_of, rows_of
+from probe_runs import assert_same_weights, call, numbers_of, refused, rows_of
 
 from rlframework import run
 from rlframework.configure import config_yaml
@@ -39,15 +39,47 @@ def options(tmp_path: Path):
 RESUME = "checkpoints.resume_uploaded=true"
 
 
-def test_an_empty_machine_resumes_with_the_same_numbers(run_config, tmp_path, options):
+S3 = "s3://bucket/runs/7"
+
+
+@pytest.mark.xdist_group("s3")
+@pytest.mark.parametrize("where", ["s3", pytest.param("file", marks=pytest.mark.thorough)])
+def test_an_empty_machine_resumes_with_the_same_numbers(run_config, tmp_path, options, where, request):
+    if where == "s3":
+        request.getfixturevalue("s3")
+    url = S3 if where == "s3" else f"file://{tmp_path}/far"
+    more = (f"checkpoints.upload={url}", "checkpoints.keep_last=1", RESUME)
     run(run_config("sft", *options("whole", "checkpoints.upload=null")))
-    run(run_config("sft", *options("first", "algorithm.num_steps=2", "policy.scheduler.total_steps=4", RESUME)))
+    run(run_config("sft", *options("first", "algorithm.num_steps=2", "policy.scheduler.total_steps=4", *more)))
+    assert list(complete_checkpoints(RemoteFolder(url))) == ["step-000002"]
     shutil.rmtree(tmp_path / "first")
-    run(run_config("sft", *options("second", RESUME)))
+    run(run_config("sft", *options("second", *more)))
     whole, second = numbers_of(tmp_path / "whole"), numbers_of(tmp_path / "second")
     assert {step: whole[step] for step in (3, 4)} == second
     assert_same_weights(tmp_path / "whole", tmp_path / "second")
-    assert list(complete_checkpoints(RemoteFolder(f"file://{tmp_path}/far"))) == ["step-000002", "step-000004"]
+    remote = RemoteFolder(url)
+    assert list(complete_checkpoints(remote)) == ["step-000004"]
+    assert {name.partition("/")[0] for name in remote.sizes()} == {"step-000004"}
+
+
+@pytest.mark.xdist_group("s3")
+def test_storage_that_cannot_be_used_is_an_error_before_the_run_begins(run_config, tmp_path, options, s3, monkeypatch):
+    """Also one that seems to be empty, from which a run that is to be resumed would begin anew."""
+    for more in ((), (RESUME,)):
+        config = run_config("sft", *options("run", "checkpoints.upload=s3://buckte/run", *more))
+        error = refused(config, StorageError)
+        assert (
+            "cannot write s3://buckte/run/write-test: FileNotFoundError: The specified bucket does not exist" in error
+        )
+        assert "The bucket must exist, and the credentials must allow" in error
+    config = run_config("sft", *options("run", f"checkpoints.upload={S3}"))
+    s3.check_credentials()
+    assert "cannot list s3://bucket/runs/7/: PermissionError: The AWS Access Key" in refused(config, StorageError)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    assert "EndpointConnectionError: Could not connect to the endpoint" in refused(config, StorageError)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert "NoCredentialsError: Unable to locate credentials" in refused(config, StorageError)
 
 
 def test_metrics_of_uploads(run_config, tmp_path, options):

@@ -26,7 +26,7 @@ def test_a_folder_by_its_address(protocol, tmp_path: Path, make_checkpoint):
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    def missing(*_: object) -> None:
+    def missing(*_: object, **__: object) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)

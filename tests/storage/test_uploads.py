@@ -103,6 +103,26 @@ def test_the_last_and_the_best_are_kept(make_uploads, remote, make_checkpoint):
     assert {name.partition("/")[0] for name in remote.sizes()} == {"step-000002", "step-000004"}
 
 
+def test_what_interrupted_uploads_and_deletions_have_left_is_deleted(make_uploads, remote, make_checkpoint):
+    for name in (
+        "step-000002/model/weights",
+        "step-000002/uploading.json",
+        "step-000003/run.json",
+        "step-000007/run.json",
+    ):
+        remote.write(name, b"a")
+    remote.write("notes/readme", b"of the user")
+    uploads = make_uploads(keep_last=2)
+    uploads.add(make_checkpoint(1))
+    uploads.finish()
+    assert "step-000002/model/weights" in remote.sizes(), "newer ones may be continued"
+    uploads.add(make_checkpoint(4))
+    uploads.finish()
+    assert list(complete_checkpoints(remote)) == ["step-000001", "step-000004"]
+    names = {name.partition("/")[0] for name in remote.sizes()}
+    assert names == {"step-000001", "step-000004", "step-000007", "notes"}
+
+
 @pytest.mark.parametrize(("error", "waits"), [(RunInterrupted(2, "resume", "x"), True), (RunTerminated(), False)])
 def test_the_first_interrupt_waits_for_the_upload_and_the_second_does_not(
     make_uploads, remote, make_checkpoint, held, error, waits
