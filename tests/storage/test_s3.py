@@ -97,7 +97,7 @@ def test_an_interrupted_upload_is_no_checkpoint_and_the_next_one_sends_the_rest(
         send(checkpoint(2), remote)
     assert complete_checkpoints(remote) == {}
     assert "step-000002/model/model.safetensors" not in remote.sizes()
-    s3.mend()
+    s3.clear_fault()
     s3.requests()
     assert send(checkpoint(2), remote) == Sent(2, len(FILES["model/model.safetensors"]) + 30)
     assert sent_files(s3) == ["2 model/model.safetensors", "2 optimizer/moments"]
@@ -114,9 +114,9 @@ def test_each_of_its_requests_may_fail(s3, checkpoint, tmp_path):
         try:
             send(checkpoint(step), remote)
         except StorageError:
-            s3.mend()
+            s3.clear_fault()
             assert name not in complete_checkpoints(remote) or match == "DELETE "
-        s3.mend()
+        s3.clear_fault()
         send(checkpoint(step), remote)
         assert fetched(tmp_path / "far", remote, step) == FILES
         assert f"{name}/uploading.json" not in remote.sizes()
@@ -156,7 +156,7 @@ def test_a_process_that_ends_during_an_upload(s3, checkpoint, tmp_path, number):
     assert time.monotonic() - started < 5
     remote = RemoteFolder(URL)
     assert complete_checkpoints(remote) == {}
-    s3.mend()
+    s3.clear_fault()
     s3.requests()
     send(checkpoint(2), remote)
     assert sent_files(s3) == ["2 model/model.safetensors", "2 optimizer/moments"]
@@ -185,7 +185,7 @@ def test_a_file_that_is_sent_in_parts(s3, in_parts, tmp_path):
         send(folder, remote)
     assert list(remote.sizes()) == ["step-000002/uploading.json"]
     assert b"<UploadId>" not in s3.ask("GET", "/bucket?uploads"), "parts are left, which cost money"
-    s3.mend()
+    s3.clear_fault()
     s3.requests()
     assert send(folder, remote) == Sent(1, 12 << 20)
     assert len(s3.requests("PUT .*partNumber")) == 3
@@ -199,7 +199,7 @@ def test_fetching_is_interrupted_and_then_an_object_was_changed(s3, checkpoint, 
     with pytest.raises(StorageError, match=r"cannot read s3://bucket/run/step-000002/optimizer/moments: "):
         fetched(tmp_path / "far", remote)
     assert list((tmp_path / "far").iterdir()) == []
-    s3.mend()
+    s3.clear_fault()
     assert fetched(tmp_path / "far", remote) == FILES
     remote.write("step-000002/optimizer/moments", b"m" * 29 + b"n")
     with pytest.raises(StorageError, match=r"step-000002/optimizer/moments is damaged"):
