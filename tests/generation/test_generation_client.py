@@ -14,6 +14,10 @@ from rlframework.generation.client import GenerationClient
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 
 
+async def at_once() -> None:
+    """A `gather` that waits for nothing."""
+
+
 @pytest.mark.parametrize("inline", [False, True])
 def test_requests_finish_one_by_one(inline: bool) -> None:
     engines = [FakeEngine(lanes=2, polls=2, inline=inline, limit=3), FakeEngine(inline=inline, limit=3)]
@@ -44,7 +48,7 @@ def test_a_batch_is_returned_in_order_each_row_from_its_lane() -> None:
 
 @pytest.mark.parametrize(("engines", "batch", "single"), [(1, 0.1, 0.1), (50, 1.0, 0.1), (1000, 20.0, 2.0)])
 def test_exchanges_of_many_engines_last_longer(engines: int, batch: float, single: float) -> None:
-    """All engines together have at most 500 in a second, 50 if no request is about to come."""
+    """All engines together have at most 500 exchanges a second, and 50 while no new request can come."""
     timeouts = []
 
     class Polled(FakeEngine):
@@ -56,13 +60,10 @@ def test_exchanges_of_many_engines_last_longer(engines: int, batch: float, singl
 
     client = GenerationClient([Polled(inline=True) for _ in range(engines)], limit=1)
 
-    async def at_once() -> None:
-        pass
-
     async def test() -> None:
         await client.generate_all([request(0)], [None])
         await client.generate(request(1))
-        client.gather = at_once  # episodes, whose next turns come one by one
+        client.gather = at_once  # as for episodes, whose turns arrive one by one
         await client.generate_all([request(2)], [None])
 
     run(test)
@@ -74,10 +75,6 @@ def test_engines_that_are_called_together_have_short_exchanges_only_while_reques
     engine.interval = 1.0
     client = GenerationClient([engine], limit=1)
     assert client.longest(engine) == 1.0
-
-    async def at_once() -> None:
-        pass
-
     client.gather = at_once
     assert client.longest(engine) == pytest.approx(0.1)
 
