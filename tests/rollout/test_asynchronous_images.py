@@ -21,7 +21,7 @@ STOPS = [*range(8, 30, 2)]
 
 @pytest.fixture
 def sections(tmp_path: Path) -> dict[str, Any]:
-    """A run on rows of which every third has no image, and the others have images of different sizes."""
+    """A run on rows with images of different sizes; every third row has none."""
     model = tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
     rows = []
     for number in range(8):
