@@ -44,7 +44,7 @@ test: $(VENV)/.installed-dev  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SELECTED) $(PYTEST_ARGS)
 
 # `make test` leaves out tests marked `thorough`, cases of some others, and tests of suites that several parts run: see
-# tests/fixtures/left_out.py.
+# tests/fixtures/left_out_cases.py and left_out_suites.py.
 thorough: SELECTED = --thorough
 thorough: test  ## what `make test` leaves out too: hours
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from left_out import SAMPLED, SUITES
+from left_out_cases import SAMPLED
+from left_out_suites import SUITES
 
 from rlframework.workers import processes
 
@@ -47,7 +48,7 @@ _imported = 0
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--thorough`."""
     parser.addoption(
-        "--thorough", action="store_true", help="run also what `make test` leaves out: tests/fixtures/left_out.py"
+        "--thorough", action="store_true", help="run also what `make test` leaves out: tests/fixtures/left_out_*.py"
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from left_out import SAMPLED, SUITES
+from left_out_cases import SAMPLED
+from left_out_suites import SUITES
 
 from rlframework import conformance
 from rlframework.conformance.layouts import select_layouts

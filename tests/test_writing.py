@@ -25,7 +25,7 @@ LIMIT = 50_000
 
 @contextmanager
 def file_limit(size: int = LIMIT) -> Iterator[None]:
-    """Files may have so many bytes: writes beyond fail with EFBIG."""
+    """Limit files to `size` bytes: writes beyond fail with EFBIG."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

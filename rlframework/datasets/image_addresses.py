@@ -6,8 +6,10 @@ import time
 import urllib.request
 from http.client import HTTPException
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 
 from rlframework.errors import ImageError
+from rlframework.secrets import hide_in_text
 
 TIMEOUT = 20.0
 """Seconds that an attempt to read an address may take."""
@@ -53,10 +55,12 @@ def _read(address: str) -> bytes | str:
             why = str(error.reason if isinstance(error, URLError) else error) or type(error).__name__
             if isinstance(error, (_TooLarge, ValueError)):
                 break
-    return why
+    return hide_in_text(why)
 
 
 def _attempt(address: str) -> bytes:
+    if "@" in urlsplit(address).netloc:  # `urllib` would take the password for a port, and print it
+        raise ValueError("addresses with a user name or password are not supported")
     opener, deadline = urllib.request.OpenerDirector(), time.monotonic() + TIMEOUT
     for handler in _HANDLERS:  # those of files and FTP are left out, so that no redirection leads there
         opener.add_handler(handler())

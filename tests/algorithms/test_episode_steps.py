@@ -67,7 +67,7 @@ def test_a_step_has_the_rows_of_its_episodes_and_dummies(ranks: int, rows: int, 
 
 
 def test_dummies_have_no_images() -> None:
-    """Nor a token that stands for one: that of the row that they are made from is its first."""
+    """Nor a token that stands for an image, even if the row that they are made from begins with one."""
     data = batch()
     data["pixel_values"] = PackedTensor([torch.full((1, 2), float(row)) for row in range(9)], dim_to_pack=0)
     found, _ = optimizer_steps(data, EPISODE_OF, episodes=2, ranks=1, level="token")

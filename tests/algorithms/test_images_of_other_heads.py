@@ -1,4 +1,4 @@
-"""Reward models and critics of vision-language models see the images: their numbers are those of plain forwards."""
+"""Reward models and critics of vision-language models see the images: their numbers equal those of plain forwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_vlm_directories
 import torch
-from PIL import Image
+from image_rows import inputs_of_rows, write_images
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -28,14 +28,10 @@ pytestmark = pytest.mark.slow
 
 
 def hidden(folder: Path, batch: Any) -> list[torch.Tensor]:
-    """The last hidden states of each row by itself, unpadded, with its own images, `[L, H]`."""
-    model, found = AutoModel.from_pretrained(folder).eval(), []
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        media = batch.slice(row, row + 1).get_multimodal_dict(as_tensors=True)
-        media = {name: value[:, :length] if "token_type" in name else value for name, value in media.items()}
-        with torch.no_grad():
-            found.append(model(input_ids=batch["input_ids"][row : row + 1, :length], **media).last_hidden_state[0])
-    return found
+    """The last hidden states of each row by itself, `[L, H]`."""
+    model = AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return [model(**inputs).last_hidden_state[0] for inputs in inputs_of_rows(batch)]
 
 
 @pytest.fixture
@@ -43,9 +39,7 @@ def settings(request: Any, tmp_path: Path) -> dict[str, Any]:
     model = tiny_vlm_directories.save(getattr(request, "param", "qwen2_vl"), tmp_path / "model")
     rows = []
     for number in range(8):
-        names = [f"{number}-{image}.png" for image in range(number % 3)]
-        for image, name in enumerate(names):
-            Image.effect_noise((16, 16 + 8 * image), 90).convert("RGB").save(tmp_path / name)
+        names = write_images(number, tmp_path)
         answers = {"chosen": f"yes {number}", "rejected": "no", "answer": str(number)}
         rows.append({"prompt": f"{'<image>' * len(names)} {number}?", "images": names, **answers})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -66,7 +60,7 @@ def configured(settings: dict[str, Any], folder: Path, **sections: Any) -> Any:
 
 @pytest.mark.parametrize("settings", ["qwen2_vl", "llava"], indirect=True)
 def test_the_scores_of_a_reward_model(settings: dict[str, Any], tmp_path: Path) -> None:
-    """As it is trained and saved, they are rewards of rollouts: its head times the last hidden state of each row."""
+    """After training and saving, as rewards of rollouts: the head times the last hidden state of each row."""
     keys = {"algorithm": {"name": "reward_model", "num_steps": 2}, "environment": {"name": "preferences"}}
     trained = {"policy": {**settings["policy"], "head": "score", "head_init": "zeros"}}
     assert run(configured(settings | trained, tmp_path, **keys)).metrics["train/grad_norm"] > 0
@@ -93,7 +87,7 @@ PPO_KEYS = {
 
 @pytest.mark.parametrize("settings", ["qwen2_vl", "idefics3"], indirect=True)
 def test_the_values_of_a_critic(settings: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
-    """After a step of PPO, of a further policy that began with a new head."""
+    """After a step of PPO, with a critic that began with a new head."""
     monkeypatch.setattr(DatasetEnvironment, "score", lambda self, sample, completion: int(sample.answer) / 8)
     with build_parts(configured(settings, tmp_path, **PPO_KEYS, critic={"optimizer": {"lr": 0.01}})) as parts:
         algorithm = PPO(parts)
@@ -110,7 +104,7 @@ def test_the_values_of_a_critic(settings: dict[str, Any], tmp_path: Path, monkey
     weight = load_file(tmp_path / "critic" / "model.safetensors")["score.weight"]
     for row, states in enumerate(hidden(tmp_path / "critic", batch)):
         mask = batch["token_mask"][row, 1 : len(states)].bool()
-        expected = (states[:-1] @ weight[0])[mask]  # of a token, before it is known
+        expected = (states[:-1] @ weight[0])[mask]  # a token's value is that of the state before it
         assert float(expected.abs().max()) > 1e-4
         found = batch["values"][row, 1 : len(states)][mask]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -217,7 +217,7 @@ def reinforce(numbers: Numbers) -> Term:
 
 
 def of_completion(numbers: Numbers) -> Term:
-    """The clipped ratio of the whole completion; as many terms as tokens, of which each has the whole derivative."""
+    """The clipped ratio of the whole completion; one term per token, each with the whole derivative."""
 
     def term(i: int, t: int, advantage: float) -> tuple[float, float]:
         value, slope = bounded(math.prod(numbers.of_row(i, numbers.ratio)), advantage, 0.2, 0.2)

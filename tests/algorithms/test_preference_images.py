@@ -1,4 +1,4 @@
-"""Preference pairs whose prompts have images: a step is that of plain forwards, row by row; media are stored once."""
+"""Preference pairs whose prompts have images: a step equals one of plain forwards, and media are stored once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_vlm_directories
 import torch
-from PIL import Image
+from image_rows import inputs_of_rows, write_images
 from tiny_vlms import assert_gradients
 
 from rlframework import load_config, run
@@ -26,10 +26,8 @@ BETA, PAIRS = 0.5, 4
 
 
 def pair(number: int, folder: Path) -> dict[str, Any]:
-    """A pair with `number % 3` images of different sizes: in OpenAI's format, in LLaVA's, and without any."""
-    names = [f"{number}-{image}.png" for image in range(number % 3)]
-    for image, name in enumerate(names):
-        Image.effect_noise((16, 16 + 8 * image), 90).convert("RGB").save(folder / name)
+    """A pair with `number % 3` images of different sizes. A single one is in OpenAI's format, two are in LLaVA's."""
+    names = write_images(number, folder)
     answers = {"chosen": f"yes {number}", "rejected": "no" * (1 + number % 2)}
     if len(names) == 1:
         parts = [{"type": "image_url", "image_url": {"url": names[0]}}, {"type": "text", "text": f" {number}?"}]
@@ -56,22 +54,20 @@ def settings(request: Any, tmp_path: Path) -> Path:
 
 
 def answers(model: Any, batch: Any) -> torch.Tensor:
-    """The log-probability of each answer: each row by itself, unpadded, with its own images."""
+    """The log-probability of each answer, computed row by row."""
     found = []
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        media = batch.slice(row, row + 1).get_multimodal_dict(as_tensors=True)
-        media = {name: value[:, :length] if "token_type" in name else value for name, value in media.items()}
-        ids = batch["input_ids"][row : row + 1, :length]
-        logits = model(input_ids=ids, use_cache=False, **media).logits[0, :-1]
-        logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        found.append((logprobs * batch["token_mask"][row, 1:length]).sum())
+    for inputs, mask in zip(inputs_of_rows(batch), batch["token_mask"], strict=True):
+        targets = inputs["input_ids"][0, 1:, None]
+        logits = model(use_cache=False, **inputs).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, targets)[:, 0]
+        found.append((logprobs * mask[1 : len(targets) + 1]).sum())
     return torch.stack(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", ["qwen2_vl", "idefics3"], indirect=True)
 def test_a_step_of_dpo_is_that_of_plain_forwards(settings: Path, monkeypatch: Any) -> None:
-    """The second step, whose policy is no longer the reference: -log sigmoid(beta (log-ratio_w - log-ratio_l))."""
+    """In the second step the policy is no longer the reference: -log sigmoid(beta (log-ratio_w - log-ratio_l))."""
     engines: list[Any] = []
     plain_step = DTensorEngine.clip_and_step
 
@@ -106,7 +102,7 @@ def test_a_step_of_dpo_is_that_of_plain_forwards(settings: Path, monkeypatch: An
 
 
 def test_the_images_of_a_pair_are_stored_once(settings: Path) -> None:
-    """Three pairs have an image of 16 patches, two one of 16 and one of 24; a patch is 4 x 4 pixels, twice, in RGB."""
+    """Three pairs have an image of 16 patches, two have one of 16 and one of 24. A patch is 4 x 4 RGB pixels, twice."""
     with build_parts(load_config(settings)) as parts:
         algorithm = PreferenceTraining(parts)
         samples = [*parts.environment.samples("train"), *parts.environment.samples("validation")]
@@ -120,7 +116,7 @@ def test_the_images_of_a_pair_are_stored_once(settings: Path) -> None:
             assert sum(each.nbytes for each in kept.values()) == sizes.pop(name), name
     assert not sizes
     token = parts.images.token
-    for rows in (batch, answered):  # KTO's rows of other answers have their own prompt's images
+    for rows in (batch, answered):  # KTO's rows with other answers have the images of their own prompt
         assert torch.equal(rows["mm_token_type_ids"], (rows["input_ids"] == token).long())
         assert [*map(id, rows["pixel_values"].tensors)] == [*map(id, batch["pixel_values"].tensors)]
     assert not torch.equal(answered["input_lengths"], batch["input_lengths"])

@@ -190,23 +190,38 @@ def test_the_flag_is_about_a_run(folder, capsys):
     assert "--resume" in capsys.readouterr().err
 
 
-def test_keys_that_name_code_are_marked():
-    """A new key whose description speaks of import paths, programs or addresses is looked at here."""
+def keys_of_configurations():
+    """The keys of a run and of all its parts, with their pydantic fields."""
     from rlframework.config.hints import key_paths
 
-    words = ("import path", "executable", "python of another", "environment variables to set", "modules to load")
     manager = create_manager()
     models = [RunConfig]
     for kind in ("environment", "worker_group", "algorithm", "generation_engine", "policy_worker"):
         models += [
             found.record.config_model for found in manager.registered(kind).values() if found.record.config_model
         ]
+    return [(keys, info) for model in models for keys, info in key_paths(model).items() if info is not None]
+
+
+def is_marked(info, *marks):
+    return any(isinstance(mark, marks) for mark in info.metadata)
+
+
+def test_keys_that_name_code_are_marked():
+    """A new key whose description speaks of import paths, programs or addresses is looked at here."""
+    words = ("import path", "executable", "python of another", "environment variables to set", "modules to load")
     unmarked = {
         ".".join(keys)
-        for model in models
-        for keys, info in key_paths(model).items()
-        if info is not None and any(word in (info.description or "").lower() for word in words)
-        if not any(isinstance(mark, (NeedsTrust, ImportsCode)) for mark in info.metadata)
+        for keys, info in keys_of_configurations()
+        if any(word in (info.description or "").lower() for word in words)
+        if not is_marked(info, NeedsTrust, ImportsCode)
     }
     known = {"environment.name", "algorithm.name", "name", "loss", "algorithm.loss"}
     assert unmarked <= known  # looked at before, or marked below
+
+
+def test_the_security_page_lists_the_keys_that_need_trust():
+    page = (Path(__file__).parents[2] / "SECURITY.md").read_text(encoding="utf-8")
+    names = {keys[-1] for keys, info in keys_of_configurations() if is_marked(info, NeedsTrust)}
+    assert {"upload", "allow_addresses", "flops_profiler", "arguments", "command"} <= names
+    assert {name for name in names if f".{name}`" not in page} == set()

@@ -1,4 +1,4 @@
-"""Images at addresses: read once each if the key allows it, with limits, from a server of the test."""
+"""Images at http addresses of a server in the test: each is read once, within limits, if the key allows it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from PIL import Image
 
 from rlframework import load_config
 from rlframework.config.environments import DatasetConfig
+from rlframework.config.images import ImagesConfig
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.datasets import image_addresses
 from rlframework.datasets.image_addresses import ImageAddresses
-from rlframework.datasets.pictures import decoded
+from rlframework.datasets.pictures import PictureReader, decoded
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.preferences import PreferencesEnvironment
 from rlframework.errors import ConfigError, ImageError
@@ -34,25 +35,33 @@ def png(shade: int) -> bytes:
     return stored.getvalue()
 
 
+REDIRECTIONS = {"to-30": "/30", "to-file": "file:///etc/hostname"}
+
+
+def response(name: str, attempt: int) -> tuple[int, bytes]:
+    """The status and the content at a path; `later` has an image at the second attempt only."""
+    if name == "later":
+        name = "20" if attempt > 1 else "busy"
+    if name.isdigit():
+        return 200, png(int(name))
+    pages = {"busy": (503, b"none"), "no-image": (200, b"<html>"), "large": (200, bytes(3000)), "cut": (200, png(1))}
+    return pages.get(name, (404, b"none"))
+
+
 class Handler(BaseHTTPRequestHandler):
-    asked: Counter[str]
+    requests: Counter[str]
 
     def do_GET(self) -> None:
         name = self.path[1:]
-        self.asked[name] += 1
+        self.requests[name] += 1
         if name == "slow":
             time.sleep(0.6)
-        if name == "later" and self.asked[name] > 1:
-            name = "20"
-        status, body = (200, png(int(name))) if name.isdigit() else (503 if name in ("busy", "later") else 404, b"none")
-        status, body = {"no-image": (200, b"<html>"), "large": (200, bytes(3000)), "cut": (200, png(1))}.get(
-            name, (status, body)
-        )
-        self.send_response(302 if name.startswith("to-") else status)
+        status, body = response(name, self.requests[name])
+        self.send_response(302 if name in REDIRECTIONS else status)
         self.send_header("Content-Type", "text/html")
         self.send_header("Content-Length", str(len(body) + (5 if name == "cut" else 0)))
-        if name.startswith("to-"):
-            self.send_header("Location", {"to-30": "/30", "to-file": "file:///etc/hostname"}[name])
+        if name in REDIRECTIONS:
+            self.send_header("Location", REDIRECTIONS[name])
         self.end_headers()
         with suppress(ConnectionError):  # the client may have given up
             self.wfile.write(body)
@@ -62,8 +71,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server; `Handler.asked` counts its requests."""
-    monkeypatch.setattr(Handler, "asked", Counter(), raising=False)
+    """The address of a server; `Handler.requests` counts its requests by path."""
+    monkeypatch.setattr(Handler, "requests", Counter(), raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
@@ -73,7 +82,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_each_address_is_read_once(server: str, tmp_path: Path) -> None:
-    """Of the rows of a data set and of pairs; whatever the server says that the content is."""
+    """For rows of a data set and for preference pairs, whatever content type the server claims."""
     names = ["20", "30", "to-30", "later"]
     rows = [{"prompt": f"<image>{n}?", "image": f"{server}/{names[n % 4]}", "answer": str(n)} for n in range(8)]
     pairs = [row | {"chosen": "yes", "rejected": "no"} for row in rows]
@@ -90,8 +99,8 @@ def test_each_address_is_read_once(server: str, tmp_path: Path) -> None:
                 decoded(picture).getpixel((0, 0))[0] for each in samples for picture in pictures_of(each.messages)
             ]
             assert sorted(shades) == [20] * 4 + [30] * 4
-        assert Handler.asked == {"20": 1, "30": 2, "to-30": 1, "later": 2}
-        Handler.asked.clear()
+        assert Handler.requests == {"20": 1, "30": 2, "to-30": 1, "later": 2}
+        Handler.requests.clear()
 
 
 @pytest.mark.parametrize(
@@ -117,17 +126,29 @@ def test_what_cannot_be_read_names_address_and_row(
     keys: dict[str, Any] = {"path": f"{tmp_path}/rows.jsonl", "check": "exact"}
     with pytest.raises(ImageError, match=rf"rows\.jsonl, line 2, column 'image', {server}/{name}: {problem}"):
         DatasetEnvironment(DatasetConfig(**keys, images={"allow_addresses": True}), seed=0)
-    Handler.asked.clear()
+    Handler.requests.clear()
     images = {"allow_addresses": True, "invalid": "skip"}
     environment = DatasetEnvironment(DatasetConfig(**keys, images=images), seed=0)
     assert len(environment.samples("train")) + len(environment.samples("validation")) == 2
-    assert Handler.asked == {name: requests}
+    assert Handler.requests == {name: requests}
 
 
-def test_addresses_that_are_none_and_passwords() -> None:
-    for address, problem in (("http://", "no host given"), ("http://[x/", "Invalid IPv6"), ("http://a b/", "control")):
-        with pytest.raises(ImageError, match=f"here: the image cannot be read: .*{problem}"):
-            ImageAddresses().read(address, "here")
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("http://", "no host given"),
+        ("http://[x/", "Invalid IPv6"),
+        ("http://a b/?token=hunter2", "control"),
+        ("http://me:hunter2@127.0.0.1/", "addresses with a user name or password are not supported"),
+    ],
+)
+def test_addresses_that_are_none_and_passwords(tmp_path: Path, address: str, problem: str) -> None:
+    """Neither `read` nor the reader of rows shows a password."""
+    reader = PictureReader(ImagesConfig(allow_addresses=True), tmp_path, ImageAddresses())
+    for read in (ImageAddresses().read, reader.of):
+        with pytest.raises(ImageError, match=f"here.*: the image cannot be read: .*{problem}") as raised:
+            read(address, "here")
+        assert "hunter2" not in str(raised.value)
 
 
 def test_a_run_of_somebody_else_may_not_read_addresses(tmp_path: Path) -> None:

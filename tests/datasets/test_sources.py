@@ -188,7 +188,7 @@ def test_a_name_on_the_hub_without_a_network(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library is asked for one split, by name; an unknown one is told with those there are."""
+    """The library loads one split, by name; the error for an unknown one lists those there are."""
     asked = []
 
     def load(name: str, subset: str | None, *, split: str) -> Dataset:

@@ -1,4 +1,4 @@
-"""The pages on checkpoints, resuming and observers: sections are read, commands are run on one short run."""
+"""The pages on checkpoints, resuming and observers: their sections are valid, and their commands run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = {
 
 
 def sections(page: str) -> list[dict[str, Any]]:
-    """The `yaml` blocks of `page` as mappings; of a block of alternatives, each line is one."""
+    """The `yaml` blocks of `page` as mappings. Each line of a block of alternatives is one."""
     found = []
     for block in blocks((DOCS / page).read_text(encoding="utf-8")):
         if block.language == "yaml":
@@ -53,7 +53,7 @@ def test_the_sections_of_a_page_are_valid(page: str, run_config: Any) -> None:
     found = sections(page)
     assert found
     for section in found:
-        native = section.get("checkpoints", {}).get("format") == "native"  # what `dtensor` does not have
+        native = section.get("checkpoints", {}).get("format") == "native"  # which `dtensor` does not have
         load_config(values | section, ["policy.backend=deepspeed"] if native else [])
         (name,) = section
         with pytest.raises(ConfigError, match="unknown key"):

@@ -109,7 +109,7 @@ def test_variables_are_shown_and_secrets_are_not(found, monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """`gpus(n)`: so many, half of whose memory and more is free."""
+    """`gpus(count, free)`: GPUs of 140 GiB with `free` GiB free."""
 
     def make(count: int, free: int = 140) -> None:
         monkeypatch.setattr("rlframework.observers.host.gpus", lambda: [Gpu("H200", 140 * GIB, free * GIB)] * count)

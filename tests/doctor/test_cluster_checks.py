@@ -74,7 +74,7 @@ def test_a_cluster_that_refuses_is_told_with_what_to_do(found, probed, listening
 
 @pytest.mark.parametrize("where", ["127.0.0.1:1", "nonsense", "ray://127.0.0.1:10001"])
 def test_an_address_where_nobody_is(found, monkeypatch, where):
-    """No child process is asked: this answers at once."""
+    """No child process is started, so the answer comes at once."""
     monkeypatch.setenv("RAY_ADDRESS", where)
     assert levels(found("cluster", "nodes")) == [Level.BROKEN]
 

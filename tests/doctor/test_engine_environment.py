@@ -22,7 +22,7 @@ print(json.dumps({"runs": len(runs.read_text())}))
 
 @pytest.fixture
 def run_with():
-    """`run_with(workers)`: a run whose generation engines have these workers."""
+    """`run_with(workers)`: the configuration of a run with this `generation.workers`."""
 
     def make(workers):
         values = {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}, "policy": {"model_name": "m"}}

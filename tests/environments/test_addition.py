@@ -1,4 +1,4 @@
-"""Addition: what is held out, what is asked, and how answers are read."""
+"""Addition: held-out sums, prompts, and how answers are read."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_run(run_config, tmp_path, monkeypatch, name):
     assert row["train/reward"] >= 0.0
     if name != "reasoning_gym":  # which has single turns
         assert row["train/failed_episodes"] == 0.0
-    if name == "gymnasium":  # a random model names no action, and is asked again
+    if name == "gymnasium":  # a random model names no action, and gets another turn
         assert row["train/episode_turns"] > 1.0
         assert "is no action; reply with one of: 0, 1, 2, 3" in (tmp_path / "run/samples.jsonl").read_text()
     assert not [command for command in commands_of_children() if SERVER.name in command]
@@ -61,5 +61,5 @@ def test_a_run(run_config, tmp_path, monkeypatch, name):
 def commands_of_children() -> Iterator[str]:
     """The command lines of this process's descendants; those that have ended have none."""
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # of which a zombie is a kind
+        with suppress(psutil.NoSuchProcess):  # raised for zombies, too
             yield " ".join(child.cmdline())

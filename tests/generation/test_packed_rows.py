@@ -88,7 +88,7 @@ def test_products_in_bfloat16_are_fp32_sums_rounded_once(
 
 
 class SizesOfProducts(TorchDispatchMode):
-    """Collects the rows of each product with packed weights, for each of which a kernel is kept."""
+    """Collects the numbers of rows of products with packed weights: a kernel is kept for each."""
 
     def __init__(self) -> None:
         super().__init__()

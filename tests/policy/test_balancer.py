@@ -121,7 +121,7 @@ def test_a_row_that_fits_no_microbatch_is_rejected(mode, ranks):
 
 @pytest.mark.parametrize("columns", [2000, 4000])
 def test_dynamic_microbatches_of_few_shapes_stay_within_the_limit(columns):
-    """Rows of 1,900 tokens are padded to 1,920, and those of 2,000 to 2,048, of which 8,000 tokens are 3 and not 4."""
+    """Rows of 1,900 tokens are padded to 1,920, and rows of 2,000 to 2,048, so 8,000 tokens hold 3 of them, not 4."""
     data = make_batch([1900] * 8 + [2000] * 8, width=columns)
     few = BatchBalancer(2, "dynamic", 8000, TokenCost(), few_shapes=True)
     shards, _ = few.shard(data, batch_size=None, positions="all", tokens=None)

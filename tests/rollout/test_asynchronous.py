@@ -237,7 +237,8 @@ def test_an_environment_that_fails_costs_its_group_alone(
     def fails_once(self: Digits, samples: Any, conversations: Any) -> Any:
         prompts = {sample.messages[-1]["content"] for sample in samples}
         if first in prompts and not failed:
-            failed.extend(prompts if len(prompts) == 1 else ())  # alone, and before together with others, if there are
+            if len(prompts) == 1:  # a call with other groups fails too, and then each group is scored alone
+                failed.append(first)
             raise RuntimeError("the reward process died")
         return ordinary(self, samples, conversations)
 

@@ -21,7 +21,7 @@ STOPS = [*range(8, 30, 2)]
 
 @pytest.fixture
 def sections(tmp_path: Path) -> dict[str, Any]:
-    """A run on rows of which every third has no image, and the others have images of different sizes."""
+    """A run on rows with images of different sizes; every third row has none."""
     model = tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
     rows = []
     for number in range(8):
@@ -51,7 +51,7 @@ EPISODES = ("~environment.path", "~environment.reward", "environment.name=probe_
             "environment.gather_timeout=20")  # fmt: skip
 
 
-@pytest.mark.thorough  # that of text is in test_asynchronous
+@pytest.mark.thorough  # test_asynchronous does the same with text
 @pytest.mark.parametrize("environment", [(), EPISODES], ids=["turns", "episodes"])
 def test_without_staleness_a_run_on_images_is_the_synchronous_one_bit_for_bit(
     sections: Any, tmp_path: Path, environment: tuple[str, ...]

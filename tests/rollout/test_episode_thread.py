@@ -1,4 +1,4 @@
-"""The thread of episodes ends with what waits for it, and its groups reach the engines whole."""
+"""The thread of episodes ends with its caller, and the engines get the requests of a group together."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import tiny_vlm_directories
 import torch
+from image_rows import inputs_of_rows, write_images
 from PIL import Image
 
 from rlframework import load_config
@@ -27,10 +28,7 @@ def config(request, tmp_path):
     model = tiny_vlm_directories.save(request.param, tmp_path / "model")
     rows = []
     for number in range(9):
-        images = [f"{number}-{image}.png" for image in range(number % 3)]
-        for image, name in enumerate(images):
-            made = Image.effect_noise((16, 16 + 8 * image), 90).convert("RGB")
-            made.save(tmp_path / name)
+        images = write_images(number, tmp_path)
         rows.append({"prompt": f"{'<image>' * len(images)} {number}?", "images": images, "answer": str(number)})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sections = {
@@ -63,18 +61,16 @@ def test_training_scores_what_was_sampled_from_the_images(config):
         loss = parts.policy.train(batch, algorithm.loss, eval_mode=True)["loss"]
     model = auto_class(parts.images._config).from_pretrained(config.policy.model_name).eval()
     total = 0.0
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        ids = batch["input_ids"][row : row + 1, :length]
-        media = batch.slice(row, row + 1).get_multimodal_dict(as_tensors=True)
-        media = {name: value[:, :length] if "token_type" in name else value for name, value in media.items()}
+    for inputs, mask in zip(inputs_of_rows(batch), batch["token_mask"], strict=True):
+        targets = inputs["input_ids"][0, 1:, None]
         with torch.no_grad():
-            logprobs = model(input_ids=ids, **media).logits[0, :-1].log_softmax(-1)
-        total -= float(logprobs.gather(1, ids[0, 1:, None])[:, 0] @ batch["token_mask"][row, 1:length])
+            logprobs = model(**inputs).logits[0, :-1].log_softmax(-1)
+        total -= float(logprobs.gather(1, targets)[:, 0] @ mask[1 : len(targets) + 1])
     assert float(loss) == pytest.approx(total / float(batch["token_mask"][:, 1:].sum()), rel=1e-5)
 
 
 class Look(Environment):
-    """Three turns: the first sees one image, the others two of which one is wider. The canvas is drawn on again."""
+    """Three turns: the first sees one image, the others two, one of them wider. All turns draw on the same canvas."""
 
     def __init__(self, config, *, seed):
         self.broken = ""

@@ -16,7 +16,7 @@ from rlframework.rollout.ledger import Ledger
 
 SCHEDULES = 10_000
 SAMPLE = 1_000
-"""Of the schedules, so many run without `--thorough`."""
+"""Number of schedules that run without `--thorough`."""
 
 
 def check(world: World) -> None:
@@ -162,7 +162,7 @@ def book(**options: Any) -> Ledger[int, str]:
 
 
 def admitted(ledger: Ledger[int, str], count: int) -> list[Any]:
-    """All tickets that can be admitted, of which the first `count` are returned."""
+    """Admit all tickets that can be, and return the first `count`."""
     numbers = iter(range(1000))
     tickets = []
     while (ticket := ledger.admit(lambda: next(numbers))) is not None:

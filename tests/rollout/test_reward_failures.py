@@ -100,7 +100,7 @@ def test_too_many_failures_in_the_answers_of_a_step_end_the_run(parts: Any) -> N
 
 
 def test_the_answers_of_a_failed_group_count_as_answers_of_the_step(parts: Any) -> None:
-    """2 of 16, of which 4 were never scored: as many as a synchronous step has."""
+    """2 of 16 answers, including 4 that were never scored: a synchronous step has 16, too."""
     player, groups = play(parts, [[8, 2, 3, 4], [1, 8, 3, 4], [1, 1, 1, 1]])
     missed = parts.environment.samples("train")[3], ROWS, "it missed its deadline"
     assert player.rollout([*groups, missed]).failed.sum() == ROWS

@@ -106,7 +106,7 @@ class Attack:
 
 
 def named(place: Keys) -> set[str]:
-    """The dotted keys at, above and beside `place`, of which an error names at least one."""
+    """The dotted keys at, above and beside `place`. An error names at least one of them."""
     keys = [str(key)[:70] for key in place]
     return {f"`{keys[0]}", f"{keys[0]}.", *keys[1:]}
 

@@ -1,6 +1,6 @@
 """Damaged files: what is read equals what was written, or one error of ours names the file.
 
-Each input is a file that ends or continues at one of its regions, or of which a region is flipped, zeroed, cut out or
+Each input is a file that ends or continues at one of its regions, or has a region that is flipped, zeroed, cut out or
 repeated. Files without checksums may read as other numbers; these are `UNCHECKED`.
 """
 

@@ -27,7 +27,7 @@ WORKER = 4_000
 
 In 800 steps the heap in use of a policy's worker grows by 30 bytes a step, and the number of its Python objects not at
 all; but glibc's arenas spread for the first 250 steps. So 200 steps show 7,000 to 8,400 bytes, and 500 show 360 to
-1,740, of which most is pages that `free` has not given back yet.
+1,740, mostly pages that `free` has not given back yet.
 """
 
 COMMON = (

@@ -1,4 +1,4 @@
-"""Objects that the garbage collector looks at during a run."""
+"""Which objects the garbage collector scans during a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Node:
 
 @pytest.fixture
 def nothing_frozen() -> Iterator[None]:
-    """As outside of the tests, which freeze what they import."""
+    """No object is frozen, as in a program: a test session freezes its imports."""
     gc.unfreeze()
     yield
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Workers have a TMPDIR of their own, of which nothing is left when they have ended."""
+"""Workers have a TMPDIR of their own, and nothing is left of it when they have ended."""
 
 from __future__ import annotations
 

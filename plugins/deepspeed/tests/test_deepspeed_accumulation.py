@@ -17,7 +17,7 @@ from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
 @pytest.fixture
 def worker(tmp_path):
-    """`worker(rows, world_size, precision, **section)`: one that takes microbatches of so many rows."""
+    """`worker(rows, world_size, precision, **section)`: a worker that takes microbatches of `rows` rows."""
     made = []
 
     def make(rows, world_size=1, precision="bfloat16", **section):

@@ -11,7 +11,7 @@ from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
 @pytest.fixture
 def waits(tmp_path):
-    """`waits(rows, stage, **keys)`: the waiting calls of a step in microbatches of so many rows, by primitive."""
+    """`waits(rows, stage, **keys)`: the waiting calls of a step in microbatches of `rows` rows, by primitive."""
 
     def count(rows, stage, **keys):
         path = cases.model("untied", tmp_path)

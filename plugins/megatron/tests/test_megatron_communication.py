@@ -24,7 +24,7 @@ def group_of_four():
 
 
 def collectives(path, rows, section):
-    """Count the collectives of a step with microbatches of so many rows."""
+    """Count the collectives of a step with microbatches of `rows` rows."""
     worker = MegatronPolicyWorker(
         {
             "model_name": str(path),

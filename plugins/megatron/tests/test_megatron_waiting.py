@@ -11,7 +11,7 @@ from rlframework_megatron.worker import MegatronPolicyWorker
 
 @pytest.fixture
 def waits(tmp_path):
-    """`waits(model, rows, **keys)`: the waiting calls of a step in microbatches of so many rows, by primitive."""
+    """`waits(model, rows, **keys)`: the waiting calls of a step in microbatches of `rows` rows, by primitive."""
 
     def count(model, rows, section=None, **keys):
         path = cases.model(model, tmp_path)

@@ -60,7 +60,7 @@ def test_values_and_gradients_match_the_formula(
     total = (expected * upstream).sum() + of_entropy * (expected_entropy * entropy_upstream).sum()
     expected_gradients = torch.autograd.grad(total, doubles)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
-    # an entropy is the difference of two numbers of the size of the logits, and its error is in each slope
+    # an entropy is the difference of two numbers as large as the logits, and its error is part of each gradient
     largest = float((doubles[0] @ doubles[1].T).detach().abs().max() / temperature) if count else 0.0
     entropy_error = 5e-6 + 1e-6 * largest
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=entropy_error)

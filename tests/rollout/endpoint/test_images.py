@@ -28,7 +28,7 @@ from rlframework.rollout.seeds import row_seeds
 from rlframework.runner.parts import build_parts
 
 IMAGE_TOKENS = {16: 4, 24: 6}
-"""Tokens of an image of 16 pixels in height, by its width: patches of 4 x 4 pixels, of which 2 x 2 are merged."""
+"""Tokens of an image of 16 pixels in height, by its width: one for 2 x 2 patches of 4 x 4 pixels."""
 
 
 def png(number: int, width: int = 16, kind: str = "PNG") -> str:
