@@ -225,7 +225,7 @@ class ConformanceSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Pass on the plan; fail a session in which tests are missing that nobody deselected explicitly."""
+        """Pass on the plan; fail a session in which tests are missing that were not deselected explicitly."""
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput[self._worker_output] = [
                 SUITE_RUN_JSON.dump_json(suite_run).decode() for suite_run in self._planned

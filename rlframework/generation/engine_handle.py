@@ -73,7 +73,7 @@ class EngineHandle(ABC):
         done: Future[list[Incoming]] = Future()
         try:
             done.set_result(self._exchange(outgoing, timeout))
-        except Exception as error:  # noqa: BLE001 - raised to whoever asks for the result
+        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
             done.set_exception(error)
         return done
 

@@ -24,7 +24,7 @@ class Slots:
         self._expected = 0
 
     def expect(self, positions: int) -> None:
-        """Allow memory for so many `positions` before they are written."""
+        """Allow memory for `positions` positions before they are written."""
         self._expected = max(self._expected, positions)
 
     def put(self, layer: int, first: int, states: Sequence[tuple[Tensor, Tensor]]) -> None:

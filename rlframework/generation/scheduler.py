@@ -90,7 +90,7 @@ class Scheduler:
         self._assign()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, whose outcome nobody waits for; one that is with an engine is aborted there."""
+        """Drop a request whose outcome is not needed; one that is with an engine is aborted there."""
         if (entry := self._entries.get(request_id)) is not None:
             entry.wanted = False
             self._stop(entry)

@@ -16,7 +16,7 @@ class Scores(NamedTuple):
     """How scores are computed.
 
     `window`: the number of tokens that a token attends to, including itself. `chunk`: a token attends to those before
-    it in its chunk of so many tokens, counted from the start of the sequence. `softcap`: scores are squashed to
+    it in its chunk of `chunk` tokens, counted from the start of the sequence. `softcap`: scores are squashed to
     `softcap * tanh(score / softcap)`. `sinks [heads]`: the score of a further key without a value, in each row.
     """
 

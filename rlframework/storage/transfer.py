@@ -150,7 +150,7 @@ def delete(remote: RemoteFolder, name: str) -> None:
 def delete_unfinished(remote: RemoteFolder, before: str) -> None:
     """Delete what interrupted uploads and deletions have left of checkpoints older than `before`.
 
-    `before` is complete, so nobody will continue them.
+    `before` is complete, so they will not be continued.
     """
     paths = remote.sizes()
     complete = {path.partition("/")[0] for path in paths if _is_manifest(path)}

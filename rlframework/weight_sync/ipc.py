@@ -252,7 +252,7 @@ class IpcSender:
 
     @property
     def wanted(self) -> bool:
-        """Whether an engine may open this device's memory; torch keeps shared memory that nobody opens."""
+        """Whether an engine may open this device's memory; torch keeps shared memory that is never opened."""
         return self._devices is None or device_id(self._device) in self._devices
 
     def pack(self, names: Iterable[str], weights: Iterator[tuple[str, Tensor]]) -> GroupHandles:
