@@ -125,7 +125,7 @@ def test_each_of_its_requests_may_fail(s3, checkpoint, tmp_path):
 SEND = """
 import sys, pathlib
 from rlframework.storage.remote_folder import RemoteFolder
-from rlframework.storage.uploads import Uploads, finishing_uploads
+from rlframework.storage.uploads import Uploads
 uploads = Uploads(RemoteFolder(sys.argv[1]), set)
 uploads.add(pathlib.Path(sys.argv[2]))
 print(sys.stdin.readline(), flush=True)
