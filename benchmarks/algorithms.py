@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -132,26 +131,38 @@ def print_row(name: str, curves: dict[int, Curve], histories: Sequence[History])
 
 
 def draw(found: Curves, path: Path) -> Path:
-    """Draw the mean accuracy of each algorithm over steps, with the range of its seeds; return `path`."""
+    """Draw a panel for each algorithm: its seeds, their mean, and the means of the others in grey; return `path`."""
     import matplotlib.pyplot as plt
     from matplotlib import rc_context
 
     from rlframework.observers.curve import STYLE
 
+    means = {name: mean_curve(seeds) for name, seeds in found.items()}
     with rc_context(STYLE):
-        figure: Any
-        figure, axes = plt.subplots(figsize=(8, 5))
-        for name, seeds in found.items():
-            curves = [dict(points) for points in seeds.values()]
-            steps = sorted(set.intersection(*(set(points) for points in curves)))
-            values = [[points[step] for points in curves] for step in steps]
-            (line,) = axes.plot(steps, [mean(each) for each in values], label=name)
-            axes.fill_between(steps, list(map(min, values)), list(map(max, values)), alpha=0.12, color=line.get_color())
-        axes.set(xlabel="step", ylabel="held-out accuracy", title="Two-digit addition: mean and range of the seeds")
-        axes.legend(fontsize=8)
-        figure.savefig(path, dpi=150)
+        figure, panels = plt.subplots(
+            -(-len(found) // 3), 3, figsize=(9, 7), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        )
+        for axes in panels.flat[len(found) :]:
+            axes.set_visible(False)
+        for axes, (name, seeds) in zip(panels.flat, found.items(), strict=False):
+            for steps, values in means.values():
+                axes.plot(steps, values, color="0.85", linewidth=1)
+            for seed, points in sorted(seeds.items()):
+                axes.plot(*zip(*points, strict=True), linewidth=1, linestyle="--", label=f"seed {seed}")
+            axes.plot(*means[name], color="black", linewidth=2, label="mean")
+            axes.set_title(name, fontsize=9)
+        panels.flat[0].legend(fontsize=7)
+        figure.suptitle("Two-digit addition: held-out accuracy over steps; grey: means of the other algorithms")
+        figure.savefig(path, dpi=130)
         plt.close(figure)
     return path
+
+
+def mean_curve(seeds: dict[int, Curve]) -> tuple[list[float], list[float]]:
+    """Return the steps that all `seeds` have, and the mean of their accuracies at each."""
+    curves = [dict(points) for points in seeds.values()]
+    steps = sorted(set.intersection(*map(set, curves)))
+    return steps, [mean(points[step] for points in curves) for step in steps]
 
 
 if __name__ == "__main__":
