@@ -102,7 +102,8 @@ vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), a
 	test $(VLLM_EXTRA) != cpu || \
 		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton opencv-python-headless
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest plugins/vllm/tests
-	VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest plugins/vllm/tests/test_vllm_faults.py
+	VLLM_PYTHON=$(abspath $(VLLM_ENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest plugins/vllm/tests/test_vllm_faults.py \
+		plugins/vllm/tests/test_vllm_image_runs.py
 
 release: $(VENV)/.installed-dev  ## wheels of the commit, checksums, notes, in dist/VERSION; KEY=~/.ssh/id_ed25519 signs
 	$(BIN)/python tools/release.py $(if $(KEY),--key $(KEY))

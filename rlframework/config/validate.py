@@ -241,6 +241,3 @@ def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
         yield Problem("algorithm.token_data", "must be null with environment.images: token data has no images")
     if "teacher" in config.further_policies:
         yield Problem("environment.images", "must be null with the further policy teacher, which gets no images")
-    if config.generation.name != "transformers":
-        message = f"is for generation.name=transformers, and it is {config.generation.name}"
-        yield Problem("environment.images", message)

@@ -9,8 +9,8 @@ than most rows of `batch`.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +127,14 @@ def _images(vocabulary: int) -> Any:
     return SmolVLMForConditionalGeneration(SmolVLMConfig(**sizes))
 
 
-def _patches(vocabulary: int) -> Any:
+def _patches(vocabulary: int, sections: Sequence[int] = (1, 1, 2), **sizes: int) -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    rotary = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
+    rotary = {"rope_type": "default", "mrope_section": list(sections), "rope_theta": 100.0}
+    text: dict[str, Any] = {"vocab_size": vocabulary + 1, **_SIZES, **sizes, "rope_parameters": rotary}
     config = Qwen2VLConfig(
-        vision_config=_PATCHES,
-        text_config={"vocab_size": vocabulary + 1, **_SIZES, "rope_parameters": rotary},
+        vision_config={**_PATCHES, "hidden_size": text["hidden_size"]},
+        text_config=text,
         image_token_id=vocabulary,
         video_token_id=vocabulary + 1,
         vision_start_token_id=vocabulary + 1,
@@ -159,6 +160,7 @@ MODELS: Mapping[str, Callable[[int], Any]] = {
     "sinks": _rotary("GptOss", head_dim=8, sliding_window=WINDOW, rope_parameters=_YARN, **_FEW_EXPERTS),
     "images": _images,
     "patches": _patches,
+    "patches_wide_heads": partial(_patches, sections=(4, 6, 6), hidden_size=64, num_attention_heads=2),
 }
 """Models by purpose.
 
@@ -169,7 +171,8 @@ and one with a window, which the layer passes to its attention; in `windows_of_t
 `router_noise` multiplies the inputs of its routers by random numbers in training. The frequencies of the rotary
 embeddings of `lengths` are others for rows of more than `SHORT` tokens. `caps` squashes the scores of attention and the
 logits, and `sinks` has a further score for each head of attention. `images` takes pictures of one size, and `patches`
-pictures of any size, whose parts it numbers by height and width.
+pictures of any size, whose parts it numbers by height and width. `patches_wide_heads` is that with heads of 32
+dimensions, the fewest that some engines take.
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,13 @@ class ServingLimits:
     temperatures: tuple[float, float] = (0.0, _LARGEST)
 
     @classmethod
-    def of(cls, config: Any, max_tokens: int | None = None) -> ServingLimits:
-        """Return the limits of a model of `config`, of whose positions an engine has at most `max_tokens`."""
-        return cls(RowLimits.of(config, max_tokens), first_size(config.get_text_config(), "vocab_size"))
+    def of(cls, config: Any, max_tokens: int | None = None, image_kinds: Collection[str] = ()) -> ServingLimits:
+        """Return the limits of a model of `config`, of whose positions an engine has at most `max_tokens`.
+
+        `image_kinds`: the values of `model_type` for which the engine takes images.
+        """
+        limits = cls(RowLimits.of(config, max_tokens), first_size(config.get_text_config(), "vocab_size"))
+        return replace(limits, no_media=None) if config.model_type in image_kinds else limits
 
     def top_k(self, request: GenerationRequest) -> int:
         """Return how many tokens the request samples from; 0: the whole vocabulary."""

@@ -8,13 +8,15 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlframework.config.sections import GenerationConfig
+from rlframework.errors import WorkerError
+from rlframework.generation.image_places import ImagePlace, image_places
 from rlframework.generation.requests import ServingLimits, check_requests
 from rlframework.huggingface.model_directories import read_config
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan
@@ -53,8 +55,9 @@ class Served(ABC):
 
 @dataclass(eq=False)
 class Collected(Served):
-    """An unfinished request whose tokens the engine gets as numbers, some at a time."""
+    """An unfinished request whose tokens the engine gets as numbers, some at a time. `places`: of its images."""
 
+    places: Sequence[ImagePlace] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -63,6 +66,11 @@ class Collected(Served):
         self.use(version, len(self.tokens))
         self.tokens += tokens
         self.logprobs += logprobs
+
+    def require_prompt(self, tokens: Sequence[int]) -> None:
+        """Raise `WorkerError` unless the prompt that the engine used has these `tokens`."""
+        if list(tokens) != self.request.prompt_ids.tolist():
+            raise WorkerError(f"the engine changed the prompt of request {self.request.request_id!r}: report a bug")
 
     def completion(self) -> tuple[Tensor, Tensor]:
         """See `Served.completion`."""
@@ -117,9 +125,22 @@ class ServingEngine(ReceivesWeights, Generic[S]):
         return nullcontext()
 
     @cached_property
+    def model_config(self) -> Any:
+        """The configuration of the model, from its files."""
+        return read_config(self._model_name)
+
+    @cached_property
     def limits(self) -> ServingLimits:
         """The requests that the model can serve."""
-        return ServingLimits.of(read_config(self._model_name))
+        return ServingLimits.of(self.model_config)
+
+    def collected(self, request: GenerationRequest) -> Collected:
+        """Return a record of a request that was checked, with the places of its images if the model takes images.
+
+        Raises `RequestError` unless the prompt has a token for each feature of its images.
+        """
+        takes_images = self.limits.no_media is None
+        return Collected(request, image_places(request, self.model_config) if takes_images else ())
 
     def begin_again(self) -> None:
         """Stop computing all requests, which lose their tokens and wait."""

@@ -28,7 +28,7 @@ from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_forward import PaddedRows, RowForward, WholeRows
 from rlframework.generation.serving import Served, ServingEngine
 from rlframework.generation.sessions import SessionPrefixes
-from rlframework.huggingface.image_processor import image_tokens
+from rlframework.huggingface.image_processor import never_sampled
 from rlframework.interfaces.generation import (
     FinishReason,
     GenerationRequest,
@@ -276,8 +276,7 @@ class TransformersEngine(ServingEngine[_Served]):
         if model.config is not self._probed_config:
             self._forwards, self._probed_config = row_forward(model), model.config
             self.limits = replace(ServingLimits.of(model.config), no_media=self._no_media(model))
-            size = self.limits.vocabulary  # the model may have no row for a medium that it does not take
-            self._never = [token for token in image_tokens(model.config) if size is None or token < size]
+            self._never = never_sampled(model.config)
         self._model, self._updated = model, True
 
     def _no_media(self, model: Any) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only, quiet_hub
+from rlframework.huggingface.model_directories import first_size
 
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _NEEDED = "get_text_with_replacements"
@@ -79,6 +80,12 @@ def image_tokens(config: Any) -> list[int]:
     names = [f"{medium}_token_{end}" for medium in ("image", "video", "audio") for end in ("id", "index")]
     found = {getattr(config, name, None) for name in names}
     return sorted(token for token in found if isinstance(token, int) and token >= 0)
+
+
+def never_sampled(config: Any) -> list[int]:
+    """Return the `image_tokens` that the vocabulary has: models may have none for a medium that they do not take."""
+    size = first_size(config.get_text_config(), "vocab_size")
+    return [token for token in image_tokens(config) if size is None or token < size]
 
 
 def image_token(config: Any) -> int:

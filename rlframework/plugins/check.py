@@ -57,22 +57,31 @@ def check_config(config: RunConfig, registered: Registered, device: str) -> list
             for key, value, capability, remedy in _needs(config)
             if capability not in record.capabilities
         ]
-    elif record.kind == "generation_engine" and config.generation.workers is not None:
+    elif record.kind == "generation_engine":
+        problems += _of_generation(config, registered)
+    return problems + _own_problems(config, registered, device)
+
+
+def _of_generation(config: RunConfig, registered: Registered) -> Iterator[Problem]:
+    """Yield the keys of a run that the generation engine does not support."""
+    record = registered.record
+    engine = f"the engine {record.name!r} ({registered.blame})"
+    if config.environment.images is not None and Capability.MULTIMODAL not in record.capabilities:
+        message = f"set, but {engine} does not declare multimodal."
+        hint = "Remove the section, or choose another generation.name."
+        yield Problem("environment.images", message, hint, undeclared=True)
+    if config.generation.workers is not None:
         transport = config.generation.refit.transport
         wanted = set(_TRANSPORT.values()) if transport == "auto" else {_TRANSPORT[transport]}
         if not wanted & record.capabilities:
-            message = (
-                f"the engine {record.name!r} ({registered.blame}) does not declare {' or '.join(sorted(wanted))}, so "
-                "it cannot receive weights."
-            )
+            message = f"{engine} does not declare {' or '.join(sorted(wanted))}, so it cannot receive weights."
             hint = "Remove generation.workers, change generation.refit.transport, or choose another generation.name."
-            problems.append(Problem("generation.workers", message, hint, undeclared=True))
+            yield Problem("generation.workers", message, hint, undeclared=True)
         lora = config.policy.lora
         if lora is not None and lora.refit == "adapters" and Capability.LORA_REFIT not in record.capabilities:
-            message = f"adapters, but the engine {record.name!r} ({registered.blame}) does not declare lora_refit."
+            message = f"adapters, but {engine} does not declare lora_refit."
             hint = "Set it to merged, or choose another generation.name."
-            problems.append(Problem("policy.lora.refit", message, hint, undeclared=True))
-    return problems + _own_problems(config, registered, device)
+            yield Problem("policy.lora.refit", message, hint, undeclared=True)
 
 
 def _needs(config: RunConfig) -> Iterator[tuple[str, object, Capability, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ DIVIDED = {
     "intermediate_size": "units of the MLP",
 }
 """Model dimensions that tensor parallelism shards, by key of the model's config.json."""
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number by its dtype."""
 
 
 def model_config(model_name: str) -> dict[str, Any]:
@@ -37,6 +40,12 @@ def token_cache_bytes(model: Mapping[str, Any], width: int) -> int:
     """Return the bytes of the keys and values of one token, with `width` bytes per number; 0 as for `head_size`."""
     heads = model.get("num_key_value_heads") or model.get("num_attention_heads") or 0
     return int(2 * (model.get("num_hidden_layers") or 0) * heads * head_size(model) * width)
+
+
+def sequence_cache_bytes(model: Mapping[str, Any], precision: str, tokens: int | None, block: int) -> int:
+    """Return the bytes of the keys and values of a sequence of `tokens` in blocks; None: of all positions."""
+    positions = tokens or model.get("max_position_embeddings") or 0
+    return token_cache_bytes(model, WIDTHS[precision]) * (positions + block)
 
 
 def indivisible(model: Mapping[str, Any], tensor: int) -> str | None:
@@ -61,6 +70,19 @@ def attention_problems(config: RunConfig, key: str, attention: str, device: str)
     if config.policy.precision == "float32":
         hint = "Set policy.precision to bfloat16, or the attention to auto."
         yield Problem(key, "flash_attention_2 does not support float32.", hint)
+
+
+def image_problems(
+    config: RunConfig, model: Mapping[str, Any], kinds: Collection[str], engine: str, hint: str
+) -> Iterator[Problem]:
+    """Yield a problem if the model, whose config.json this is, takes images or must, and is not of the tested `kinds`.
+
+    `kinds`: values of `model_type`.
+    """
+    kind = model.get("model_type")
+    if ("vision_config" in model or config.environment.images is not None) and kind not in kinds:
+        message = f"of the models that take images, {engine} was tested with {', '.join(kinds)}, not with {kind}."
+        yield Problem("policy.model_name", message, hint)
 
 
 def lora_problems(config: RunConfig) -> Iterator[Problem]:

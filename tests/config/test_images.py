@@ -17,7 +17,6 @@ from rlframework.errors import ConfigError
         ("algorithm.name=process_reward_model", "pairs, not for algorithm.name=process_reward_model"),
         ("algorithm.name=sft algorithm.token_data=tokens", "token data has no images"),
         ("teacher.model_name=m", "must be null with the further policy teacher, which gets no images"),
-        ("generation.name=vllm", "is for generation.name=transformers, and it is vllm"),
     ],
 )
 def test_what_would_lose_images_is_rejected(tmp_path: Path, overrides: str, message: str) -> None:

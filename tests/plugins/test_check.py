@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlframework.config.images import ImagesConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import (
     AlgorithmConfig,
@@ -78,6 +79,17 @@ def test_every_capability_of_the_configuration_has_a_case():
 @pytest.mark.parametrize("mode", ["auto", "padded"])
 def test_the_plain_configuration_needs_nothing(mode):
     assert check_config(run_config({"batching": {"mode": mode}}), backend(), "cpu") == []
+
+
+def test_images_are_for_engines_that_declare_them():
+    config = run_config({})
+    images = config.environment.model_copy(update={"images": ImagesConfig()})
+    for declared in (False, True):
+        capabilities = frozenset({Capability.MULTIMODAL} if declared else ())
+        engine = Registered(GenerationEngineRecord("fast", "m:C", 2, capabilities=capabilities), "fast", "1.0", "fast")
+        assert check_config(config, engine, "cpu") == []
+        problems = check_config(config.model_copy(update={"environment": images}), engine, "cpu")
+        assert [problem.key for problem in problems] == ([] if declared else ["environment.images"])
 
 
 def test_adapters_alone_are_sent_only_to_engines_that_declare_it():

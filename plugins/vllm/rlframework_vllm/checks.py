@@ -8,7 +8,7 @@ from typing import Any
 
 from rlframework.config.sections import RunConfig
 from rlframework.doctor.engine_environment import engine_environment, process_problems
-from rlframework.plugins.model_checks import head_size, model_config, token_cache_bytes
+from rlframework.plugins.model_checks import head_size, image_problems, model_config, sequence_cache_bytes
 from rlframework.plugins.types import Problem
 from rlframework_vllm.config import VllmGenerationConfig
 
@@ -18,12 +18,15 @@ TEMPERATURES = 0.01, 2.0
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The sizes of an attention head that vLLM's kernels for CPUs have."""
 
+KINDS = ("qwen2_vl", "qwen2_5_vl")
+"""The kinds of vision-language models (`model_type`) that were tested with vLLM."""
+
 BLOCK = 32
 """Tokens per block of the cache on a CPU: the smallest size that vLLM's kernels like."""
 
 INSTALL = "{python} -m pip install -e . -e 'plugins/vllm[{extra}]'"
 PROBE = Path(__file__).with_name("probe.py")
-_CACHE, _WIDTHS = 1 << 30, {"float32": 4, "bfloat16": 2, "float16": 2}
+_CACHE = 1 << 30
 
 
 def check(config: RunConfig, device: str) -> list[Problem]:
@@ -74,8 +77,12 @@ def _model(
     if not model:  # on the Hub: vLLM itself says so when it starts
         return
     names, known = model.get("architectures") or ["of no name"], set(found.get("architectures") or ())
-    model |= model.get("text_config") or {}
     other = "Set generation.name=transformers, or {}."
+    yield from image_problems(config, model, KINDS, "vLLM", other.format("use one of these"))
+    if model.get("model_type") in KINDS and keys.tensor_parallel_size > 1:
+        message = "must be 1 for models that take images, which were not tested with more."
+        yield Problem("generation.vllm.tensor_parallel_size", message)
+    model |= model.get("text_config") or {}
     if known and not known & set(names):
         message = f"vLLM {found['version']} does not know the architecture {', '.join(names)}."
         yield Problem("policy.model_name", message, other.format("install a vLLM that has it"))
@@ -85,7 +92,7 @@ def _model(
         yield Problem("policy.model_name", message, other.format("use a GPU"))
     dtype = config.generation.refit.dtype
     precision = config.policy.precision if dtype == "auto" else dtype
-    needed = _sequence_bytes(model, precision, keys.max_model_len) // keys.tensor_parallel_size
+    needed = sequence_cache_bytes(model, precision, keys.max_model_len, BLOCK) // keys.tensor_parallel_size
     if keys.kv_cache_memory_bytes is not None and keys.kv_cache_memory_bytes < needed:
         message = f"{keys.kv_cache_memory_bytes} bytes have no room for one sequence, which takes {needed}."
         hint = "Raise it, or lower generation.vllm.max_model_len."
@@ -94,9 +101,4 @@ def _model(
 
 def default_cache_bytes(model: Mapping[str, Any], precision: str, max_model_len: int | None) -> int:
     """Return the bytes of the cache on a CPU: 1 GiB, or those of one sequence; `model`: its configuration."""
-    return max(_CACHE, _sequence_bytes(model, precision, max_model_len))
-
-
-def _sequence_bytes(model: Mapping[str, Any], precision: str, max_model_len: int | None) -> int:
-    positions = max_model_len or model.get("max_position_embeddings") or 0
-    return token_cache_bytes(model, _WIDTHS[precision]) * (positions + BLOCK)
+    return max(_CACHE, sequence_cache_bytes(model, precision, max_model_len, BLOCK))

@@ -29,6 +29,8 @@ _REASONS: Mapping[str, str] = {
     "on a CPU, vLLM cannot sample for prompts that it splits": "enable_chunked_prefill",
     "it is on for GPUs, as `release` needs it": "enable_sleep_mode",
     "it is not supported": "pipeline_parallel_size quantization speculative_config",
+    "images are processed before they are sent to the engine": "mm_processor_kwargs mm_processor_cache_gb "
+    "mm_device_do_normalize skip_mm_profiling limit_mm_per_prompt enable_mm_embeds language_model_only",
     "it loads code": "trust_remote_code worker_cls worker_extension_cls",
 }
 OWNED: Mapping[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from rlframework.generation.adapted_weights import AdaptedWeights
 from rlframework.generation.requests import ServingLimits
-from rlframework.generation.serving import Collected, ServingEngine
+from rlframework.generation.serving import Collected
+from rlframework.generation.sleeping import SleepingEngine
 from rlframework.generation.weight_fit import require_fit
-from rlframework.huggingface.model_directories import read_config
-from rlframework.interfaces.generation import GenerationRequest, Tag
+from rlframework.huggingface.image_processor import never_sampled
+from rlframework.interfaces.generation import GenerationRequest
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import Held, WeightSink
 from rlframework.weight_sync.staged import Source, StagedWeights
 from rlframework_vllm import weights
-from rlframework_vllm.checks import BLOCK, TEMPERATURES, default_cache_bytes
+from rlframework_vllm.checks import BLOCK, KINDS, TEMPERATURES, default_cache_bytes
 from rlframework_vllm.config import VllmGenerationConfig, VllmKeys
 from rlframework_vllm.runtime import Runtime
 
 _FORWARD = 4096  # tokens of a forward on a CPU
 
 
-class VllmEngine(ServingEngine[Collected]):
+class VllmEngine(SleepingEngine[Collected]):
     """See `GenerationEngine`. vLLM starts at the first update of the weights."""
 
     _sink: StagedWeights | None = None
     _started: Runtime | None = None
-    _asleep: Set[Tag] = frozenset()
 
     @cached_property
     def _keys(self) -> VllmKeys:
@@ -47,26 +45,26 @@ class VllmEngine(ServingEngine[Collected]):
     @cached_property
     def limits(self) -> ServingLimits:
         """See `ServingEngine.limits`."""
-        limits = ServingLimits.of(read_config(self._model_name), self._keys.max_model_len)
+        limits = ServingLimits.of(self.model_config, self._keys.max_model_len, KINDS)
         return replace(limits, temperatures=TEMPERATURES)
 
     def accepted(self, request: GenerationRequest) -> Collected:
         """See `ServingEngine.accepted`."""
-        return Collected(request)
+        return self.collected(request)
 
     def step(self, version: int) -> bool:
         """See `ServingEngine.step`. Computes one forward."""
         self.restore()
         for name, served in list(self._waiting.items()):
             budget, top_k = self.limits.budget(served.request), self.limits.top_k(served.request)
-            self._vllm.add(served.request, budget, top_k, version)
+            self._vllm.add(served.request, budget, top_k, version, served.places)
             del self._waiting[name]
         advanced = False
-        for name, tokens, logprobs, reason in self._vllm.step():
+        for name, tokens, logprobs, reason, prompt in self._vllm.step():
             self._served[name].add(version, tokens, logprobs)
             advanced |= bool(tokens)
             if reason is not None:
-                self.finish(name, reason)
+                self.finish(name, reason).require_prompt(prompt)
         return advanced
 
     def withdraw(self, names: Collection[str]) -> None:
@@ -83,15 +81,20 @@ class VllmEngine(ServingEngine[Collected]):
         return self._started
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of vLLM's `EngineArgs`."""
-        cpu, config = self.refit_device.type == "cpu", read_config(self._model_name)
+        """Return the arguments of `Runtime`."""
+        cpu, forward = self.refit_device.type == "cpu", 0
         defaults: dict[str, Any] = {"enforce_eager": cpu}
         if cpu:
-            cache = default_cache_bytes(config.get_text_config().to_dict(), self._precision, self._keys.max_model_len)
+            sizes = self.model_config.get_text_config().to_dict()
+            cache = default_cache_bytes(sizes, self._precision, self._keys.max_model_len)
             tokens = [one for one in self.limits.rows.bounds if one < math.inf]
             tokens += [_FORWARD, self._config.batch_size]  # whole prompts, as generators of a CPU take no number back
-            defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": int(max(tokens))}
+            defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": (forward := int(max(tokens)))}
             defaults |= {"block_size": BLOCK, "kv_cache_memory_bytes": cache}
+        if self.limits.no_media is None:
+            features = forward * self._config.batch_size  # of all rows: without room for them vLLM divides prompts
+            defaults |= {"images": (self.model_config.architectures[0], features)}
+            defaults |= {"never": never_sampled(self.model_config)}
         return {
             **defaults,
             **self._keys.given(),
@@ -115,7 +118,7 @@ class VllmEngine(ServingEngine[Collected]):
     def _whole(self, info: WeightInfo) -> WeightSink:
         """Return the destination of whole weights."""
         if self._sink is None or self._sink.info != info:
-            require_fit(info, read_config(self._model_name), self._model_name)
+            require_fit(info, self.model_config, self._model_name)
             several = self._keys.tensor_parallel_size > 1
             self._sink = StagedWeights(info, self.refit_device, self._load, several=several)
         sink, self._started = self._sink, self._vllm
@@ -131,37 +134,6 @@ class VllmEngine(ServingEngine[Collected]):
     def drop_caches(self) -> int:
         """See `ReceivesWeights.drop_caches`."""
         return self._vllm.drop_caches()
-
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def release(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
-        """See `GenerationEngine.release`. On a CPU nothing is freed; on a GPU the cache goes with the weights.
-
-        vLLM cannot keep requests without their caches, so unfinished ones begin again, with the same samples unless the
-        weights change.
-        """
-        if self.refit_device.type == "cpu" or self._started is None or self._asleep >= set(tags):
-            return 0
-        self.begin_again()
-        before, weights_too = self._free(), "weights" in tags
-        self._started.sleep(weights=weights_too)
-        self._asleep = {"weights", "kv_cache"} if weights_too else {"kv_cache"}
-        if weights_too:
-            self.weight_state.fail("its weights were released")
-        return self._free() - before
-
-    def restore(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> int:
-        """See `GenerationEngine.restore`."""
-        asleep = self._asleep & set(tags)
-        if self._started is None or not asleep:
-            return 0
-        before = self._free()
-        self._started.wake(asleep)
-        self._asleep -= asleep
-        return before - self._free()
-
-    def _free(self) -> int:
-        return int(torch.cuda.mem_get_info(self.refit_device)[0])
 
     def close(self) -> None:
         """See `GenerationEngine.close`."""

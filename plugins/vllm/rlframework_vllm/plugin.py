@@ -19,7 +19,7 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             target="rlframework_vllm.engine:VllmEngine",
             summary="vLLM in processes of its own, in the same Python environment or in another one",
             api_version=2,
-            capabilities=refits | {Capability.IN_FLIGHT_UPDATE},
+            capabilities=refits | {Capability.IN_FLIGHT_UPDATE, Capability.MULTIMODAL},
             config_model=VllmGenerationConfig,
             check=check,
             gpus_per_engine=_gpus,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rlframework.errors import ConfigError
+from rlframework.generation.image_places import ImagePlace
+from rlframework.generation.own_process import require_own_process
 from rlframework.generation.sampling import folded_seed
 from rlframework.generation.torch_state import torch_restored
 from rlframework.interfaces.generation import FinishReason, GenerationRequest
@@ -22,20 +24,19 @@ _VARIABLES = {
 }
 _REASONS: Mapping[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
 
-Progress = tuple[str, list[int], list[float], FinishReason | None]
-"""The name of a request, its new tokens, their log-probabilities, and why it finished, if it did."""
+Progress = tuple[str, list[int], list[float], FinishReason | None, Sequence[int]]
+"""The name of a request, its new tokens, their log-probabilities, why it finished, if it did, and its prompt."""
 
 
 class Runtime:
     """A running vLLM with weights of no meaning, to be replaced with `call`."""
 
-    def __init__(self, **arguments: Any) -> None:
-        """Start vLLM with `arguments` of its `EngineArgs`. Raises `ConfigError` if it does not start."""
-        if torch.distributed.is_initialized():  # also of another vLLM
-            raise ConfigError(
-                "vLLM needs a process of its own, and this one has a process group already: close the other engine, or "
-                "set generation.workers.group to processes or ray"
-            )
+    def __init__(self, *, images: tuple[str, int] | None = None, never: Sequence[int] = (), **arguments: Any) -> None:
+        """Start vLLM with `arguments` of its `EngineArgs`. Raises `ConfigError` if it does not start.
+
+        `images`: those of `take_tensors`. `never`: tokens that are not sampled.
+        """
+        require_own_process("vLLM")
         os.environ |= _VARIABLES
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
@@ -43,10 +44,14 @@ class Runtime:
                 from vllm import EngineArgs
                 from vllm.v1.engine.llm_engine import LLMEngine
 
+                from rlframework_vllm.images import engine_input, take_tensors
                 from rlframework_vllm.sampler import install
 
+                if images is not None:
+                    arguments |= take_tensors(*images)
+                self._input = engine_input
                 self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
-                self._engine.collective_rpc(install)
+                self._engine.collective_rpc(install, args=(never,))
         except (ValueError, RuntimeError, MemoryError) as error:
             from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -55,8 +60,13 @@ class Runtime:
                 f"vLLM does not start with the settings of generation.vllm: {str(error).strip().splitlines()[0]}"
             ) from error
 
-    def add(self, request: GenerationRequest, max_tokens: int, top_k: int, version: int) -> None:
-        """Accept a request. In the cache it finds only prefixes of requests with the same `version` of the weights."""
+    def add(
+        self, request: GenerationRequest, max_tokens: int, top_k: int, version: int, places: Sequence[ImagePlace] = ()
+    ) -> None:
+        """Accept a request with images at `places`.
+
+        In the caches it finds only prefixes and images of requests with the same `version` of the weights.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -74,7 +84,7 @@ class Runtime:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(version)}
+        prompt = self._input(self._engine.renderer, request.prompt_ids.tolist(), places, version)
         self._engine.add_request(request.request_id, prompt, parameters)
 
     def step(self) -> Iterator[Progress]:
@@ -84,7 +94,8 @@ class Runtime:
         for output in outputs:
             (row,) = output.outputs
             logprobs = row.logprobs.logprobs if row.logprobs else []
-            yield output.request_id, list(row.token_ids), logprobs, _REASONS[row.finish_reason]
+            reason = _REASONS[row.finish_reason]
+            yield output.request_id, list(row.token_ids), logprobs, reason, output.prompt_token_ids
 
     def abort(self, names: Collection[str]) -> None:
         """End requests without results."""
@@ -96,10 +107,14 @@ class Runtime:
         return results
 
     def drop_caches(self) -> int:
-        """Drop all keys and values, also of running requests, which compute them again; return the cached tokens."""
+        """Drop all keys, values and features of images, also of running requests, which compute them again.
+
+        Returns the cached tokens.
+        """
         core = self._engine.engine_core.engine_core
         cached = len(core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
         self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.reset_encoder_cache()
         return cached * int(self._engine.vllm_config.cache_config.block_size)
 
     def sleep(self, *, weights: bool) -> None:

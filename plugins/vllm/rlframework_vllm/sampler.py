@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,11 @@ GREEDY = 1e-5  # temperatures below are greedy in vLLM
 class TemperatureSampler(Sampler):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Returns log-probabilities at each request's temperature (greedy: at 1), before top-k and top-p.
 
-    vLLM's modes have either the model's own, at temperature 1, or those after the truncation.
+    vLLM's modes have either the model's own, at temperature 1, or those after the truncation. Tokens of `never`, which
+    stand for features of images, are not sampled.
     """
+
+    never: Sequence[int] = ()
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample at temperature 1 from logits that are divided by the temperature."""
@@ -26,7 +30,14 @@ class TemperatureSampler(Sampler):  # type: ignore[misc]  # vLLM is not installe
             sampling_metadata = replace(sampling_metadata, temperature=torch.where(greedy, given, 1.0))
         return super().forward(logits, sampling_metadata, *args, **kwargs)
 
+    def apply_logits_processors(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Also exclude the tokens of `never`."""
+        if self.never:
+            logits[:, list(self.never)] = -torch.inf
+        return super().apply_logits_processors(logits, *args, **kwargs)
 
-def install(worker: Any) -> None:
+
+def install(worker: Any, never: Sequence[int]) -> None:
     """Give `worker` of vLLM this sampler."""
     worker.model_runner.sampler = TemperatureSampler("raw_logprobs")
+    worker.model_runner.sampler.never = never

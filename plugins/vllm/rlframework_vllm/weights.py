@@ -12,31 +12,42 @@ from rlframework.generation.packed_linears import shows_columns
 from rlframework.weight_sync.buffers import Slot
 from rlframework.weight_sync.staged import Source
 
+_ENCODER = "visual."  # the image encoder in files and in vLLM, in all of `KINDS`; probes have no images
+
 
 def load(worker: Any, source: Source) -> dict[str, Tensor]:
-    """Load weights into the model of `worker` of vLLM; return what it holds as it was sent, by name."""
-    worker.reload_weights(weights_iterator=source.weights())
+    """Load weights into the model of `worker` of vLLM; return what it holds as it was sent, by name.
+
+    Raises `RefitError` if a packed layer of the image encoder computes with other weights.
+    """
+    load_shard(worker, source)
     model = worker.get_model()
-    for head, embedding in _tied_heads(model):
-        if hasattr(embedding, "cpu_linear"):  # the packed copy of the weight, with which a CPU computes
-            head.cpu_linear = embedding.cpu_linear
-            require_packed(head)
+    layers = dict(model.named_modules())
+    for name, weight in source.weights():
+        layer = layers.get(name.removesuffix(".weight"))
+        if name.startswith(_ENCODER) and hasattr(layer, "cpu_linear"):
+            require_packed(name, layer, weight)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {slot.name: held for slot in source.slots if (held := _held(slot, parameters.get(slot.name))) is not None}
 
 
 def load_shard(worker: Any, source: Source) -> None:
     """`load` into one of several workers, in a process of its own, which holds no weight as it was sent."""
-    load(worker, source)
+    worker.reload_weights(weights_iterator=source.weights())
+    for head, embedding in _tied_heads(worker.get_model()):
+        if hasattr(embedding, "cpu_linear"):  # the packed copy of the weight, with which a CPU computes
+            head.cpu_linear = embedding.cpu_linear
+            require_packed("the head", head, head.weight)
 
 
-def require_packed(head: Any) -> None:
-    """Raise `RefitError` if the packed copy of a head's weight has other values.
+def require_packed(name: str, layer: Any, weight: Tensor) -> None:
+    """Raise `RefitError` if the packed copy of the weight of a layer has other values than `weight`.
 
-    Probes do not detect a head of an earlier version if the learning rate is small.
+    Probes do not detect a head of an earlier version if the learning rate is small, and they have no images.
     """
-    if not shows_columns(lambda rows: head.cpu_linear(rows, head.weight, None), head.weight):
-        raise RefitError("vLLM computes with another head than the embedding that it is tied to: report a bug")
+    sent = weight.to(layer.weight.dtype)
+    if not shows_columns(lambda rows: layer.cpu_linear(rows, layer.weight, None), sent):
+        raise RefitError(f"vLLM computes {name} with other weights than it was sent or is tied to: report a bug")
 
 
 def _tied_heads(model: Any) -> Iterator[tuple[Any, Any]]:

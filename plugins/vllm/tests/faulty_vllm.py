@@ -65,7 +65,7 @@ def head_left_behind(part: Any) -> type:
         worker.reload_weights(weights_iterator=source.weights())
         _put_back(worker)
         for head, _ in worker.kept:
-            weights.require_packed(head)
+            weights.require_packed("the head", head, head.weight)
         return {}
 
     class Broken(part):  # type: ignore[misc]
@@ -87,7 +87,9 @@ def prefixes_kept(part: Any) -> type:
         def begin_weight_update(self, version: int, specs: WeightInfo) -> None:
             super().begin_weight_update(version, specs)
             runtime, first = self._vllm, self.first
-            runtime.add = lambda request, tokens, top_k, _: Runtime.add(runtime, request, tokens, top_k, first)
+            runtime.add = lambda request, tokens, top_k, _, places: Runtime.add(
+                runtime, request, tokens, top_k, first, places
+            )
 
         def repaired(self) -> None:
             del self._vllm.add

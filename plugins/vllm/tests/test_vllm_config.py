@@ -38,6 +38,7 @@ LLAMA = {
     "hidden_size": 128,
     "max_position_embeddings": 512,
 }
+VISION = {"vision_config": {}}
 LIGHT = """
 import sys
 from rlframework.plugins.manager import create_manager
@@ -125,6 +126,7 @@ def test_only_given_keys_are_passed_on():
 
 def test_a_run_that_can_start_has_no_problems(problems):
     assert problems() == {}
+    assert problems(model={"model_type": "qwen2_vl", **VISION}) == {}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,12 @@ def test_a_run_that_can_start_has_no_problems(problems):
         ("generation.workers", "it needs one of its own", {"workers": {"group": "inline", "python": None}}),
         ("policy.model_name", "does not know the architecture BertModel", {"model": {"architectures": ["BertModel"]}}),
         ("policy.model_name", "attention heads have size 8", {"model": {"head_dim": 8}}),
+        ("policy.model_name", "qwen2_vl, qwen2_5_vl, not with llava", {"model": {"model_type": "llava", **VISION}}),
+        (
+            "generation.vllm.tensor_parallel_size",
+            "must be 1 for models that take images",
+            {"model": {"model_type": "qwen2_vl", **VISION}, "vllm": {"tensor_parallel_size": 2}},
+        ),
         (
             "generation.vllm.kv_cache_memory_bytes",
             "no room for one sequence",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import EngineNotReady
+from rlframework.errors import EngineNotReady, WorkerError
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_limits import RowLimits
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, WeightSpan
@@ -25,8 +25,9 @@ class Failing:
         self.broken: set[str] = set()
         self.calls: list[Any] = []
         self.reason: FinishReason | None = "length"
+        self.prompt = [1]
 
-    def add(self, request: GenerationRequest, tokens: int, top_k: int, version: int) -> None:
+    def add(self, request: GenerationRequest, tokens: int, top_k: int, version: int, places: Any) -> None:
         if request.request_id in self.broken:
             raise RuntimeError("no room")
         assert request.request_id not in self.added, "added twice"
@@ -34,7 +35,7 @@ class Failing:
         self.versions[request.request_id] = version
 
     def step(self) -> Any:
-        return [(name, [3], [-1.0], self.reason) for name in self.added]
+        return [(name, [3], [-1.0], self.reason, self.prompt) for name in self.added]
 
     def abort(self, names: Collection[str]) -> None:
         self.added = [name for name in self.added if name not in names]
@@ -76,6 +77,12 @@ def test_requests_that_were_added_before_one_failed_are_not_added_again(engine):
         ("b", "aborted"),
         ("c", "length"),
     ]
+
+
+def test_a_prompt_that_vllm_changed_is_an_error(engine):
+    engine._started.prompt = [1, 1]
+    with pytest.raises(WorkerError, match="changed the prompt of request 'a'"):
+        engine.poll()
 
 
 def test_cached_prefixes_belong_to_the_version_with_which_a_request_begins(engine):

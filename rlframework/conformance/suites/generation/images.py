@@ -25,7 +25,7 @@ class Images(Suite):
     @holds(9, Capability.MULTIMODAL)
     def test_prompts_are_completed_with_their_own_images(self, harness: GenerationHarness) -> None:
         """Log-probabilities must be those of plain forwards, each with its own images."""
-        path = cases.model("patches", harness.models)
+        path = cases.model("patches_wide_heads", harness.models)
         engine, requests = harness.bare_engine(path=path), _requests()
         harness.update(engine, harness.weights(path), 1)
         engine.submit(requests)
@@ -34,7 +34,7 @@ class Images(Suite):
     @holds(10, Capability.MULTIMODAL)
     def test_an_update_covers_the_image_encoder(self, harness: GenerationHarness) -> None:
         """The same after an update that changes the image encoder alone, for images that were seen before it."""
-        path = cases.model("patches", harness.models)
+        path = cases.model("patches_wide_heads", harness.models)
         engine, weights = harness.bare_engine(path=path), harness.weights(path)
         harness.update(engine, weights, 1)
         first = _requests()
