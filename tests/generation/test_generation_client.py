@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from fake_engines import FakeEngine, request, run, until
+from stub_engines import FakeEngine, request, run, until
 
 from rlframework.errors import RLFrameworkError
 from rlframework.generation.client import GenerationClient

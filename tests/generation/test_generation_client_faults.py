@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from fake_engines import FakeEngine, request, run, until
+from stub_engines import FakeEngine, request, run, until
 
 from rlframework.errors import DeadlineExceeded, EngineNotReady, RequestError, RLFrameworkError, WorkerLost
 from rlframework.generation.client import GenerationClient
