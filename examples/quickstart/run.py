@@ -101,7 +101,7 @@ def run_phase(phase: str, output: Path, model: Path, seed: int, overrides: Seque
 
 
 def make_start(path: Path, seed: int) -> Path:
-    """Make a random Llama of 0.8 million parameters with a character tokenizer in `path`."""
+    """Make a random Llama of a million parameters with a character tokenizer in `path`."""
     from rlframework.huggingface.model_directories import make_llama
     from rlframework.huggingface.tokenizer import character_tokenizer
 
