@@ -87,7 +87,8 @@ class DatasetEnvironment(VerifiableEnvironment):
         """Open the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
         self._config = config
         self._unanswered: list[int] = []
-        self._addresses = ImageAddresses()
+        addresses = ImageAddresses()
+        self._pictures = {held_out: reader_of(config, addresses, validation=held_out) for held_out in (False, True)}
         train, validation = self._open()
         self._validation = validation
         self.scores = config.scores_completions
@@ -178,8 +179,7 @@ class DatasetEnvironment(VerifiableEnvironment):
 
     def _sample(self, rows: Rows, number: int) -> Sample:
         where, row = rows.where(number), rows[number]
-        pictures = reader_of(self._config, self._addresses, validation=rows is self._validation)
-        conversation = conversation_of(row, self._config.columns, where, pictures)
+        conversation = conversation_of(row, self._config.columns, where, self._pictures[rows is self._validation])
         own = self._reward is not None
         answer = conversation.answer or ""
         if conversation.answer is None and self._config.check != "none":

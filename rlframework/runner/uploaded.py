@@ -72,6 +72,9 @@ def require_unused(remote: RemoteFolder) -> None:
 
 
 def require_writable(remote: RemoteFolder) -> None:
-    """Raise `StorageError` if files cannot be written to `remote` and deleted. Without an answer that takes minutes."""
+    """Raise `StorageError` if files cannot be written to `remote` and deleted.
+
+    This takes minutes if the endpoint never answers.
+    """
     _LOG.info("checking that checkpoints can be uploaded to %s", hide_in_text(remote.url))
     remote.check()

@@ -1,21 +1,45 @@
-"""Each algorithm and preset against its formula, from rewards to the loss and its gradient, in plain float64 loops.
-
-The formulas are those of the papers, and of TRL, verl and NeMo-RL as docs/algorithms describes them. Gradients are
-derived by hand, not by autograd.
-"""
+"""Each algorithm and preset against `policy_gradient_formulas`, from rewards to the loss and its gradient."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from policy_gradient_formulas import (
+    GROUP,
+    LENGTHS,
+    LIMIT,
+    REWARDS,
+    ROWS,
+    WIDTH,
+    Numbers,
+    Result,
+    centered,
+    cispo,
+    each,
+    gspo,
+    leave_one_out,
+    leave_one_out_by_others,
+    minus_kl,
+    minus_kl_of_token,
+    minus_kl_to_go,
+    of_completion,
+    of_constant,
+    of_sequences,
+    of_tokens,
+    ppo,
+    reinforce,
+    scaled,
+    total,
+    whitened,
+    with_kl,
+)
 from torch import Tensor
 
 from rlframework.algorithms.advantages import add_advantages
@@ -23,64 +47,8 @@ from rlframework.algorithms.grpo import policy_loss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithm_presets import PRESETS
 from rlframework.config.algorithms import GRPOConfig
-from rlframework.rollout.result import Rollout
-
-LENGTHS = [7, 5, 4, 1, 6, 3]
-REWARDS = [1.0, 0.0, 0.25, 2.0, -1.0, 2.5]
-ROWS, WIDTH, GROUP, LIMIT = len(LENGTHS), max(LENGTHS), 3, 16
-TOTAL = sum(LENGTHS)
 
 OF_GRPO = [name for name in PRESETS if name != "ppo"]  # test_ppo.py
-Advantages = list[list[float]]
-Term = Callable[[int, int, float], tuple[float, float]]
-"""The loss of a token with its advantage, and its derivative by the token's log-probability."""
-Result = tuple[float, list[list[float]]]
-
-
-class Numbers:
-    """Two groups of three completions, with ratios on both sides of every clip range."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-
-        def normal(scale: float) -> Tensor:
-            return scale * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-
-        current = -1.0 - normal(0.5).abs()
-        old = current + normal(0.3)
-        old[1, :3] = current[1, :3] - torch.tensor([3.5, 12.0, 2.0]).double().log()  # A < 0: dual clip
-        old[0, 0], old[0, 1] = current[0, 0] - math.log(7.0), current[0, 1] - math.log(1.25)
-        self.p, self.old = current.tolist(), old.tolist()
-        self.ref = (old + normal(0.4)).tolist()
-        self.gen = (old + normal(0.5)).tolist()
-
-    def ratio(self, i: int, t: int) -> float:
-        return math.exp(self.p[i][t] - self.old[i][t])
-
-    def of_row(self, i: int, values: Callable[[int, int], float]) -> list[float]:
-        return [values(i, t) for t in range(LENGTHS[i])]
-
-    def rollout(self) -> Rollout:
-        def column(values: list[list[float]]) -> Tensor:
-            lead = torch.full((ROWS, 1), 99.0, dtype=torch.float64)  # a prompt's token, which is never read
-            return torch.cat((lead, torch.tensor(values, dtype=torch.float64)), 1)
-
-        mask = (torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).double()
-        data: BatchedDataDict[Any] = BatchedDataDict(
-            {
-                "token_mask": torch.cat((torch.zeros(ROWS, 1), mask), 1).double(),
-                "sample_mask": torch.ones(ROWS, dtype=torch.float64),
-                "prev_logprobs": column(self.old),
-                "reference_policy_logprobs": column(self.ref),
-                "generation_logprobs": column(self.gen),
-            }
-        )
-        none, lengths = torch.zeros(ROWS, dtype=torch.bool), torch.tensor(LENGTHS)
-        rewards: Tensor = torch.tensor(REWARDS, dtype=torch.float64)
-        samples: list[Any] = [None] * ROWS
-        return Rollout(
-            samples, [""] * ROWS, data, rewards, rewards, lengths, none, {}, torch.arange(ROWS), none.clone()
-        )
 
 
 def configured(**keys: Any) -> Any:
@@ -102,159 +70,6 @@ def compare(found: tuple[float, Tensor], wanted: Result) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=1e-9, abs=1e-9)
     torch.testing.assert_close(found[1], torch.tensor(wanted[1], dtype=torch.float64), rtol=1e-9, atol=1e-9)
     assert found[1].abs().max() > 1e-3
-
-
-# -- advantages --------------------------------------------------------------------------------------------------------
-
-
-def groups(rewards: list[float]) -> Iterator[tuple[int, list[float]]]:
-    for i in range(ROWS):
-        start = i - i % GROUP
-        yield i, rewards[start : start + GROUP]
-
-
-def each(values: list[float]) -> Advantages:
-    """The same advantage for all tokens of a completion."""
-    return [[value] * length for value, length in zip(values, LENGTHS, strict=True)]
-
-
-def scaled(epsilon: float = 1e-6) -> Advantages:
-    return each([(REWARDS[i] - mean(group)) / (stdev(group) + epsilon) for i, group in groups(REWARDS)])
-
-
-def centered() -> Advantages:
-    return each([REWARDS[i] - mean(group) for i, group in groups(REWARDS)])
-
-
-def others(i: int, group: list[float]) -> list[float]:
-    return [reward for place, reward in enumerate(group) if place != i % GROUP]
-
-
-def leave_one_out(rewards: list[float]) -> Advantages:
-    return each([rewards[i] - mean(others(i, group)) for i, group in groups(rewards)])
-
-
-def leave_one_out_by_others() -> Advantages:
-    """NeMo-RL: the deviation of the other rewards."""
-    found = []
-    for i, group in groups(REWARDS):
-        rest = others(i, group)
-        found.append((REWARDS[i] - mean(rest)) / (stdev(rest) + 1e-6))
-    return each(found)
-
-
-def whitened(advantages: Advantages, *, sample: bool = False) -> Advantages:
-    """With the mean and deviation of all tokens; verl has n - 1 and adds 1e-8 to the variance."""
-    flat = [value for row in advantages for value in row]
-    squares = sum((value - mean(flat)) ** 2 for value in flat)
-    variance = squares / (TOTAL - 1) + 1e-8 if sample else squares / TOTAL
-    return [[(value - mean(flat)) / math.sqrt(variance) for value in row] for row in advantages]
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-
-def total(advantages: Advantages, term: Term, weight: Callable[[int], float]) -> Result:
-    """The sum of `term` over all tokens, with the weight of their row, and its gradient."""
-    loss, gradient = 0.0, [[0.0] * WIDTH for _ in range(ROWS)]
-    for i in range(ROWS):
-        for t in range(LENGTHS[i]):
-            value, slope = term(i, t, advantages[i][t])
-            loss += weight(i) * value
-            gradient[i][t] = weight(i) * slope
-    return loss, gradient
-
-
-def of_tokens(i: int) -> float:
-    return 1 / TOTAL
-
-
-def of_sequences(i: int) -> float:
-    return 1 / (ROWS * LENGTHS[i])
-
-
-def of_constant(i: int) -> float:
-    return 1 / (ROWS * LIMIT)
-
-
-def bounded(ratio: float, advantage: float, low: float, high: float, c: float | None = None) -> tuple[float, float]:
-    """-min(r A, clip(r) A), at A < 0 at most -c A; and its derivative by log r."""
-    clip = min(max(ratio, 1 - low), 1 + high)
-    if c is not None and advantage < 0 and ratio > c:
-        return -c * advantage, 0.0
-    if clip * advantage < ratio * advantage:
-        return -clip * advantage, 0.0
-    return -ratio * advantage, -ratio * advantage
-
-
-def ppo(numbers: Numbers, low: float = 0.2, high: float = 0.2, c: float | None = None) -> Term:
-    return lambda i, t, advantage: bounded(numbers.ratio(i, t), advantage, low, high, c)
-
-
-def gspo(numbers: Numbers) -> Term:
-    """s of the row, the geometric mean of its ratios; its derivative by one log-probability is s / length.
-
-    The terms of all tokens of a row are equal, so together they have the derivative of one.
-    """
-
-    def term(i: int, t: int, advantage: float) -> tuple[float, float]:
-        s = math.prod(numbers.of_row(i, numbers.ratio)) ** (1 / LENGTHS[i])
-        return bounded(s, advantage, 3e-4, 4e-4)
-
-    return term
-
-
-def cispo(numbers: Numbers, low: float, high: float) -> Term:
-    def term(i: int, t: int, advantage: float) -> tuple[float, float]:
-        weight = min(max(numbers.ratio(i, t), low), high)
-        return -weight * advantage * numbers.p[i][t], -weight * advantage
-
-    return term
-
-
-def reinforce(numbers: Numbers) -> Term:
-    return lambda i, t, advantage: (-advantage * numbers.p[i][t], -advantage)
-
-
-def of_completion(numbers: Numbers) -> Term:
-    """The clipped ratio of the whole completion; one term per token, each with the whole derivative."""
-
-    def term(i: int, t: int, advantage: float) -> tuple[float, float]:
-        value, slope = bounded(math.prod(numbers.of_row(i, numbers.ratio)), advantage, 0.2, 0.2)
-        return value, slope * LENGTHS[i]
-
-    return term
-
-
-def k3(delta: float) -> float:
-    return math.exp(delta) - delta - 1
-
-
-def with_kl(numbers: Numbers, term: Term, beta: float, kind: str = "k3") -> Term:
-    def both(i: int, t: int, advantage: float) -> tuple[float, float]:
-        value, slope = term(i, t, advantage)
-        delta = numbers.ref[i][t] - numbers.p[i][t]
-        if kind == "k2":
-            return value + beta * delta**2 / 2, slope - beta * delta
-        return value + beta * k3(delta), slope + beta * (1 - math.exp(delta))
-
-    return both
-
-
-def minus_kl(n: Numbers, beta: float) -> list[float]:
-    """Rewards minus the KL of the whole completion (RLOO)."""
-    sums = [sum(n.of_row(i, lambda i, t: n.old[i][t] - n.ref[i][t])) for i in range(ROWS)]
-    return [reward - beta * kl for reward, kl in zip(REWARDS, sums, strict=True)]
-
-
-def minus_kl_to_go(n: Numbers, beta: float) -> Advantages:
-    """REINFORCE++, eq. 8: the reward minus the KL from the token to the end."""
-    kl = [n.of_row(i, lambda i, t: n.old[i][t] - n.ref[i][t]) for i in range(ROWS)]
-    return [[REWARDS[i] - beta * sum(kl[i][t:]) for t in range(LENGTHS[i])] for i in range(ROWS)]
-
-
-def minus_kl_of_token(n: Numbers, beta: float) -> Advantages:
-    return [n.of_row(i, lambda i, t: REWARDS[i] - beta * k3(n.ref[i][t] - n.old[i][t])) for i in range(ROWS)]
 
 
 CASES: dict[tuple[str, str], Callable[[Numbers], Result]] = {

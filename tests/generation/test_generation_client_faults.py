@@ -187,25 +187,30 @@ def test_nothing_is_served_while_the_engines_have_no_proven_weights():
     assert engine.seen == []
 
 
-def test_results_of_an_exchange_during_which_a_refit_fails_are_not_returned():
-    engine = FakeEngine()
-    ready = [True]
+class Weights:
+    """The state of the engines' weights: proven, or those of a refit that failed."""
 
-    def require_ready() -> None:
-        if not ready[0]:
+    proven = True
+
+    def require_ready(self) -> None:
+        if not self.proven:
             raise EngineNotReady("their last refit failed")
 
-    client = GenerationClient([engine], limit=4, require_ready=require_ready)
+
+def test_results_of_an_exchange_during_which_a_refit_fails_are_not_returned():
+    engine = FakeEngine()
+    weights = Weights()
+    client = GenerationClient([engine], limit=4, require_ready=weights.require_ready)
 
     async def test() -> None:
         engine.gate.clear()
         task = asyncio.ensure_future(client.generate(request(1)))
         await until(lambda: engine.threads)
-        ready[0] = False
+        weights.proven = False
         engine.gate.set()
         with pytest.raises(EngineNotReady, match="their last refit failed"):
             await task
-        ready[0] = True
+        weights.proven = True
         assert (await client.generate(request(2))).token_ids.tolist() == [2]
 
     run(test)
@@ -213,18 +218,13 @@ def test_results_of_an_exchange_during_which_a_refit_fails_are_not_returned():
 
 def test_requests_that_wait_when_a_refit_fails_are_not_served():
     engine = FakeEngine(polls=10**6)
-    ready = [True]
-
-    def require_ready() -> None:
-        if not ready[0]:
-            raise EngineNotReady("their last refit failed")
-
-    client = GenerationClient([engine], limit=4, require_ready=require_ready)
+    weights = Weights()
+    client = GenerationClient([engine], limit=4, require_ready=weights.require_ready)
 
     async def test() -> None:
         task = asyncio.ensure_future(client.generate(request(1)))
         await until(lambda: engine.seen)
-        ready[0] = False
+        weights.proven = False
         with pytest.raises(EngineNotReady, match="their last refit failed"):
             await asyncio.wait_for(task, 10)
 

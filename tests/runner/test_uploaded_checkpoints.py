@@ -64,7 +64,7 @@ def test_an_empty_machine_resumes_with_the_same_numbers(run_config, tmp_path, op
 
 @pytest.mark.xdist_group("s3")
 def test_storage_that_cannot_be_used_is_an_error_before_the_run_begins(run_config, tmp_path, options, s3, monkeypatch):
-    """Also one that seems to be empty, from which a run that is to be resumed would begin anew."""
+    """Also one that seems to be empty, where a run to resume would start from the beginning."""
     for more in ((), (RESUME,)):
         config = run_config("sft", *options("run", "checkpoints.upload=s3://buckte/run", *more))
         error = refused(config, StorageError)

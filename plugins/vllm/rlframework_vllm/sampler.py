@@ -32,8 +32,8 @@ class TemperatureSampler(Sampler):  # type: ignore[misc]  # vLLM is not installe
 
     def apply_logits_processors(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Also exclude the tokens of `never`."""
-        if self.never:
-            logits[:, list(self.never)] = -torch.inf
+        for token in self.never:  # one at a time: a list of indices would be copied to the device each time
+            logits[:, token] = -torch.inf
         return super().apply_logits_processors(logits, *args, **kwargs)
 
 

@@ -22,11 +22,14 @@ def load(worker: Any, source: Source) -> dict[str, Tensor]:
     """
     load_shard(worker, source)
     model = worker.get_model()
-    layers = dict(model.named_modules())
-    for name, weight in source.weights():
-        layer = layers.get(name.removesuffix(".weight"))
-        if name.startswith(_ENCODER) and hasattr(layer, "cpu_linear"):
-            require_packed(name, layer, weight)
+    packed = {
+        f"{name}.weight": layer
+        for name, layer in model.named_modules()
+        if name.startswith(_ENCODER) and hasattr(layer, "cpu_linear")
+    }
+    for name, weight in source.weights() if packed else ():
+        if name in packed:
+            require_packed(name, packed[name], weight)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {slot.name: held for slot in source.slots if (held := _held(slot, parameters.get(slot.name))) is not None}
 

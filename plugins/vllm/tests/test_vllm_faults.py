@@ -11,7 +11,6 @@ with these differences:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,9 @@ from typing import Any
 import pytest
 from faulty_runs import OF_ADAPTERS, Trainer, make_model, opened, require_caught
 from faulty_vllm import VLLM_FAULTS
+from vllm_python import BESIDE_VLLM, PYTHON
 
-PYTHON = os.environ.get("VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON does not name a Python with vLLM: make vllm"),
-]
+pytestmark = BESIDE_VLLM
 BACKENDS = ("dtensor", "deepspeed", "megatron")
 
 

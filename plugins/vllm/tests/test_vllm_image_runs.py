@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import tiny_vlm_directories
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from vllm_python import BESIDE_VLLM, PYTHON
 
 from rlframework import load_config, run
 
-PYTHON = os.environ.get("VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON does not name a Python with vLLM: make vllm"),
-]
+pytestmark = BESIDE_VLLM
 EPISODES = ("~environment.path", "~environment.reward", "environment.name=probe_sights:Sights")
 
 
