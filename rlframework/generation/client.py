@@ -20,7 +20,7 @@ from rlframework.weight_sync.receiver import listed
 
 _SHORT = 0.1
 """Seconds of an exchange while requests come one by one."""
-_MOST_EXCHANGES, _MOST_OF_A_BATCH = 500, 50
+_MOST_EXCHANGES, _MOST_OF_A_BATCH = 500, 20
 """Exchanges per second that may end without a result, of all engines together: with more engines each takes longer.
 
 Fewer while only batches are generated, because no request is about to come that an engine could begin with.
@@ -80,6 +80,7 @@ class GenerationClient:
         another engine only if its engine was lost (`WorkerLost`) or does not answer (`DeadlineExceeded`).
         """
         answer, timer = self._submit(request, lane), None
+        self._drive()
         if timeout is not None:
             timer = asyncio.get_running_loop().call_later(timeout, self._expire, request.request_id)
         self._single += 1
@@ -102,6 +103,7 @@ class GenerationClient:
         try:
             for request, lane in zip(requests, lanes, strict=True):
                 answers[request.request_id] = self._submit(request, lane)
+            self._drive()
             return await asyncio.gather(*answers.values())
         finally:
             for request_id, answer in answers.items():
@@ -111,7 +113,6 @@ class GenerationClient:
         self._require_ready()
         self._scheduler.add(request, lane)
         answer = self._answers[request.request_id] = asyncio.get_running_loop().create_future()
-        self._drive()
         return answer
 
     def _finish(self, request_id: str, answer: asyncio.Future[GenerationResult]) -> None:

@@ -46,9 +46,9 @@ def test_a_batch_is_returned_in_order_each_row_from_its_lane() -> None:
     assert [engine.seen for engine in engines] == [[f"r{n}" for n in range(6)], [f"r{n}" for n in range(6, 12)]]
 
 
-@pytest.mark.parametrize(("engines", "batch", "single"), [(1, 0.1, 0.1), (50, 1.0, 0.1), (1000, 20.0, 2.0)])
+@pytest.mark.parametrize(("engines", "batch", "single"), [(1, 0.1, 0.1), (50, 2.5, 0.1), (1000, 50.0, 2.0)])
 def test_exchanges_of_many_engines_last_longer(engines: int, batch: float, single: float) -> None:
-    """All engines together have at most 500 exchanges a second, and 50 while no new request can come."""
+    """All engines together have at most 500 exchanges a second, and 20 while no new request can come."""
     timeouts = []
 
     class Polled(FakeEngine):

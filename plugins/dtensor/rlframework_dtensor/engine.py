@@ -180,5 +180,6 @@ class DTensorEngine(ModelState):
         self._optimizer = None
         del self.model, self._host_weights, self._host_moments
         if self._mesh is not None:
-            self._mesh = None
+            mesh, self._mesh = self._mesh, None
             process_groups.leave()
+            mesh.close()

@@ -92,7 +92,7 @@ class Mesh:
         self.sizes = sizes
         rest = sizes.data_shard // sizes.expert
         shape = (sizes.data_replicate, rest, sizes.expert, sizes.context, sizes.tensor)
-        root = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
+        root = self._root = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
         shard = root["data_rest", "expert", "context_parallel"]._flatten("shard")
         self._data = root["data_replicate", "data_rest", "expert"]._flatten("data")
         self.expert: DeviceMesh = root["expert"]
@@ -102,6 +102,10 @@ class Mesh:
         self.tensor: DeviceMesh = root["tensor_parallel"]
         replicated = sizes.data_replicate > 1
         self.fsdp: DeviceMesh = DeviceMesh._concatenate([root["data_replicate"], shard]) if replicated else shard
+
+    def close(self) -> None:
+        """Forget the process groups. Torch's caches keep meshes, which would keep the threads of each group running."""
+        getattr(self._root, "_pg_registry", {}).clear()  # torch before 2.13 may have none: it finds groups by name
 
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that rows are sharded over, at this rank's position on the other axes."""

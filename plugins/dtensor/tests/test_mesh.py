@@ -7,7 +7,9 @@ them.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +101,23 @@ def test_groups_match_the_named_sharding(on_rank, layout):
             assert len(shards) == workers // tensor // mesh.sizes.data_replicate
 
         on_rank(rank, workers, check)
+
+
+def test_a_closed_mesh_keeps_no_process_group(on_rank):
+    """Although the mesh itself is kept, as by torch's caches."""
+
+    def closed():
+        mesh = make(4, 1, 2, 1)
+        groups = [weakref.ref(group) for group in (mesh.data_group(), mesh.tensor_group(), mesh.shard_group())]
+        assert all(group() is not None for group in groups)
+        dist.destroy_process_group()
+        mesh.close()
+        dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())  # for `on_rank` to destroy
+        return mesh, groups
+
+    _mesh, groups = on_rank(0, 4, closed)
+    gc.collect()
+    assert [group() for group in groups] == [None] * 3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
