@@ -59,7 +59,15 @@ def load_config(
     that of a run which is not trusted (see `rlframework.config.trust`). Raises a `ConfigError` that lists every
     problem, or a `PluginError` if a plugin cannot be selected; nothing is written and no worker is started.
     """
-    return load_with_defaults(source, overrides, manager=manager, run=run)[0]
+    return _load(source, overrides, manager=manager, run=run)[0]
+
+
+def load_elsewhere(
+    source: Source, overrides: Sequence[str] = (), *, manager: PluginManager | None = None
+) -> tuple[RunConfig, list[Problem]]:
+    """Load the configuration of a run on other machines; return what is not installed on this one too."""
+    config, _, problems = _load(source, overrides, manager=manager, elsewhere=True)
+    return config, problems
 
 
 def load_with_defaults(
@@ -70,10 +78,22 @@ def load_with_defaults(
     run: Path | None = None,
 ) -> tuple[RunConfig, list[Default]]:
     """Load a configuration like `load_config`; return the defaults too that the device gave it."""
+    return _load(source, overrides, manager=manager, run=run)[:2]
+
+
+def _load(
+    source: Source,
+    overrides: Sequence[str],
+    *,
+    manager: PluginManager | None,
+    run: Path | None = None,
+    elsewhere: bool = False,
+) -> tuple[RunConfig, list[Default], list[Problem]]:
+    """The configuration, the defaults of its device, and with `elsewhere` the problems of this installation alone."""
     tree = compose(source, overrides)
     if run is not None:
         require_trusted_imports(run, tree)
-    manager = manager or _manager_of(tree)
+    manager = manager or manager_of(tree)
     tree = with_shared_keys(tree)
     config, selected = _typed(tree, manager)
     if run is not None:
@@ -92,8 +112,10 @@ def load_with_defaults(
             problems += [_of_section(problem, name) for problem in check_config(config.of(name), part, device)]
         else:
             problems += check_config(config, part, device)
-    raise_problems([replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems])
-    return config, defaults
+    problems = [replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems]
+    here = [problem for problem in problems if elsewhere and problem.installation]
+    raise_problems([problem for problem in problems if problem not in here])
+    return config, defaults, here
 
 
 def _of_section(problem: Problem, name: str) -> Problem:
@@ -210,7 +232,7 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, dict[str, Reg
     return config, selected
 
 
-def _manager_of(tree: Tree) -> PluginManager:
+def manager_of(tree: Tree) -> PluginManager:
     """The plugins available to the configuration. A broken module under `plugins` is an error even if not selected."""
     modules = tree.values.get("plugins") or ()
     if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
@@ -50,20 +51,7 @@ def train(
         if config is None or resume_from is not None:
             usage = "rlframework train CONFIG --dry-run"
             raise ConfigError(f"--dry-run checks a run before it starts, not one to resume: {usage}")
-        from rlframework.estimates.hardware import PlannedGpus
-        from rlframework.runner.launch import dry_run
-
-        planned = None if on is None else PlannedGpus.parse(on)
-        changes = [] if planned is None else planned.overrides(config, overrides or ())
-        found = dry_run(load_config(config, [*changes, *(overrides or ())]), overwrite=overwrite, planned=planned)
-        print_table(found.table())
-        print(*found.notes, sep="\n", end="\n" if found.notes else "")
-        if planned is not None:
-            print(f"planned for {planned} with {' '.join(changes)}")
-            print(found.verdict())
-        for warning in found.warnings():
-            _LOG.warning("%s", warning)
-        print("dry run complete: nothing was started or written")
+        _dry_run(config, overrides or (), on, overwrite=overwrite)
         return
     if resume_from is not None:
         if overwrite:
@@ -79,6 +67,29 @@ def train(
 
     resolved = load_config(config, overrides or ())
     print(_summary(run(resolved, overwrite=overwrite), str(resolved.output_dir)))
+
+
+def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite: bool) -> None:
+    """Print the estimate of a run, for the GPUs `on` if they are given."""
+    from rlframework.configure import load_config
+    from rlframework.estimates.hardware import PlannedGpus
+    from rlframework.estimates.plan import plan_run
+    from rlframework.runner.launch import dry_run
+
+    if on is None:
+        found, notes = dry_run(load_config(config, overrides), overwrite=overwrite), ()
+    else:
+        plan = plan_run(config, overrides, PlannedGpus.parse(on))
+        found, notes = dry_run(plan.config, overwrite=overwrite, planned=plan.gpus), plan.notes
+    print_table(found.table())
+    for note in (*found.notes, *notes):
+        print(note)
+    if on is not None:
+        print(f"planned for {plan.gpus} with {' '.join(plan.changes)}" if plan.changes else f"planned for {plan.gpus}")
+        print(found.verdict())
+    for warning in found.warnings():
+        _LOG.warning("%s", warning)
+    print("dry run complete: nothing was started or written")
 
 
 def _summary(result: RunResult, output_dir: str) -> str:

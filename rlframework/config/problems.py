@@ -30,7 +30,8 @@ class Problem:
 
     `undeclared`: the key asks for a capability that the chosen plugin does not declare. `given` is the value, if the
     message is to show it. `origin` is where the value was written; `load_config` adds it to the problems of checks.
-    `cause` is the error of a plugin that cannot be selected.
+    `cause` is the error of a plugin that cannot be selected. `installation`: only something that is not installed here
+    is missing, so that a plan for other hardware reports it as a note.
     """
 
     key: str
@@ -40,6 +41,7 @@ class Problem:
     given: Any = NOT_GIVEN
     origin: str = ""
     cause: PluginError | None = None
+    installation: bool = False
 
     def __str__(self) -> str:
         facts = [f"in {self.origin}"] if self.origin else []

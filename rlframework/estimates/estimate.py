@@ -12,17 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
-from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.sections import RunConfig
 from rlframework.configure import resolve_device
 from rlframework.errors import DataError
+from rlframework.estimates.advice import engine_remedy, remedy
+from rlframework.estimates.disk import disk as disk
+from rlframework.estimates.disk import gib as gib
+from rlframework.estimates.engines import Engines, engines_of, gpus_taken
 from rlframework.estimates.hardware import PlannedGpus
 from rlframework.estimates.model_size import model_size
 from rlframework.estimates.rows import Rows, rows_of
 from rlframework.estimates.worker_memory import MemoryUse, peak, worker_memory
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
 from rlframework.plugins.state_layout import Place, PlannedWorker, StateLayout, assumed_layout
-from rlframework.plugins.types import PolicyWorkerRecord
+from rlframework.plugins.types import GenerationEngineRecord, PolicyWorkerRecord
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,9 +36,6 @@ _LOG = logging.getLogger(__name__)
 
 PLACES: dict[Place, str] = {"device": "GPU", "host": "RAM"}
 
-CHECKPOINT_BYTES = 12
-"""Bytes per parameter in a checkpoint: weight and two moments in fp32."""
-
 MARGIN = 1.1
 """Factor on the memory estimate before it is compared with free memory: measured peaks exceed it by up to this."""
 
@@ -45,7 +45,8 @@ class Estimate:
     """The estimate of a run. Free memory and disk are in bytes, and None if unknown.
 
     `disk`: bytes by purpose; `gpus`: those of this machine, or of the `planned` ones; `notes`: assumptions;
-    `output_dir_problem`: why the run cannot start in its `output_dir`; `further`: those of further policies.
+    `output_dir_problem`: why the run cannot start in its `output_dir`; `further`: those of further policies; `engines`:
+    those of `generation.workers`, None if there are none.
     """
 
     config: RunConfig
@@ -61,20 +62,44 @@ class Estimate:
     notes: tuple[str, ...] = ()
     output_dir_problem: str | None = None
     further: Mapping[str, Estimate] = field(default_factory=dict)
+    engines: Engines | None = None
 
     @property
     def host_bytes(self) -> int:
-        """Peak memory in bytes of all workers on this machine, with those of further policies."""
+        """Peak memory in bytes of all workers and engines on this machine, with those of further policies."""
         own = self.config.worker_group.num_workers * peak(self.memory, "host")
-        return own + sum(each.host_bytes for each in self.further.values())
+        engines = 0 if self.engines is None else self.engines.host_bytes
+        return own + engines + sum(each.host_bytes for each in self.further.values())
+
+    @property
+    def taken(self) -> int:
+        """The GPUs that the run takes."""
+        return gpus_taken(self.config, (each.config for each in self.further.values()), self.engines)
+
+    @property
+    def engine_bytes(self) -> int:
+        """The least memory in bytes of a GPU that has an engine and no worker; 0 if there is none."""
+        return 0 if self.engines is None or self.engines.shares else self.engines.device_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Peak memory in bytes of a GPU that has a worker of each policy; those that are offloaded take turns."""
-        sizes = {name: each.device_bytes for name, each in self.further.items()}
+        """Peak memory in bytes of the fullest GPU with workers.
+
+        Ray places each policy on GPUs of its own. Otherwise a GPU has a worker of each, and engines that share it;
+        policies that are offloaded take turns.
+        """
+        ray = self.config.worker_group.name == "ray"
+        own = {name for name, each in self.further.items() if ray and each.config.worker_group.name == "ray"}
+        return max([self._shared_bytes(own), *(self.further[name].device_bytes for name in own)])
+
+    def _shared_bytes(self, elsewhere: set[str]) -> int:
+        """Bytes on a GPU of the policy's workers, without the further policies that are `elsewhere`."""
+        sizes = {name: each.device_bytes for name, each in self.further.items() if name not in elsewhere}
+        engine = self.engines.device_bytes if self.engines is not None and self.engines.shares else 0
         idle = {name for name, section in self.config.further_policies.items() if section.offload_when_idle}
         resting = max((size for name, size in sizes.items() if name in idle), default=0)
-        return peak(self.memory, "device") + resting + sum(size for name, size in sizes.items() if name not in idle)
+        present = sum(size for name, size in sizes.items() if name not in idle)
+        return peak(self.memory, "device") + engine + resting + present
 
     @property
     def _place(self) -> Place:
@@ -92,19 +117,37 @@ class Estimate:
         return [
             f"estimate: {self.parameters:,} parameters; a worker{several} needs about {most} GiB at its peak: {parts}",
             f"estimate: disk in GiB: {disk}; a step {generated}trains on {about} {self.rows.trained:,}",
+            *self._engine_lines(),
             *(f"estimate: {note}" for note in self.notes),
             *(f"estimate: {name}: {each.lines()[0].partition(': ')[2]}" for name, each in self.further.items()),
         ]
 
+    def _engine_lines(self) -> list[str]:
+        if self.engines is None:
+            return []
+        place: Place = self._place
+        return [f"estimate: {self.engines}: each needs at least {gib(peak(self.engines.memory, place))} GiB"]
+
     def verdict(self) -> str:
-        """One line that says whether a worker fits its GPU; for GPUs that a run is planned for."""
+        """One line that says whether workers and engines fit; for GPUs that a run is planned for."""
         assert self.planned is not None
-        needed, have = self.device_bytes, self.planned.memory_bytes
+        needed, have = max(self.device_bytes, self.engine_bytes), self.planned.memory_bytes
         fits = "fits" if MARGIN * needed <= have else "may not fit" if needed <= have else "does not fit"
+        if self.taken > self.planned.count:
+            return f"does not fit on {self.planned}: {self._takers()} take {self.taken} GPUs"
+        where = "on each GPU"
+        if self.engine_bytes:
+            where = f"on each GPU that trains, and at least {gib(self.engine_bytes)} on each that generates"
         return (
-            f"{fits} on {self.planned}: about {gib(needed)} of {gib(have)} GiB on each GPU, by counting; warnings "
-            f"start at {MARGIN} times that"
+            f"{fits} on {self.planned}: about {gib(self.device_bytes)} of {gib(have)} GiB {where}, by counting; "
+            f"warnings start at {MARGIN} times that"
         )
+
+    def _takers(self) -> str:
+        """All workers and engines, as text."""
+        workers = sum(each.config.worker_group.num_workers for each in (self, *self.further.values()))
+        counted = "1 worker" if workers == 1 else f"{workers} workers"
+        return counted if self.engines is None else f"{counted} and {self.engines}"
 
     def warnings(self) -> list[str]:
         """One line per problem; empty if everything fits."""
@@ -112,14 +155,25 @@ class Estimate:
         if self.free_memory is not None and MARGIN * self.host_bytes > self.free_memory:
             found.append(
                 f"the run may need {gib(self.host_bytes)} GiB of memory, and {gib(self.free_memory)} GiB are free. "
-                f"{self._remedy('host')}"
+                f"{remedy(self.config, self.memory, 'host', self.engines, None)}"
             )
         needed, free = self.device_bytes, min((gpu.free_bytes for gpu in self.gpus), default=None)
         if free is not None and MARGIN * needed > free:
+            several = self.further or (self.engines is not None and self.engines.shares)
             found.append(
-                f"{'the workers on a GPU' if self.further else 'a worker'} may need {gib(needed)} GiB of "
-                f"{'it' if self.further else 'its GPU'}, and {gib(free)} GiB are free. "
-                f"{self._remedy('device')}"
+                f"{'the workers and engines on a GPU' if several else 'a worker'} may need {gib(needed)} GiB of "
+                f"{'it' if several else 'its GPU'}, and {gib(free)} GiB are free. "
+                f"{remedy(self.config, self.memory, 'device', self.engines, free)}"
+            )
+        if self.engines is not None and free is not None and MARGIN * self.engine_bytes > free:
+            found.append(
+                f"an engine may need {gib(self.engine_bytes)} GiB of each of its GPUs to decode a single row, and "
+                f"{gib(free)} GiB are free. {engine_remedy(self.engines)}"
+            )
+        if self.planned is not None and self.taken > self.planned.count:
+            found.append(
+                f"{self._takers()} take {self.taken} GPUs, of {self.planned.count} that are planned. Reduce "
+                "worker_group.num_workers or generation.workers.num_workers, or plan for more GPUs"
             )
         written = sum(self.disk.values())
         if self.free_disk is not None and written > self.free_disk:
@@ -129,26 +183,6 @@ class Estimate:
                 "(checkpoints.keep_last)"
             )
         return [f"warning: {text}" for text in (*found, self.output_dir_problem) if text is not None]
-
-    def _remedy(self, place: Place) -> str:
-        """Advice that reduces the largest uses at `place`, the largest first."""
-        policy, sizes = self.config.policy, {use.name: use.bytes for use in self.memory if use.place == place}
-        moments = sizes.get("moments", 0) + sizes.get("second moments", 0)
-        state = sum(sizes.get(name, 0) for name in ("weights", "main weights", "gradients")) + moments
-        advice = {
-            "set policy.activation_checkpointing=full": (policy.activation_checkpointing != "full")
-            * sizes.get("activations", 0),
-            "reduce the tokens of a microbatch (policy.batching.tokens)": sizes.get("activations", 0) - 1,
-            "reduce generation.batch_size": sizes.get("keys and values", 0) + sizes.get("sampling", 0),
-            "generate in workers of their own (generation.workers)": sizes.get("generation model", 0),
-            "use more workers": state if place == "device" else 0,
-            "set policy.offload.optimizer=true": (not policy.offload.optimizer and place == "device") * moments,
-            "train adapters (policy.lora)": (policy.lora is None) * state // 4,
-            "reduce worker_group.num_workers": place == "host" and self.config.worker_group.num_workers > 1,
-        }
-        ranked = sorted((text for text, size in advice.items() if size > 0), key=lambda text: -advice[text])
-        listed = ", or ".join(ranked[:4]) or "use a smaller model"
-        return listed[0].upper() + listed[1:]
 
     def table(self) -> Table:
         """All figures as a table, for `--dry-run`."""
@@ -162,12 +196,12 @@ class Estimate:
                     if part.place == place:
                         table.add_row(f"{where} of a worker: {part.name}", ", ".join(part.phases), gib(part.bytes))
                 table.add_row(f"{where} of a worker, at its peak", "", gib(most))
+        self._add_engines(table)
         for name, each in self.further.items():
             for place, where in PLACES.items():
                 if most := peak(each.memory, place):
                     table.add_row(f"{where} of a worker of {name}, at its peak", "", gib(most))
-        workers = sum(each.config.worker_group.num_workers for each in (self, *self.further.values()))
-        table.add_row(f"RAM of all {workers} workers", "peak", gib(self.host_bytes))
+        table.add_row(f"RAM of {self._takers()}", "peak", gib(self.host_bytes))
         if self.planned is None:
             table.add_row("RAM, free", "now", gib(self.free_memory))
         for number, gpu in enumerate(self.gpus):
@@ -177,17 +211,35 @@ class Estimate:
             table.add_row(f"disk: {name}", "", gib(size))
         if self.planned is None:
             table.add_row("disk, free", "now", gib(self.free_disk))
+        if self.planned is not None:
+            table.add_row(f"GPUs, of {self.planned.count}", f"{self.taken:,}", "")
         table.add_row("tokens generated per step, at most", f"{self.rows.generated:,}", "")
         table.add_row("tokens trained on per step", f"{self.rows.trained:,}", "")
         return table
 
+    def _add_engines(self, table: Table) -> None:
+        if self.engines is None:
+            return
+        place, each = self._place, PLACES[self._place]
+        for part in self.engines.memory:
+            if part.place == place:
+                table.add_row(f"{each} of an engine: {part.name}", ", ".join(part.phases), gib(part.bytes))
+        table.add_row(f"{each} of an engine, at least", "", gib(peak(self.engines.memory, place)))
+        table.add_row("rows that an engine decodes together, at most", f"{self.engines.rows:,}", "")
+
 
 def estimate(
-    parts: Parts, record: PolicyWorkerRecord, *, reference: bool, planned: PlannedGpus | None = None
+    parts: Parts,
+    record: PolicyWorkerRecord,
+    *,
+    reference: bool,
+    engine: GenerationEngineRecord | None = None,
+    planned: PlannedGpus | None = None,
 ) -> Estimate:
     """Estimate the run of `parts`, which needs no workers; see `estimate_rows`."""
     further = {name: (model.config, cast("PolicyWorkerRecord", model.record)) for name, model in parts.models.items()}
-    return estimate_models(parts.config, record, rows_of(parts), further, reference=reference, planned=planned)
+    rows, given = rows_of(parts), {"engine": engine, "planned": planned}
+    return estimate_models(parts.config, record, rows, further, reference=reference, **given)
 
 
 def estimate_models(
@@ -197,6 +249,7 @@ def estimate_models(
     further: Mapping[str, tuple[RunConfig, PolicyWorkerRecord]],
     *,
     reference: bool,
+    engine: GenerationEngineRecord | None = None,
     planned: PlannedGpus | None = None,
     notes: tuple[str, ...] = (),
 ) -> Estimate:
@@ -205,7 +258,7 @@ def estimate_models(
         name: estimate_rows(view, backend, rows, reference=False, planned=planned)
         for name, (view, backend) in further.items()
     }
-    found = estimate_rows(config, record, rows, reference=reference, planned=planned, notes=notes)
+    found = estimate_rows(config, record, rows, reference=reference, engine=engine, planned=planned, notes=notes)
     written = {f"{name}: {what}": size for name, each in others.items() for what, size in each.disk.items()}
     return replace(found, further=others, disk=found.disk | written)
 
@@ -216,12 +269,14 @@ def estimate_rows(
     rows: Rows,
     *,
     reference: bool,
+    engine: GenerationEngineRecord | None = None,
     planned: PlannedGpus | None = None,
     notes: tuple[str, ...] = (),
 ) -> Estimate:
     """Estimate a run of the backend `record` that trains on `rows`.
 
-    `reference`: it keeps a reference policy; `planned`: GPUs to plan for, None: this machine.
+    `reference`: it keeps a reference policy; `engine`: that of `generation.workers`, None: they are not counted;
+    `planned`: GPUs to plan for, None: this machine.
     """
     device, model = resolve_device(config.device), model_size(config.policy)
     present = gpus() if device == "cuda" and planned is None else ()
@@ -236,11 +291,14 @@ def estimate_rows(
             "weights, gradients and moments sharded over all workers, as FSDP does"
         )
         notes = (*notes, note)
+    memory = worker_memory(config, layout, model, rows, worker, reference=reference)
+    own = None if planned is None else planned.per_engine
+    given = {"beside": peak(memory, "device"), "per_engine": own}
     return Estimate(
         config=config,
         device=device,
         parameters=model.parameters,
-        memory=worker_memory(config, layout, model, rows, worker, reference=reference),
+        memory=memory,
         disk=disk(config, model.parameters, model.trained),
         rows=rows,
         free_memory=available_memory() if planned is None else None,
@@ -248,6 +306,7 @@ def estimate_rows(
         gpus=present,
         planned=planned,
         notes=notes,
+        engines=None if engine is None else engines_of(config, engine, model, rows, worker, **given),
     )
 
 
@@ -256,14 +315,16 @@ def layout_of(config: RunConfig, record: PolicyWorkerRecord, worker: PlannedWork
     return (record.state_layout or assumed_layout)(config, worker)
 
 
-def print_estimate(parts: Parts, record: PolicyWorkerRecord, *, reference: bool) -> None:
+def print_estimate(
+    parts: Parts, record: PolicyWorkerRecord, *, reference: bool, engine: GenerationEngineRecord | None = None
+) -> None:
     """Print the estimate on stdout (with `observers.console`), and log its warnings.
 
     A model whose sizes cannot be determined does not prevent training; a message says so. For invalid data it
     prints nothing, because the algorithm checks all data and reports the error.
     """
     try:
-        found = estimate(parts, record, reference=reference)
+        found = estimate(parts, record, reference=reference, engine=engine)
     except DataError:
         return
     except Exception as error:  # noqa: BLE001 - model configurations vary without limit
@@ -273,32 +334,3 @@ def print_estimate(parts: Parts, record: PolicyWorkerRecord, *, reference: bool)
         print(*found.lines(), sep="\n", flush=True)
     for warning in found.warnings():
         _LOG.warning("%s", warning)
-
-
-def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
-    """The most bytes that the run has on disk at once, by purpose.
-
-    Includes the checkpoint being written, besides those that are kept. `trained` is the number of parameters in a
-    checkpoint.
-    """
-    steps, section, every = config.algorithm.num_steps, config.checkpoints, config.recording.every
-    most = section.keep_last + section.keep_best + 1
-    kept = min(most, steps // section.every if steps else most) if section.every else 0  # 0 steps: of epochs, not known
-    recorded = len({*config.recording.steps, *(range(every, steps + 1, every) if every else ())})
-    recorded *= not isinstance(config.policy, FurtherPolicyConfig)
-    if not getattr(config.policy, "trained", True):
-        return {}
-    found = {
-        "trained model": 4 * parameters,
-        f"{kept} checkpoints": kept * CHECKPOINT_BYTES * trained,
-        f"{recorded} recorded steps": recorded * 4 * parameters,
-    }
-    return {name: size for name, size in found.items() if size}
-
-
-def gib(size: int | None) -> str:
-    """Format bytes in GiB with two or three significant digits; "?" if unknown."""
-    if size is None:
-        return "?"
-    value = size / 2**30
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"

@@ -9,7 +9,7 @@ from rlframework.algorithm import Parts
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.rendering import render_prompt, render_samples
 from rlframework.datasets.tokens import TokenData
-from rlframework.errors import DataError
+from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample
 from rlframework.training.input_checks import evenly_spaced, longest
@@ -57,10 +57,24 @@ def rows_of(parts: Parts) -> Rows:
 
 
 def assumed_rows(config: RunConfig) -> Rows:
-    """The rows of a step where no tokenizer is at hand: each as long as the largest microbatch, or an answer."""
+    """The rows of a step where no tokenizer is at hand: each as long as the largest microbatch, or an answer.
+
+    An answer that no microbatch has room for is a `ConfigError`, as it is where prompts are at hand.
+    """
     count, generated = rows_per_step(config)
-    tokens = config.policy.batching.tokens or GPU_TOKENS
-    length = min(tokens, config.generation.max_new_tokens) if generated else tokens
+    policy = config.policy
+    batching = policy.batching
+    length = batching.tokens or GPU_TOKENS
+    if generated:
+        answer = config.generation.max_new_tokens
+        limits = model_positions(policy.model_name, policy.trust_remote_code), config.environment.max_episode_tokens
+        length = min(answer, *(limit for limit in limits if limit is not None))
+        if batching.mode != "padded" and batching.tokens is not None and length > batching.tokens:
+            raise ConfigError(
+                f"a row may have {length} tokens and those of its prompt (generation.max_new_tokens={answer}), but "
+                f"policy.batching.tokens={batching.tokens} is the most that a dynamic or packed microbatch may have: "
+                "set it to the most tokens of prompt and answer, remove the key, or lower generation.max_new_tokens"
+            )
     return Rows(count, float(length), length, generated)
 
 

@@ -41,12 +41,23 @@ MLFLOW_VALUE_LENGTH = 500
 
 def check_services(config: ObserversConfig) -> None:
     """Raise a `ConfigError` if an enabled service's package is missing, or if its address contains a password."""
-    for name in SERVICES:
-        if getattr(config, name) and not _installed(name):
-            raise ConfigError(
-                f"observers.{name} is set, but the package {name!r} is not installed: run pip install "
-                f"'rlframework-core[{name}]', or set observers.{name}=false"
-            )
+    for problem in missing_services(config):
+        raise ConfigError(problem)
+    check_addresses(config)
+
+
+def missing_services(config: ObserversConfig) -> list[str]:
+    """Return a message for each enabled service whose package is missing."""
+    return [
+        f"observers.{name} is set, but the package {name!r} is not installed: run pip install "
+        f"'rlframework-core[{name}]', or set observers.{name}=false"
+        for name in SERVICES
+        if getattr(config, name) and not _installed(name)
+    ]
+
+
+def check_addresses(config: ObserversConfig) -> None:
+    """Raise a `ConfigError` if the address of a service contains a password."""
     uri = config.mlflow.tracking_uri if config.mlflow else None
     if uri and hide_in_text(uri) != uri:
         raise ConfigError(

@@ -29,9 +29,11 @@ from rlframework.plugins.loading import (
 )
 from rlframework.plugins.types import (
     OWN_BACKENDS,
+    OWN_ENGINES,
     RECORD_TYPES,
     AlgorithmRecord,
     EnvironmentRecord,
+    GenerationEngineRecord,
     PolicyWorkerRecord,
     Record,
 )
@@ -39,6 +41,9 @@ from rlframework.plugins.user_defined import algorithm_record, environment_recor
 
 _USER_DEFINED = {EnvironmentRecord.kind: environment_record, AlgorithmRecord.kind: algorithm_record}
 """Kinds of records whose name may be the import path `module:Class` of a class that no plugin registers."""
+
+_OWN = {PolicyWorkerRecord.kind: OWN_BACKENDS, GenerationEngineRecord.kind: OWN_ENGINES}
+"""Names of records that extras of rlframework-core install, by kind."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class PluginManager:
                 yield "Choose another one, or remove the name from that variable."
                 return
         installed = self.registered(kind)
-        own = OWN_BACKENDS if kind == PolicyWorkerRecord.kind else ()
+        own = _OWN.get(kind, ())
         near = next(iter(difflib.get_close_matches(name, [*installed, *own], n=1)), "")
         yield f"{key}: there is no {kind} {name!r}."
         if near and name not in own:

@@ -66,7 +66,8 @@ def attention_problems(config: RunConfig, key: str, attention: str, device: str)
     if device != "cuda":
         yield Problem(key, f"flash_attention_2 needs a GPU, but the device is {device}.", "Set it to auto.")
     elif find_spec("flash_attn") is None:
-        yield Problem(key, "flash_attention_2 needs the package flash-attn.", "Install it, or set it to auto.")
+        message = "flash_attention_2 needs the package flash-attn."
+        yield Problem(key, message, "Install it, or set it to auto.", installation=True)
     if config.policy.precision == "float32":
         hint = "Set policy.precision to bfloat16, or the attention to auto."
         yield Problem(key, "flash_attention_2 does not support float32.", hint)

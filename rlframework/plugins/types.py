@@ -101,6 +101,9 @@ CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
 OWN_BACKENDS = ("dtensor", "deepspeed", "megatron")
 """The backends that extras of rlframework-core install."""
 
+OWN_ENGINES = ("vllm",)
+"""The generation engines that extras of rlframework-core install."""
+
 CAPABILITY_OF_FORM: Mapping[str, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINTS,
     "native": Capability.NATIVE_CHECKPOINTS,
@@ -203,8 +206,9 @@ class GenerationEngineRecord(Record):
 
     `probe_bounds`: by dtype of the engine's weights, the largest mean difference between its log-probabilities and the
     trainer's for the same weights, over the probes of a refit (`generation.refit.probes`). `gpus_per_engine(config)`
-    returns how many GPUs an engine in a process of its own uses; None: one. `describe(config)` returns a line about
-    what the engine needs and where it is, for `rlframework doctor`.
+    returns how many GPUs an engine in a process of its own uses; None: one. `stages_weights(config)` returns whether
+    each of them has room for a second copy of its weights during an update, for estimates; None: it does not.
+    `describe(config)` returns a line about what the engine needs and where it is, for `rlframework doctor`.
     """
 
     kind = "generation_engine"
@@ -215,6 +219,7 @@ class GenerationEngineRecord(Record):
 
     probe_bounds: Mapping[str, float] = field(default_factory=lambda: PROBE_BOUNDS)
     gpus_per_engine: Callable[[GenerationConfig], int] | None = None
+    stages_weights: Callable[[GenerationConfig], bool] | None = None
     describe: Callable[[RunConfig], str] | None = None
 
 

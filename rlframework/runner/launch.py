@@ -45,6 +45,7 @@ from rlframework.runner.parts import (
     backend_record,
     build_evaluation,
     build_parts,
+    engine_record,
     has_tokenizer,
     planned_parts,
     require_models,
@@ -143,12 +144,13 @@ def _train(
     from rlframework.training.checkpoints import seed_random_states, step_of_checkpoint  # imports torch
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
-    backend = backend_record(config, manager)
+    backend, engine = backend_record(config, manager), engine_record(config, manager)
     first = attempt.number == 0
     starts = first and attempt.checkpoint is None
 
     def before_workers(parts: Parts) -> None:
-        print_estimate(parts, backend, reference=algorithm.needs_reference_model(config.algorithm))
+        reference = algorithm.needs_reference_model(config.algorithm)
+        print_estimate(parts, backend, reference=reference, engine=engine)
         if starts and read_contents(folder).deletable:
             algorithm(parts)  # makes the last checks of the input before anything is deleted
             lock()
@@ -328,17 +330,24 @@ def dry_run(
 
     An `output_dir` in which `run` would not start (with this `overwrite`) is a warning of the estimate, not an error.
     With `planned` GPUs, which this machine need not have, a model without a tokenizer is estimated too, from its
-    `config.json` alone: the data is then not read. `data`: as for `run`.
+    `config.json` alone: the data is then not read; and packages of observers that are not installed are notes.
+    `data`: as for `run`.
     """
     config = config if data is None else with_data(config, data)
     require_models(config)
     from rlframework.estimates.estimate import estimate, estimate_models
     from rlframework.estimates.rows import assumed_rows
-    from rlframework.observers.services import check_services
+    from rlframework.observers.services import check_addresses, check_services, missing_services
     from rlframework.runner.output_folder import check_output_dir
 
-    check_services(config.observers)
+    notes: tuple[str, ...] = ()
+    if planned is None:
+        check_services(config.observers)
+    else:
+        check_addresses(config.observers)
+        notes = tuple(f"note: on this machine {problem}" for problem in missing_services(config.observers))
     manager = create_manager(config.plugins)
+    engine = engine_record(config, manager)
     backend, algorithm = backend_record(config, manager), algorithm_class(config, manager)
     reference = algorithm.needs_reference_model(config.algorithm)
     if planned is not None and not has_tokenizer(config.policy):
@@ -346,10 +355,12 @@ def dry_run(
         note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
         views = {name: config.of(name) for name in used_policies(config, algorithm)}
         further = {name: (view, backend_record(view, manager)) for name, view in views.items()}
-        return estimate_models(config, backend, rows, further, reference=reference, planned=planned, notes=(note,))
+        given = {"reference": reference, "engine": engine, "planned": planned}
+        return estimate_models(config, backend, rows, further, notes=(note, *notes), **given)
     with planned_parts(config, manager, elsewhere=planned is not None) as parts:
         algorithm(parts)
-        found = estimate(parts, backend, reference=reference, planned=planned)
+        found = estimate(parts, backend, reference=reference, engine=engine, planned=planned)
+    found = replace(found, notes=(*found.notes, *notes))
     try:
         check_output_dir(config, overwrite)
     except ConfigError as error:

@@ -14,7 +14,7 @@ from rlframework.errors import ConfigError, PluginError
 from rlframework.huggingface.hub import require_available
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.types import Capability, PolicyWorkerRecord
+from rlframework.plugins.types import Capability, GenerationEngineRecord, PolicyWorkerRecord
 from rlframework.runner.data import require_data, with_data, with_steps
 from rlframework.runner.further_policies import planned_models, started_models
 from rlframework.runner.placeholder import Placeholder as Placeholder
@@ -187,6 +187,13 @@ def has_tokenizer(config: PolicyConfig) -> bool:
     """Whether the policy's tokenizer can be loaded; False if it is a model directory without one."""
     folder = Path(config.tokenizer_name or config.model_name)
     return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def engine_record(config: RunConfig, manager: PluginManager) -> GenerationEngineRecord:
+    """The record of the generation engine that `config` selects."""
+    record = manager.select("generation_engine", config.generation.name).record
+    assert isinstance(record, GenerationEngineRecord)
+    return record
 
 
 def backend_record(config: RunConfig, manager: PluginManager) -> PolicyWorkerRecord:

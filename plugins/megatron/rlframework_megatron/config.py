@@ -163,10 +163,12 @@ def _fusion_problems(section: MegatronConfig, device: str) -> Iterator[Problem]:
         return
     if section.fused_activation and not compiles():
         message = f"it needs the package triton and a C compiler ({', '.join(C_COMPILERS)}), which were not found."
-        yield Problem("policy.megatron.fused_activation", message, "Install them, or set it to false.")
+        hint = "Install them, or set it to false."
+        yield Problem("policy.megatron.fused_activation", message, hint, installation=True)
     if section.fused_gradient_accumulation and find_spec(GRADIENT_KERNELS) is None:
         message = f"it needs Apex's extension {GRADIENT_KERNELS}, which is not installed."
-        yield Problem("policy.megatron.fused_gradient_accumulation", message, "Install Apex, or set it to false.")
+        hint = "Install Apex, or set it to false."
+        yield Problem("policy.megatron.fused_gradient_accumulation", message, hint, installation=True)
 
 
 def compiles() -> bool:

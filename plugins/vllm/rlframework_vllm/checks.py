@@ -24,7 +24,8 @@ KINDS = ("qwen2_vl", "qwen2_5_vl")
 BLOCK = 32
 """Tokens per block of the cache on a CPU: the smallest size that vLLM's kernels like."""
 
-INSTALL = "{python} -m pip install -e . -e 'plugins/vllm[{extra}]'"
+INSTALL = "{python} -m pip install 'rlframework-core[vllm]' 'rlframework-vllm[{extra}]'"
+INSTALL_CLONE = "{python} -m pip install -e . -e 'plugins/vllm[{extra}]'"
 PROBE = Path(__file__).with_name("probe.py")
 _CACHE = 1 << 30
 
@@ -57,15 +58,17 @@ def _environment_problems(found: Mapping[str, Any], section: VllmGenerationConfi
     python, keys = found["python"], section.vllm.given()
     if "error" in found:
         hint = "Give the Python of an environment with vLLM (docs/vllm.md)."
-        yield Problem("generation.workers.python", f"{python} does not answer: {found['error']}.", hint)
+        message = f"{python} does not answer: {found['error']}."
+        yield Problem("generation.workers.python", message, hint, installation=True)
     elif found["missing"]:
-        command = INSTALL.format(python=python, extra="cpu" if device == "cpu" else "gpu")
+        extra = "cpu" if device == "cpu" else "gpu"
+        command, in_clone = (each.format(python=python, extra=extra) for each in (INSTALL, INSTALL_CLONE))
         message = f"vllm needs {', '.join(found['missing'])}, not installed in the engines' environment ({python})."
         hint = (
-            "Run `make vllm` and set generation.workers.group=ray and generation.workers.python=.venv-vllm/bin/python, "
-            f"or install them there: `{command}` (docs/vllm.md)."
+            f"Install them there: `{command}`. In a clone of the repository: `{in_clone}`, or run `make vllm` and set "
+            "generation.workers.group=ray and generation.workers.python=.venv-vllm/bin/python (docs/vllm.md)."
         )
-        yield Problem("generation.name", message, hint)
+        yield Problem("generation.name", message, hint, installation=True)
     for key in sorted(keys.keys() - set(found.get("arguments") or keys)):
         yield Problem(f"generation.vllm.{key}", f"vLLM {found['version']} has no such argument.", "Remove the key.")
 

@@ -23,6 +23,7 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             config_model=VllmGenerationConfig,
             check=check,
             gpus_per_engine=_gpus,
+            stages_weights=lambda config: _gpus(config) == 1,  # several GPUs copy from shared memory of the host
             describe=describe,
         )
     ]

@@ -1,0 +1,38 @@
+"""The disk that a run takes, and sizes as text."""
+
+from __future__ import annotations
+
+from rlframework.config.further_policies import FurtherPolicyConfig
+from rlframework.config.sections import RunConfig
+
+CHECKPOINT_BYTES = 12
+"""Bytes per parameter in a checkpoint: weight and two moments in fp32."""
+
+
+def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
+    """The most bytes that the run has on disk at once, by purpose.
+
+    Includes the checkpoint being written, besides those that are kept. `trained` is the number of parameters in a
+    checkpoint.
+    """
+    steps, section, every = config.algorithm.num_steps, config.checkpoints, config.recording.every
+    most = section.keep_last + section.keep_best + 1
+    kept = min(most, steps // section.every if steps else most) if section.every else 0  # 0 steps: of epochs, not known
+    recorded = len({*config.recording.steps, *(range(every, steps + 1, every) if every else ())})
+    recorded *= not isinstance(config.policy, FurtherPolicyConfig)
+    if not getattr(config.policy, "trained", True):
+        return {}
+    found = {
+        "trained model": 4 * parameters,
+        f"{kept} checkpoints": kept * CHECKPOINT_BYTES * trained,
+        f"{recorded} recorded steps": recorded * 4 * parameters,
+    }
+    return {name: size for name, size in found.items() if size}
+
+
+def gib(size: int | None) -> str:
+    """Format bytes in GiB with two or three significant digits; "?" if unknown."""
+    if size is None:
+        return "?"
+    value = size / 2**30
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"

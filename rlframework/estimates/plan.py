@@ -1,0 +1,127 @@
+"""The plan of a run for GPUs that may be elsewhere: what its configuration leaves open is chosen for them.
+
+What the configuration says stays as it is: `--on` names hardware, and changes only `device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlframework.config.load import Source, compose
+from rlframework.config.problems import NOT_GIVEN
+from rlframework.config.sections import GenerationConfig, RunConfig
+from rlframework.config.yaml_text import Tree
+from rlframework.configure import load_elsewhere, manager_of
+from rlframework.errors import ConfigError
+from rlframework.estimates.hardware import PlannedGpus
+from rlframework.plugins.manager import PluginManager
+from rlframework.plugins.types import OWN_ENGINES, GenerationEngineRecord
+
+ENGINE = GenerationEngineRecord.kind
+OF_A_MACHINE = 8
+"""GPUs that a machine seldom has more than."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is planned: its configuration, the `changes` that the plan made to it, and `notes` for the user."""
+
+    config: RunConfig
+    gpus: PlannedGpus
+    changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plan_run(source: Source, overrides: Sequence[str], gpus: PlannedGpus) -> Plan:
+    """Load the configuration in `source` for `gpus`: workers on those that engines leave, unless it says how many.
+
+    What only this machine lacks, such as the environment of vLLM, is in the notes. Raises like `load_config`.
+    """
+    tree = compose(source, overrides)
+    manager = manager_of(tree)
+    gpus, replaced, notes = _engine_elsewhere(tree, manager, gpus)
+    changes = _changes(tree, gpus, gpus_of_engine(tree, manager))
+    config, problems = load_elsewhere(source, [*changes, *overrides, *replaced], manager=manager)
+    if config.device == "cpu":
+        raise ConfigError("--on plans for GPUs, and device=cpu needs none: leave one of them out")
+    notes += [f"note: not checked on this machine: {problem}" for problem in problems]
+    return Plan(config, gpus, tuple(changes), (*notes, *_placement_notes(config, gpus)))
+
+
+def _changes(tree: Tree, gpus: PlannedGpus, per_engine: int) -> list[str]:
+    """What the plan sets, of keys that the configuration does not have."""
+    found = [] if ("device",) in tree.overridden else ["device=cuda"]
+    name, workers = tree.get(("worker_group", "name")), tree.get(("worker_group", "num_workers"))
+    engines = tree.get(("generation", "workers"))
+    in_ray = isinstance(engines, Mapping) and engines.get("group") == "ray"
+    wanted = workers if isinstance(workers, int) else gpus.count
+    group = name if name is not NOT_GIVEN or wanted == 1 else "ray" if in_ray else "processes"
+    if workers is NOT_GIVEN and group not in (NOT_GIVEN, "inline"):
+        taken = engines.get("num_workers", 1) * per_engine if in_ray and group == "ray" else 0
+        found.append(f"worker_group.num_workers={_whole_replicas(tree, gpus.count - taken)}")
+    if group != name:
+        found.append(f"worker_group.name={group}")
+    return found
+
+
+def _whole_replicas(tree: Tree, workers: int) -> int:
+    """The most workers, at least 1 and at most `workers`, that hold whole replicas of the model."""
+    size = 1
+    for axis in ("tensor", "context", "pipeline"):
+        degree = tree.get(("policy", "parallelism", axis))
+        size *= degree if isinstance(degree, int) and degree > 0 else 1
+    return max(1, workers - workers % size if workers >= size else workers)
+
+
+def gpus_of_engine(tree: Tree, manager: PluginManager) -> int:
+    """The GPUs of an engine in a process of its own, as its plugin says."""
+    name = tree.get(("generation", "name"))
+    found = manager.registered(ENGINE).get(name if isinstance(name, str) else "")
+    if found is None:
+        degree = tree.get(("generation", "vllm", "tensor_parallel_size"))
+        return degree if name in OWN_ENGINES and isinstance(degree, int) else 1
+    record: Any = found.record
+    try:
+        section: GenerationConfig = (record.config_model or record.section).model_validate(tree.values["generation"])
+    except ValidationError:  # which loading the configuration reports
+        return 1
+    return 1 if record.gpus_per_engine is None else int(record.gpus_per_engine(section))
+
+
+def _engine_elsewhere(
+    tree: Tree, manager: PluginManager, gpus: PlannedGpus
+) -> tuple[PlannedGpus, list[str], list[str]]:
+    """For an engine of ours whose plugin is not installed: overrides with core's own in its place, and a note."""
+    name = tree.get(("generation", "name"))
+    if name not in OWN_ENGINES or any(row.name == name for row in manager.listing()):
+        return gpus, [], []
+    replaced = ["generation.name=transformers"]
+    if tree.get(("generation", name)) is not NOT_GIVEN:
+        replaced.append(f"~generation.{name}")
+    if tree.get(("policy", "lora", "refit")) == "adapters":
+        replaced.append("policy.lora.refit=merged")
+    note = (
+        f"note: not checked on this machine: the section generation of {name!r}, whose plugin is not installed: "
+        f"pip install 'rlframework-core[{name}]'"
+    )
+    return PlannedGpus(gpus.count, gpus.name, gpus.memory_bytes, gpus_of_engine(tree, manager)), replaced, [note]
+
+
+def _placement_notes(config: RunConfig, gpus: PlannedGpus) -> list[str]:
+    group, workers = config.worker_group, config.worker_group.num_workers
+    notes = []
+    if group.name == "processes" and workers > OF_A_MACHINE:
+        notes.append(
+            f"note: worker_group.name=processes starts all {workers} workers on one machine; set it to ray for several "
+            "machines (docs/cluster.md)"
+        )
+    if group.name == "inline" and gpus.count > 1 and config.generation.workers is None:
+        notes.append(
+            f"note: worker_group.name=inline is one worker on one of the {gpus.count} GPUs; "
+            f"worker_group.name=processes worker_group.num_workers={gpus.count} uses all"
+        )
+    return notes
