@@ -15,6 +15,7 @@ from rlframework.config.load import compose
 from rlframework.config.sections import RunConfig
 from rlframework.estimates.estimate import Estimate, gib
 from rlframework.estimates.hardware import PlannedGpus
+from rlframework.estimates.plan import plan_run
 from rlframework.runner.launch import dry_run
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
@@ -41,9 +42,10 @@ To make your own, write such a file beside them, with another model, algorithm o
 `--dry-run`. Any key is changed on the command line too: `policy.model_name=...`, `environment.path=...`.
 
 **No recipe has run on the hardware that it names.** `make recipes` runs each on a CPU, with a model of the same kind
-and random weights. GiB are [estimated](memory.md): on each GPU that trains, with rows as long as a microbatch
-(`policy.batching.tokens`) or as an answer (`generation.max_new_tokens`); an H100 has 79. Learning rates and batch
-sizes are usual values, which have not been tuned."""
+and random weights. GiB are [estimated](memory.md), as by the command above: on each GPU that trains, with rows as long
+as a microbatch (`policy.batching.tokens`) or as an answer (`generation.max_new_tokens`), and the least on each that
+only generates, with one such row; an H100 has 79. Learning rates and batch sizes are usual values, which have not been
+tuned."""
 
 _NOTES = """- **Data**: `gsm8k`, `tools` and `agent` read `openai/gsm8k` from the hub, or files with
   `environment.train_path=train.jsonl` and `environment.path=...`. Preferences are `pairs.jsonl`, images `rows.jsonl`
@@ -51,14 +53,15 @@ _NOTES = """- **Data**: `gsm8k`, `tools` and `agent` read `openai/gsm8k` from th
 - **Code**: `tools` and `agent` use `gsm8k_tasks.py`, so start them with `PYTHONPATH=examples/recipes`; both need
   `pip install openai`, and `agent` the extra `serve`. `vision` needs the extra `vision`.
 - **Several machines**: 16 and 32 GPUs are two and four machines of a [Ray cluster](cluster.md), with `RAY_ADDRESS`.
-- **GPUs that generate** have an engine each. vLLM runs in [an environment of its own](vllm.md), `.venv-vllm`."""
+- **GPUs that generate** have an engine each, or one for two with models of 30 billion parameters. vLLM runs in
+  [an environment of its own](vllm.md), `.venv-vllm`."""
 
 
 def page() -> str:
     """Return the text of the page."""
     with model_shapes() as shapes:
         rows = [row(path, planned(path, shapes)) for path in RECIPES]
-    names = ("recipe", "model", "GPUs that train", "that generate", "backend", "GiB on each GPU")
+    names = ("recipe", "model", "GPUs that train", "that generate", "backend", "GiB on each", "on each that generates")
     return page_of("# Recipes", _INTRO, table(names, rows), _NOTES)
 
 
@@ -70,34 +73,36 @@ def hardware(path: Path) -> PlannedGpus:
 
 
 def planned(path: Path, shapes: Mapping[str, Path]) -> Estimate:
-    """The dry run of the recipe on its hardware, with the shapes of its models."""
-    return dry_run(local_config(path, shapes), planned=hardware(path))
+    """What `rlframework train RECIPE --dry-run --on HARDWARE` plans, with the shapes of the recipe's models."""
+    plan = plan_run(path, list(_models(path, shapes)), hardware(path))
+    return dry_run(plan.config, planned=plan.gpus)
 
 
 def local_config(path: Path, shapes: Mapping[str, Path]) -> RunConfig:
     """The recipe with the `shapes` of its models, and core's engine in place of vLLM, which another environment has."""
-    return load_config(path, list(_overrides(path, shapes)))
+    overrides, generation = list(_models(path, shapes)), compose(path).values.get("generation", {})
+    if generation.get("name") == "vllm":
+        overrides += ["generation.name=transformers", "~generation.workers.python"]
+        overrides += ["~generation.vllm"] * ("vllm" in generation)
+    return load_config(path, overrides)
 
 
-def engines(config: RunConfig) -> int:
+def engines(found: Estimate) -> int:
     """The number of GPUs that only generate."""
-    return 0 if config.generation.workers is None else config.generation.workers.num_workers
+    return 0 if found.engines is None else found.engines.count * found.engines.gpus
 
 
-def _overrides(path: Path, shapes: Mapping[str, Path]) -> Iterator[str]:
+def _models(path: Path, shapes: Mapping[str, Path]) -> Iterator[str]:
     values = compose(path).values
     for section in ("policy", "teacher"):
         if section in values:
             name = values[section]["model_name"].rpartition("/")[2]
             yield f"{section}.model_name={shapes[name]}"
-    if values.get("generation", {}).get("name") == "vllm":
-        yield "generation.name=transformers"
-        yield "~generation.workers.python"
 
 
 def row(path: Path, found: Estimate) -> tuple[str, ...]:
     """The cells of the recipe in the table."""
-    generating, model = engines(found.config), Path(found.config.policy.model_name).name
+    generating, model = engines(found), Path(found.config.policy.model_name).name
     return (
         f"[`{path.stem}`](../examples/recipes/{path.name})",
         model,
@@ -105,4 +110,5 @@ def row(path: Path, found: Estimate) -> tuple[str, ...]:
         str(generating) if generating else "-",
         f"`{found.config.policy.backend}`",
         gib(found.device_bytes),
+        gib(found.engine_bytes) if generating else "-",
     )

@@ -82,7 +82,7 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
         plan = plan_run(config, overrides, PlannedGpus.parse(on))
         found, notes = dry_run(plan.config, overwrite=overwrite, planned=plan.gpus), plan.notes
     print_table(found.table())
-    for note in (*found.notes, *notes):
+    for note in filter(None, (*found.notes, *notes, found.idle_gpus())):
         print(note)
     if on is not None:
         print(f"planned for {plan.gpus} with {' '.join(plan.changes)}" if plan.changes else f"planned for {plan.gpus}")

@@ -143,6 +143,13 @@ class Estimate:
             f"warnings start at {MARGIN} times that"
         )
 
+    def idle_gpus(self) -> str | None:
+        """A note on planned GPUs that the run leaves idle; None if there are none."""
+        if self.planned is None or self.taken >= self.planned.count:
+            return None
+        left = self.planned.count - self.taken
+        return f"note: {self._takers()} leave {left} of the {self.planned.count} GPUs idle"
+
     def _takers(self) -> str:
         """All workers and engines, as text."""
         workers = sum(each.config.worker_group.num_workers for each in (self, *self.further.values()))

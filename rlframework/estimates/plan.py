@@ -49,7 +49,7 @@ def plan_run(source: Source, overrides: Sequence[str], gpus: PlannedGpus) -> Pla
     if config.device == "cpu":
         raise ConfigError("--on plans for GPUs, and device=cpu needs none: leave one of them out")
     notes += [f"note: not checked on this machine: {problem}" for problem in problems]
-    return Plan(config, gpus, tuple(changes), (*notes, *_placement_notes(config, gpus)))
+    return Plan(config, gpus, tuple(changes), (*notes, *_group_notes(config, gpus)))
 
 
 def _changes(tree: Tree, gpus: PlannedGpus, per_engine: int) -> list[str]:
@@ -111,7 +111,8 @@ def _engine_elsewhere(
     return PlannedGpus(gpus.count, gpus.name, gpus.memory_bytes, gpus_of_engine(tree, manager)), replaced, [note]
 
 
-def _placement_notes(config: RunConfig, gpus: PlannedGpus) -> list[str]:
+def _group_notes(config: RunConfig, gpus: PlannedGpus) -> list[str]:
+    """Notes on a group of workers that does not go with the number of GPUs."""
     group, workers = config.worker_group, config.worker_group.num_workers
     notes = []
     if group.name == "processes" and workers > OF_A_MACHINE:
@@ -119,9 +120,9 @@ def _placement_notes(config: RunConfig, gpus: PlannedGpus) -> list[str]:
             f"note: worker_group.name=processes starts all {workers} workers on one machine; set it to ray for several "
             "machines (docs/cluster.md)"
         )
-    if group.name == "inline" and gpus.count > 1 and config.generation.workers is None:
+    if group.name == "inline" and gpus.count > 1:
         notes.append(
-            f"note: worker_group.name=inline is one worker on one of the {gpus.count} GPUs; "
-            f"worker_group.name=processes worker_group.num_workers={gpus.count} uses all"
+            f"note: worker_group.name=inline is a single worker; worker_group.name=processes "
+            f"worker_group.num_workers={gpus.count} has one on each GPU"
         )
     return notes

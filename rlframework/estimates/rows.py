@@ -71,7 +71,7 @@ def assumed_rows(config: RunConfig) -> Rows:
         length = min(answer, *(limit for limit in limits if limit is not None))
         if batching.mode != "padded" and batching.tokens is not None and length > batching.tokens:
             raise ConfigError(
-                f"a row may have {length} tokens and those of its prompt (generation.max_new_tokens={answer}), but "
+                f"with generation.max_new_tokens={answer} a row may have {length} tokens or more, but "
                 f"policy.batching.tokens={batching.tokens} is the most that a dynamic or packed microbatch may have: "
                 "set it to the most tokens of prompt and answer, remove the key, or lower generation.max_new_tokens"
             )

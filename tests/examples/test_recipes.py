@@ -40,11 +40,12 @@ def test_each_fits_the_hardware_that_it_states(path, shapes, monkeypatch):
     assert " | ".join(recipes_page.row(path, found)) in PAGE
     assert found.further.keys() == found.config.further_policies.keys()
     workers = found.config.worker_group
-    assert workers.num_workers + recipes_page.engines(found.config) == gpus.count
+    assert workers.num_workers + recipes_page.engines(found) == found.taken == gpus.count
+    assert not found.warnings()
     if gpus.count > 8:  # the GPUs of a machine
         assert workers.name == "ray"
         assert workers.workers_per_node == 8
-    if recipes_page.engines(found.config):  # which take GPUs that no worker has
+    if recipes_page.engines(found):  # which take GPUs that no worker has
         assert (workers.name, found.config.generation.workers.group) == ("ray", "ray")
 
 
