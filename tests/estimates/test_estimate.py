@@ -9,7 +9,8 @@ import pytest
 from probe_runs import call
 
 from rlframework import load_config, run
-from rlframework.configure import config_yaml
+from rlframework.config.yaml_text import to_yaml
+from rlframework.configure import config_yaml, dump_config
 from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.estimates.estimate import disk, estimate, estimate_rows, gib, print_estimate
 from rlframework.estimates.hardware import PlannedGpus
@@ -175,21 +176,44 @@ def test_a_dry_run_does_not_resume(args, capsys):
 # -- planning for GPUs that are not here ------------------------------------------------------------------------------
 
 
-def test_a_run_on_eight_gpus_is_planned_on_a_machine_without_any(run_config, tmp_path, capsys):
-    file = tmp_path / "config.yaml"
-    file.write_text(config_yaml(run_config("grpo", "policy.train_global_batch_size=32")))
-    assert call("train", file, "--dry-run", "--on", "8xH100") == 0
-    out = capsys.readouterr().out
+@pytest.fixture
+def planned(run_config, tmp_path, capsys):
+    """`planned(on, *overrides, **worker_group)`: what the dry run of a GRPO file with this section prints for `on`."""
+
+    def run(on, *overrides, **worker_group):
+        values = dump_config(run_config("grpo", "policy.train_global_batch_size=32"))
+        values["worker_group"] = worker_group
+        (tmp_path / "config.yaml").write_text(to_yaml(values))
+        assert call("train", tmp_path / "config.yaml", "--dry-run", "--on", on, *overrides) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_run_on_eight_gpus_is_planned_on_a_machine_without_any(planned):
+    out = planned("8xH100")
     assert "planned for 8 x H100 with device=cuda worker_group.num_workers=8 worker_group.name=processes" in out
     assert "fits on 8 x H100" in out
     assert "GPU of a worker: moments" in out
 
 
-def test_what_is_given_on_the_command_line_wins_over_the_plan(run_config, tmp_path, capsys):
-    file = tmp_path / "config.yaml"
-    file.write_text(config_yaml(run_config("sft")))
-    assert call("train", file, "--dry-run", "--on", "4x24GiB", "worker_group.num_workers=2") == 0
-    assert "RAM of all 2 workers" in capsys.readouterr().out
+def test_what_the_command_line_or_the_file_says_wins_over_the_plan(planned):
+    assert "RAM of 2 workers" in planned("4x24GiB", "worker_group.num_workers=2")
+    out = planned("4x24GiB", name="processes", num_workers=2)
+    assert "RAM of 2 workers" in out
+    assert "planned for 4 x 24 GiB with device=cuda\n" in out
+    assert "leave 2 of the 4 GPUs idle" in out
+
+
+def test_engines_on_ray_have_gpus_of_their_own(planned):
+    engines = "generation.workers={group: ray, num_workers: 4}"
+    out = planned("8xH100", engines)
+    assert "worker_group.num_workers=4 worker_group.name=ray" in out
+    assert "fits on 8 x H100" in out
+    assert "GPU of an engine: weights" in out
+    out = planned("8xH100", engines, name="ray", num_workers=8)
+    assert "does not fit on 8 x H100" in out
+    assert "8 workers and 4 engines take 12 GPUs, of 8 that are planned" in out
 
 
 def test_a_shape_without_tokenizer_or_weights_is_planned(run_config, tiny_llama, tmp_path):
