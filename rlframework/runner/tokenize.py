@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.sections import RunConfig
-from rlframework.datasets.rendering import Rendered, end_of_turn_problem, render_prompt, render_samples
+from rlframework.datasets.rendering import Rendered, render_prompt, render_samples
+from rlframework.datasets.template_checks import warn_of_template
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.errors import ConfigError, DataError
 from rlframework.files import check_new_folder
@@ -27,8 +27,6 @@ from rlframework.training.input_checks import BATCH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LOG = logging.getLogger(__name__)
 
 
 def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback = lambda done, total: None) -> TokenData:
@@ -130,9 +128,8 @@ def _supervised(config: RunConfig) -> SFTConfig:
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer; log a warning if no token ends the turns of its chat template."""
+    """Return the tokenizer; log a warning if its chat template is not one to train with."""
     require_available(config.policy.model_name)
     tokenizer = open_tokenizer(config.policy)
-    if (problem := end_of_turn_problem(tokenizer)) is not None:
-        _LOG.warning("%s", problem)
+    warn_of_template(tokenizer, rows=isinstance(config.algorithm, SFTConfig))
     return tokenizer
