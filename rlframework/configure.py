@@ -184,6 +184,7 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, dict[str, Reg
     """The validated configuration, without the checks between keys, and the plugins that it selects by section."""
     tree = replace(tree, values={section: {} for section in OPEN_SECTIONS} | tree.values)  # omitted: all defaults
     selected, problems = _select(tree, manager)
+    tree = _without_defaults_of_others(tree, selected, manager)
     sections: dict[str, type[Section]] = {}
     for section, record_type in OPEN_SECTIONS.items():
         fallback = _Anything if isinstance(tree.values[section], Mapping) else record_type.section
@@ -262,6 +263,30 @@ def _section_model(part: Registered) -> type[Section]:
     model = part.record.config_model or part.record.section
     assert issubclass(model, Section)  # checked when the plugin was loaded
     return model
+
+
+def _without_defaults_of_others(tree: Tree, selected: Mapping[str, Registered], manager: PluginManager) -> Tree:
+    """`tree` without the defaults of other plugins in sections whose `name` was overridden.
+
+    The configuration of a run has every key, so those of its earlier plugin would be unknown to the new one.
+    """
+    values = dict(tree.values)
+    for section, record_type in OPEN_SECTIONS.items():
+        if section not in selected or (section, "name") not in tree.overridden:
+            continue
+        own = _section_model(selected[section]).model_fields
+        parts = manager.registered(record_type.kind).values()
+        others = [_section_model(part).model_construct().model_dump(mode="json") for part in parts]
+        values[section] = {
+            key: value
+            for key, value in tree.values[section].items()
+            if key in own or (section, key) in tree.overridden or not any(_has(other, key, value) for other in others)
+        }
+    return replace(tree, values=values)
+
+
+def _has(values: Mapping[str, Any], key: str, value: Any) -> bool:
+    return key in values and values[key] == value
 
 
 def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) -> dict[Keys, str]:
