@@ -153,8 +153,8 @@ _COUNTED = (
 """Layout, then bytes per parameter: counted and estimated between steps, counted and estimated at the peak."""
 
 
-_MEASURED = f"""The peak that torch allocated in one step of `dtensor` with Qwen3-0.6B on [one H200](gpu.md#measured), in
-bfloat16 on a packed microbatch of {TOKENS:,} tokens. The estimate leaves out the CUDA context, which torch does not
+_MEASURED = f"""The peak that torch allocated in one step of `dtensor` with Qwen3-0.6B on [one H200](gpu.md#measured),
+in bfloat16 on a packed microbatch of {TOKENS:,} tokens. The estimate is without the CUDA context, which torch does not
 count:"""
 
 _GPU_RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu_h200.json"
