@@ -245,6 +245,39 @@ not_finite_steps = mutant(
 
 
 @mutant(
+    "clipping_divides_by_zero",
+    "The clipping limit is divided by the gradient norm, also where the norm is 0.",
+    "test_a_gradient_of_zero_is_an_ordinary_step",
+)
+@in_engine
+def clipping_divides_by_zero(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            clips = max_grad_norm is not None and max_grad_norm / _norm(self) < 1.0
+            return super().clip_and_step(max_grad_norm if clips else None, lr)
+
+    return Broken
+
+
+@mutant(
+    "zero_gradient_skipped",
+    "The optimizer takes no step where the gradient norm is 0.",
+    "test_a_gradient_of_zero_is_an_ordinary_step",
+)
+@in_engine
+def zero_gradient_skipped(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            return super().clip_and_step(max_grad_norm, lr) if _norm(self) > 0.0 else (0.0, False)
+
+    return Broken
+
+
+@mutant(
     "skips_for_ever",
     "Steps with non-finite gradients are skipped without limit.",
     "test_too_many_gradients_that_are_not_finite_end_the_run",
