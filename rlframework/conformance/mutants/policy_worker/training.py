@@ -244,31 +244,38 @@ not_finite_steps = mutant(
 )(before_the_step(_replace_nan_by_0))
 
 
-def _divide_by_the_norm(worker: Any, limit: Any) -> Any:
-    if limit is not None and _norm(worker) == 0.0:
-        _scale_gradients(worker, math.nan)  # 0 / 0
-    return limit
-
-
-clipping_divides_by_zero = mutant(
-    "clipping_divides_by_zero",
-    "Clipping divides the gradient by its norm, so a gradient of 0 becomes NaN.",
-    "test_a_gradient_of_zero_is_an_ordinary_step",
-)(before_the_step(_divide_by_the_norm))
-
-
 @mutant(
-    "zero_gradient_skipped",
-    "The optimizer takes no step where the gradient norm is 0.",
+    "clipping_divides_by_zero",
+    "Clipping divides the gradient by its norm, so a gradient of 0 makes the weights NaN.",
     "test_a_gradient_of_zero_is_an_ordinary_step",
 )
 @in_engine
-def zero_gradient_skipped(engine_class: Any) -> Any:
+def clipping_divides_by_zero(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
     class Broken(engine_class):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            return super().clip_and_step(max_grad_norm, lr) if _norm(self) > 0.0 else (0.0, False)
+            norm, skipped = super().clip_and_step(max_grad_norm, lr)
+            if norm == 0.0:
+                change_weights(self, lambda weight: weight * math.nan)
+            return norm, skipped
+
+    return Broken
+
+
+@mutant(
+    "zero_gradient_is_a_skipped_step",
+    "A step whose gradient is 0 is reported as skipped, so several in a row end the run.",
+    "test_a_gradient_of_zero_is_an_ordinary_step",
+)
+@in_engine
+def zero_gradient_is_a_skipped_step(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            norm, skipped = super().clip_and_step(max_grad_norm, lr)
+            return norm, skipped or norm == 0.0
 
     return Broken
 
