@@ -43,7 +43,7 @@ _WORDS: Mapping[str, str] = {
     "policy.optimizer.betas": "adam_beta1 adam_beta2 adam_betas",
     "policy.optimizer.eps": "adam_epsilon optimizer.epsilon",
     "policy.scheduler.name": "lr_scheduler_type lr_scheduler",
-    "policy.scheduler.warmup_steps": "lr_warmup_steps",
+    "policy.scheduler.warmup_steps": "lr_warmup_steps lr_warmup_steps_ratio",
     "policy.max_grad_norm": "grad_clip max_norm clip_grad",
     # batches
     "policy.train_micro_batch_size": (
@@ -53,10 +53,11 @@ _WORDS: Mapping[str, str] = {
     "algorithm.prompts_per_step": "train_batch_size data.train_batch_size rollout_batch_size num_prompts_per_step",
     "policy.logprob_batch_size": "log_prob_micro_batch_size_per_gpu",
     "policy.batching.mode": (
-        "packing packing_samples sequence_packing dynamic_batching use_dynamic_bsz use_remove_padding"
+        "packing packing_samples sequence_packing dynamic_batching use_dynamic_bsz use_remove_padding "
+        "log_prob_use_dynamic_bsz"
     ),
     "policy.batching.tokens": "ppo_max_token_len_per_gpu train_mb_tokens",
-    "policy.batching.logprob_tokens": "logprob_mb_tokens",
+    "policy.batching.logprob_tokens": "logprob_mb_tokens log_prob_max_token_len_per_gpu",
     # parallelism
     "policy.parallelism.tensor": "tensor_parallel_size tensor_model_parallel_size",
     "policy.parallelism.pipeline": "pipeline_model_parallel_size",
@@ -90,6 +91,7 @@ _WORDS: Mapping[str, str] = {
     "algorithm.loss.ratio": "importance_sampling_level sequence_level_importance_ratios",
     "algorithm.loss.surrogate": "loss_mode use_cispo disable_ppo_ratio",
     "algorithm.reward_kl": "use_kl_in_reward",
+    "algorithm.reward_kl.coef": "kl_ctrl.kl_coef",
     "algorithm.normalize_std": "scale_rewards normalize_rewards norm_adv_by_std_in_grpo",
     "algorithm.leave_one_out": "use_leave_one_out_baseline",
     "algorithm.name": "adv_estimator",
@@ -111,7 +113,7 @@ _WORDS: Mapping[str, str] = {
     "algorithm.validation.at_start": "val_at_start val_before_train",
     "algorithm.validation.samples": "max_val_samples",
     "checkpoints.every": "save_steps save_freq save_period",
-    "checkpoints.keep_last": "save_total_limit max_ckpt_num",
+    "checkpoints.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
     "checkpoints.keep_best": "keep_top_k",
     "checkpoints.metric": "metric_name",
     "checkpoints.best": "higher_is_better",
@@ -133,7 +135,10 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "gradient_accumulation_steps": "It follows from `policy.train_global_batch_size`, the rows per optimizer step.",
     "max_prompt_length": "No limit; a prompt that leaves no room for `generation.max_new_tokens` tokens is an error.",
     "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
-    "rollout.tensor_model_parallel_size": "A generation engine holds the whole model; remove the key.",
+    "rollout.tensor_model_parallel_size": (
+        "The embedded engine holds the whole model; with vLLM it is generation.vllm.tensor_parallel_size."
+    ),
+    "filter_overlong_prompts": "No prompt is dropped: filter the file beforehand, and remove the key.",
     "resume_from_checkpoint": "To resume a run, use `rlframework train --resume RUN_DIR`.",
     "resume_mode": "To resume a run, use `rlframework train --resume RUN_DIR`.",
     "logging_steps": "rlframework logs every step; remove the key.",
