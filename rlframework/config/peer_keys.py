@@ -152,8 +152,8 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "eval_strategy": "Set `algorithm.validation.every` to the steps between validations; 0: at the start and end only.",
     "save_strategy": "Set `checkpoints.every` to the steps between checkpoints.",
     "loss_type": (
-        "In rlframework this is `algorithm.loss.level`: TRL's grpo is sequence, dapo and bnpo are token, dr_grpo is "
-        "constant, and cispo is `algorithm.name` cispo."
+        "In rlframework this is `algorithm.loss.level`: TRL's grpo is sequence, dapo is token (bnpo too, but for its "
+        "denominator), dr_grpo is constant, and cispo is `algorithm.name` cispo."
     ),
     "scale_rewards": (
         "In rlframework this is `algorithm.normalize_std`: TRL's group is true, batch is batch, and none is false."
