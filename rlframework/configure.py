@@ -18,7 +18,6 @@ from pydantic import ConfigDict
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section, with_shared_keys
-from rlframework.config.hints import peer_hint
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -299,13 +298,19 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
         for name in OWN_BACKENDS
         for section in ("policy", *FURTHER_POLICIES)
     }
+    owners: dict[Keys, list[str]] = {}
     for section, record_type in OPEN_SECTIONS.items():
         for name, other in manager.registered(record_type.kind).items() if section in selected else ():
             for key in _section_model(other).model_fields:
-                elsewhere = peer_hint((section, key))
-                hints[section, key] = (
-                    f"It is a key of `{name}`, but {section}.name is `{selected[section].record.name}`. "
-                    f"The override `~{section}.{key}` removes it."
-                    + (f" If you mean the key of another framework: {elsewhere}" if elsewhere else "")
-                )
+                owners.setdefault((section, key), []).append(f"`{name}`")
+    for (section, key), names in owners.items():
+        more = ", ..." if len(names) > _OWNERS else ""
+        hints[section, key] = (
+            f"It is a key of {', '.join(names[:_OWNERS])}{more}, but {section}.name is "
+            f"`{selected[str(section)].record.name}`. The override `~{section}.{key}` removes it."
+        )
     return hints
+
+
+_OWNERS = 4
+"""The most plugins that such a hint names."""
