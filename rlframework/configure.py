@@ -18,7 +18,6 @@ from pydantic import ConfigDict
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section, with_shared_keys
-from rlframework.config.hints import peer_hint
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -206,6 +205,7 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, dict[str, Reg
     """The validated configuration, without the checks between keys, and the plugins that it selects by section."""
     tree = replace(tree, values={section: {} for section in OPEN_SECTIONS} | tree.values)  # omitted: all defaults
     selected, problems = _select(tree, manager)
+    tree = _without_defaults_of_others(tree, selected, manager)
     sections: dict[str, type[Section]] = {}
     for section, record_type in OPEN_SECTIONS.items():
         fallback = _Anything if isinstance(tree.values[section], Mapping) else record_type.section
@@ -286,6 +286,30 @@ def _section_model(part: Registered) -> type[Section]:
     return model
 
 
+def _without_defaults_of_others(tree: Tree, selected: Mapping[str, Registered], manager: PluginManager) -> Tree:
+    """`tree` without the defaults of other plugins in sections whose `name` was overridden.
+
+    The configuration of a run has every key, so those of its earlier plugin would be unknown to the new one.
+    """
+    values = dict(tree.values)
+    for section, record_type in OPEN_SECTIONS.items():
+        if section not in selected or (section, "name") not in tree.overridden:
+            continue
+        own = _section_model(selected[section]).model_fields
+        parts = manager.registered(record_type.kind).values()
+        others = [_section_model(part).model_construct().model_dump(mode="json") for part in parts]
+        values[section] = {
+            key: value
+            for key, value in tree.values[section].items()
+            if key in own or (section, key) in tree.overridden or not any(_has(other, key, value) for other in others)
+        }
+    return replace(tree, values=values)
+
+
+def _has(values: Mapping[str, Any], key: str, value: Any) -> bool:
+    return key in values and values[key] == value
+
+
 def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) -> dict[Keys, str]:
     """Hints for keys that belong to plugins which are not selected or not installed."""
     hints: dict[Keys, str] = {
@@ -296,13 +320,19 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
         for name in OWN_BACKENDS
         for section in ("policy", *FURTHER_POLICIES)
     }
+    owners: dict[Keys, list[str]] = {}
     for section, record_type in OPEN_SECTIONS.items():
         for name, other in manager.registered(record_type.kind).items() if section in selected else ():
             for key in _section_model(other).model_fields:
-                elsewhere = peer_hint((section, key))
-                hints[section, key] = (
-                    f"It is a key of `{name}`, but {section}.name is `{selected[section].record.name}`. "
-                    f"The override `~{section}.{key}` removes it."
-                    + (f" If you mean the key of another framework: {elsewhere}" if elsewhere else "")
-                )
+                owners.setdefault((section, key), []).append(f"`{name}`")
+    for (section, key), names in owners.items():
+        more = ", ..." if len(names) > _OWNERS else ""
+        hints[section, key] = (
+            f"It is a key of {', '.join(names[:_OWNERS])}{more}, but {section}.name is "
+            f"`{selected[str(section)].record.name}`. The override `~{section}.{key}` removes it."
+        )
     return hints
+
+
+_OWNERS = 4
+"""The most plugins that such a hint names."""

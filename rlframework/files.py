@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,10 +128,15 @@ class Replacement:
             self.folder.mkdir(parents=True)
 
     def commit(self) -> None:
-        """Flush the directory to disk and move it to `path`."""
+        """Flush the directory to disk and move it to `path`. Its files can be read by those who can read the directory.
+
+        Some libraries, such as safetensors, write files that only their owner can read, whatever the umask.
+        """
         with writing(self.path):
+            allowed = self.folder.stat().st_mode & 0o666  # of a new directory: what the umask leaves
             for directory, _, names in os.walk(self.folder, topdown=False):
                 for name in names:
+                    _allow(Path(directory, name), allowed)
                     _sync(Path(directory, name))
                 _sync(Path(directory))
             _swap(self.folder, self.path)
@@ -317,6 +323,13 @@ def _swap(new: Path, path: Path) -> None:
         os.rename(aside, path)
         raise
     _remove(aside)
+
+
+def _allow(path: Path, mode: int) -> None:
+    """Add the bits of `mode` to the permissions of a file."""
+    given = path.lstat().st_mode
+    if stat.S_ISREG(given) and given & mode != mode:
+        path.chmod(stat.S_IMODE(given) | mode)
 
 
 def _sync(path: Path) -> None:

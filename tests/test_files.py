@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rlframework.errors import UserError, WriteError
 from rlframework.files import (
@@ -132,6 +134,21 @@ def test_a_directory_appears_whole_at_the_end(tmp_path: Path) -> None:
         assert new.parent == target.parent
     assert (target / "sub" / "weights").read_text() == "w"
     assert names(target.parent) == ["model"]
+
+
+def test_files_of_a_directory_can_be_read_as_the_umask_says(tmp_path: Path) -> None:
+    """safetensors writes files of mode 0600."""
+    old = os.umask(0o027)
+    try:
+        with replacing_directory(tmp_path / "model") as folder:
+            (folder / "below").mkdir()
+            save_file({"a": torch.zeros(1)}, folder / "below" / "model.safetensors")
+            os.symlink("nowhere", folder / "link")
+            (folder / "program").touch(0o700)
+    finally:
+        os.umask(old)
+    modes = [(tmp_path / "model" / name).stat().st_mode for name in ("below/model.safetensors", "program")]
+    assert list(map(stat.S_IMODE, modes)) == [0o640, 0o740]
 
 
 def test_what_was_there_is_replaced_not_mixed(tmp_path: Path) -> None:

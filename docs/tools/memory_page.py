@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -74,9 +75,9 @@ rlframework train run.yaml --dry-run --on 2x24GiB policy.offload.optimizer=true
 overrides on the command line take precedence. Models with a `config.json` and no tokenizer are estimated too,
 without reading data. `rlframework/gpu_models.py` lists the models of GPUs that are known by name.
 
-**It is an estimate.** Nothing on this page was measured on a GPU. The parts are counted as described below. Not
-counted: fragmentation of the allocator, workspaces of cuBLAS and buffers of NCCL, compiled code. So warnings start
-at {MARGIN} times the estimate."""
+**It is an estimate.** The parts are counted as described below, and [compared with one GPU](#how-it-was-checked) in
+three cases. Not counted: fragmentation of the allocator, workspaces of cuBLAS and buffers of NCCL, compiled code. So
+warnings start at {MARGIN} times the estimate."""
 
 _STATE = """Each backend declares how many bytes per parameter it keeps and over how many workers they are sharded,
 as `state_layout` of its record ([write a backend](write_a_backend.md)); for one that does not, the estimate assumes
@@ -123,7 +124,8 @@ _CHECKS = """On a CPU, torch 2.13, transformers 5.23, deepspeed 0.19, megatron-c
   that exchanges nothing: bytes of all storages between two steps, and their peak in the second. The tests
   (`test_state_layout.py` of each plugin) allow 0.5% for the first, and 2% too low to 35% too high for the second.
 - **Sums for 8B, 32B and 30B-A3B** are written out by hand in `tests/estimates/test_worker_memory.py`.
-- **Measured** is only the resident memory of three runs on a CPU ([observers](observers.md#before-a-run-starts)).
+- **Measured** on a CPU is the resident memory of three runs ([observers](observers.md#before-a-run-starts)), and on a
+  GPU the peak of one training step, last table.
 - **Not checked**: offloading, pipelines, expert parallelism, the number of units alive at once on a GPU."""
 
 _COUNTED = (
@@ -151,6 +153,13 @@ _COUNTED = (
 """Layout, then bytes per parameter: counted and estimated between steps, counted and estimated at the peak."""
 
 
+_MEASURED = f"""The peak that torch allocated in one step of `dtensor` with Qwen3-0.6B on [one H200](gpu.md#measured),
+in bfloat16 on a packed microbatch of {TOKENS:,} tokens. The estimate is without the CUDA context, which torch does not
+count:"""
+
+_GPU_RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu_h200.json"
+
+
 def page() -> str:
     """Return the text of the page."""
     names = ("weights", "gradients", "moments", "fp32 main weights")
@@ -173,6 +182,8 @@ def page() -> str:
             _CHECKS,
             "Bytes per parameter of that model on rank 0 of 4, bfloat16 unless it says fp32:",
             table(("layout", "between steps, counted", "estimated", "peak, counted", "estimated"), counted),
+            _MEASURED,
+            table(("activation checkpointing", "estimate, GiB", "measured, GiB", "estimate is"), _measured(shapes)),
         )
 
 
@@ -207,6 +218,18 @@ def _largest_of(
         if needed and MARGIN * needed <= PlannedGpus.parse(f"{gpus}xH100").memory_bytes:
             return f"{name.removeprefix('Qwen3-')}: {gib(needed)}"
     return "none"
+
+
+def _measured(shapes: Mapping[str, Path]) -> Iterator[tuple[str, ...]]:
+    """The packed steps of `gpu_h200.json` that were not compiled, beside the estimate of each."""
+    for row in json.loads(_GPU_RESULTS.read_text(encoding="utf-8"))["parts"]["training"]:
+        if row["mode"] == "packed" and row["compiled"] == "False":
+            kind = "false" if row["checkpointing"] == "False" else row["checkpointing"]
+            layout = Layout(kind, "dtensor", policy={"activation_checkpointing": kind if kind != "false" else False})
+            uses = _memory(shapes["Qwen3-0.6B"], layout, 1, "sft") or []
+            estimate = peak([use for use in uses if use.name != "CUDA context"], "device") / 2**30
+            found = float(row["peak MiB"].replace(",", "")) / 2**10
+            yield f"`{kind}`", f"{estimate:.1f}", f"{found:.1f}", f"{estimate / found - 1:.0%} too high"
 
 
 def _memory(model: Path, layout: Layout, gpus: int, algorithm: str) -> list[MemoryUse] | None:

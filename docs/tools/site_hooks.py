@@ -4,7 +4,8 @@ A linked file of the repository becomes a page below `source/`: Markdown unchang
 listing, a folder as a list of its files. Links are rewritten only in the rendered output. Links to missing
 files are left unchanged, and MkDocs warns about them.
 
-The index of the search is also written as a script, which pages can load where they are opened from disk.
+The index of the search is also written as a script, which pages can load where they are opened from disk. The site map
+is removed: it needs the address of the site, which differs from place to place, and is empty without it.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 @event_priority(-100)  # after the plugin that writes the index
 def on_post_build(*, config: MkDocsConfig) -> None:
-    """Write the search index as a script: scripts are all that a page on disk may load."""
+    """Write the search index as a script, which is all that a page on disk may load, and remove the empty site map."""
     index = Path(config.site_dir) / "search" / "search_index.json"
     index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}", encoding="utf-8")
+    for name in ("sitemap.xml", "sitemap.xml.gz"):
+        (Path(config.site_dir) / name).unlink(missing_ok=True)
 
 
 def outside(pages: list[str]) -> list[str]:

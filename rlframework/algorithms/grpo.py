@@ -6,6 +6,7 @@ optimizer steps or a reference policy is used, and trains. Names and defaults ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
@@ -28,6 +29,8 @@ from rlframework.rollout.optimizer_steps import optimizer_steps
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.step_rollouts import StepRollouts, SynchronousRollouts
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
+
+_LOG = logging.getLogger(__name__)
 
 
 class GRPO(StepLoop):
@@ -64,6 +67,7 @@ class GRPO(StepLoop):
         else:
             self.rollouts = AsynchronousRollouts(parts, self.config.asynchronous, *size, self.config.num_steps)
         self.loader = self.rollouts
+        self._noted_equal_groups = False
         self.loss = policy_loss(self.config, parts.config.generation.max_new_tokens)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
@@ -85,7 +89,9 @@ class GRPO(StepLoop):
         if self.penalizes_reward:
             with timer.phase("logprobs"):
                 self._add_logprobs(result.data)
-        metrics = self.rollouts.take(step) | self.add_advantages(result, timer) | self.train_on(step, result, timer)
+        metrics = self.rollouts.take(step) | self.add_advantages(result, timer)
+        self._note_equal_groups(step, result, metrics)
+        metrics |= self.train_on(step, result, timer)
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
         return metrics, result.records(step, "train", self.parts.config.observers.samples)
 
@@ -122,6 +128,25 @@ class GRPO(StepLoop):
                 rounds=self.config.dynamic_sampling,
                 pad_id=self.parts.tokenizer.pad_token_id or 0,
             )
+
+    def _note_equal_groups(self, step: int, result: Rollout, metrics: Mapping[str, float]) -> None:
+        """Log, once a run, that no group of the rollout has different rewards."""
+        groups = len(result.rewards) // self.config.samples_per_prompt
+        none_differs = metrics.get("train/zero_variance_groups", 0.0) >= groups
+        if self._noted_equal_groups or not none_differs or not self.config.group_baseline:
+            return
+        self._noted_equal_groups = True
+        low, high = float(result.rewards.min()), float(result.rewards.max())
+        found = f"all are {low:g}" if low == high else f"they are {low:g} to {high:g}"
+        _LOG.warning(
+            "step %d: in each of the %d groups all rewards are equal (%s), so every advantage is 0 and there is "
+            "nothing to learn from them. If this goes on (metric train/zero_variance_groups): with the lowest reward, "
+            "the task is too hard, or the reward function never finds the answer (samples.jsonl has completions); with "
+            "the highest, it is too easy. docs/curves.md lists what to change",
+            step,
+            groups,
+            found,
+        )
 
     def validate(self, step: int) -> StepResult:
         """See `StepLoop.validate`. Ends generation for later steps meanwhile, if there is any."""

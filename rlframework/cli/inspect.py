@@ -14,8 +14,9 @@ from rlframework.cli.common import Config, Debug, Json, Overrides, app, print_ta
 
 @app.command(name="config")
 def show_config(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Check CONFIG and print the resolved configuration with all defaults, and why the device has others.
+    """Check the keys of CONFIG and print the resolved configuration with all defaults, and why the device has others.
 
+    Files, data and the model are not opened: `rlframework train CONFIG --dry-run` checks these too.
     Secrets of the environment are printed as references to its variables, others as ***.
     """
     from rlframework.config.load import escape_interpolation
@@ -29,6 +30,7 @@ def show_config(config: Config, overrides: Overrides = None, as_json: Json = Fal
     if as_json:
         print(json.dumps(hide_secrets(values), indent=2))
         return
+    print("# only keys were checked; rlframework train CONFIG --dry-run checks files, data and the model too")
     for default in defaults:
         print(f"# {default.key}: {default.value!r} is a default on a GPU: {default.reason}")
     shown = hide_secrets(escape_interpolation(values, secrets_of_environment()))

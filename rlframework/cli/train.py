@@ -135,11 +135,13 @@ def tokenize(
     """Tokenize the training rows of CONFIG once and write them to the folder OUT, for algorithm.token_data.
 
     With --show N, print the first N rows instead: tokens that are trained on are green, or in [[ ]] without colors.
-    With an algorithm that samples completions, such as grpo, rows are its prompts.
+    With an algorithm that samples completions, such as grpo, rows are its prompts; with one on preference pairs, such
+    as dpo, each pair is two rows: prompt and chosen answer, prompt and rejected answer.
 
     \b
     rlframework tokenize sft.yaml data/tokens
     rlframework tokenize sft.yaml --show 3
+    rlframework tokenize dpo.yaml --show 2
     """
     from rlframework.configure import load_config
 

@@ -1,7 +1,8 @@
 """The sections of the built-in environments: `environment: {name: addition | gsm8k | dataset, ...}`."""
 
+import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -151,6 +152,15 @@ class WeightedReward(Section):
         return self
 
 
+def _named(rewards: Sequence[object]) -> str:
+    """The section of `rewards`, each named after its function, as YAML."""
+    paths = [import_path(each) if callable(each) else str(each) for each in rewards]
+    names = [re.sub(r"\W", "_", path.rpartition(":")[2]) or "reward" for path in paths]
+    unique = [name if names.count(name) == 1 else f"{name}_{number}" for number, name in enumerate(names)]
+    written = [f'{name}: {{function: "{path}", weight: 1.0}}' for name, path in zip(unique, paths, strict=True)]
+    return f"{{{', '.join(written)}}}"
+
+
 RewardName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
@@ -278,7 +288,9 @@ class DatasetConfig(RowsConfig):
     @field_validator("reward", mode="before")
     @classmethod
     def _import_path(cls, reward: object) -> object:
-        """Replace a function by its import path."""
+        """Replace a function by its import path; of a list, say how several rewards are written."""
+        if isinstance(reward, (list, tuple)):
+            raise ValueError(f"several rewards are not a list, but a section with a name for each: {_named(reward)}")
         return import_path(reward) if callable(reward) else reward
 
     @field_validator("reward")

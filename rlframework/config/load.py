@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
@@ -49,6 +49,7 @@ def compose(source: Source, overrides: Sequence[str] = ()) -> Tree:
     overridden = set[Keys]()
     try:
         for layer in _layers(source):
+            _remove_replaced(merged, layer.values)
             merged.merge_with(OmegaConf.create(layer.values))
             origins.update(layer.origins)
             overridden |= layer.overridden
@@ -190,6 +191,9 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
             raise ConfigError(f"override `{key}={HIDDEN}`: not valid YAML; put the value in quotes") from None
         raise
     try:
+        holder = OmegaConf.select(merged, key.rpartition(".")[0]) if len(keys) > 1 else merged
+        if isinstance(holder, DictConfig):
+            _remove_replaced(holder, {keys[-1]: value})
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"override `{override}`: {_reason(error)}") from None
@@ -198,6 +202,22 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
     keys = tuple(int(part) if str(part).isdigit() else part for part in keys)
     origins[keys] = f"override `{override}`"
     return set(leaves(value, keys))
+
+
+def _remove_replaced(old: DictConfig, new: Mapping[Any, Any]) -> None:
+    """Remove from `old` each list in whose place `new` has a mapping, and the reverse: OmegaConf merges neither."""
+    for key, value in new.items():
+        if key not in old.keys() or not isinstance(value, (Mapping, list)):  # noqa: SIM118 - `in old` resolves values
+            continue
+        if OmegaConf.is_interpolation(old, key):
+            if isinstance(value, list):
+                del old[key]
+            continue
+        held = old.get(key)
+        if isinstance(held, DictConfig) and isinstance(value, Mapping):
+            _remove_replaced(held, value)
+        elif isinstance(held, (DictConfig, ListConfig)) and isinstance(held, ListConfig) != isinstance(value, list):
+            del old[key]
 
 
 def _plain(value: Any, keys: Keys) -> Any:

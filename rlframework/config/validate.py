@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -43,6 +43,16 @@ _BOUNDS = {
 """Pydantic error type to the key of the bound and our words: pydantic writes 1e-30 with all its zeros."""
 
 
+_INSTEAD_OF_NULL = {
+    "algorithm.validation": (
+        "To switch validation off, set algorithm.validation.at_start=false and algorithm.validation.at_end=false; "
+        "algorithm.validation.every=0, the default, has none in between."
+    ),
+    "observers": "Each observer is a key that can be false, such as observers.tensorboard=false.",
+}
+"""What to write in place of null for a section that is always there."""
+
+
 def validate(
     tree: Tree, model: type[Model], elsewhere: Mapping[Keys, str] | None = None
 ) -> tuple[Model | None, list[Problem]]:
@@ -64,15 +74,20 @@ def _problems(
 ) -> list[Problem]:
     """One problem per key. The members of a union each report an error, and are joined as alternatives."""
     by_key: dict[Keys, Problem] = {}
+    wrong_types = set[Keys]()
     for item in error.errors(include_url=False):
         kind, keys = item["type"], _place(item["loc"], item["type"], tree)
         path, value = tuple(map(str, keys)), tree.get(keys)
         message = _message(kind, item["msg"], item.get("ctx", {}))
         problem = Problem(".".join(path), message, given=value, origin=tree.origin(keys))
+        if kind.endswith("_type"):
+            wrong_types.add(keys)
+            problem = replace(problem, hint=_INSTEAD_OF_NULL.get(problem.key, "") if value is None else "")
         if kind == "extra_forbidden" and len(by_key) < MOST:
             other = elsewhere.get(keys)  # a word of another framework may be a key of another plugin too
-            hint = " ".join(filter(None, (peer_hint(path, value), other))) if other else ""
-            problem = replace(problem, hint=hint or unknown_key_hint(path, value, model))
+            if other and (meant := peer_hint(path, value, model)):
+                other = f"{other} If you mean the key of another framework: {meant}"
+            problem = replace(problem, hint=other or unknown_key_hint(path, value, model))
         elif kind == "missing":
             info = key_paths(model).get(path)
             described = f" ({info.description})" if info and info.description else ""
@@ -81,7 +96,12 @@ def _problems(
         if known and problem.message != known.message:
             problem = replace(known, message=f"{known.message}, or {problem.message}")
         by_key[keys] = problem
-    return list(by_key.values())
+    return [problem for keys, problem in by_key.items() if keys not in wrong_types or not _has_deeper(keys, by_key)]
+
+
+def _has_deeper(keys: Keys, problems: Collection[Keys]) -> bool:
+    """Whether a value within that of `keys` has a problem: then it is the member of a union that `keys` may have."""
+    return any(len(other) > len(keys) and other[: len(keys)] == keys for other in problems)
 
 
 def _message(kind: str, message: str, context: Mapping[str, Any]) -> str:

@@ -141,23 +141,12 @@ def render_samples(
         raise
 
 
-def end_of_turn_problem(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return why no token ends the assistant turns of the chat template, and what to do; None if one does."""
-    if not tokenizer.chat_template:
-        return None
-    vocabulary = _Vocabulary(tokenizer)
-    try:
-        if _Chat(vocabulary, ()).probed_end([{"role": "user", "content": "?"}]):
-            return None
-    except DataError:  # raised for the first row
-        return None
-    return (
-        f"the chat template ends an assistant turn with no special token, so rows end with {tokenizer.eos_token!r} "
-        "instead, which the template does not write, and earlier turns with nothing: the model would not learn to end "
-        "them. Add the template's end of turn to the tokenizer as one special token "
-        "(tokenizer.add_special_tokens, then resize the model's embeddings), or set policy.chat_template to one that "
-        f"ends turns with {tokenizer.eos_token!r}"
-    )
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the special token that ends the answer to a short prompt in the chat template; "" if there is none.
+
+    Raises a `DataError` if the template rejects the conversation.
+    """
+    return _Chat(_Vocabulary(tokenizer), ()).probed_end([{"role": "user", "content": "?"}])
 
 
 def has_answer(sample: Sample) -> bool:

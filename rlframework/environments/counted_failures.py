@@ -10,21 +10,27 @@ import logging
 from collections.abc import Callable, Sequence
 
 from rlframework.config.environments import DatasetConfig
-from rlframework.environments.reward_calls import FAILURES, Failure, Report, RewardResult
+from rlframework.environments.reward_calls import FAILURES, Failure, NotApplicable, Report, RewardResult
 from rlframework.errors import UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 
 _LOG = logging.getLogger(__name__)
+
+ABSENT = StepOutcome(0.0, metrics={FAILURES: 0.0})
+"""The outcome of an optional reward that is not for the answer. It is recognized by identity."""
 
 ScoreCalls = Callable[[Sequence[Sample], Sequence[str], Report], None]
 """Scores each completion of a sample, and reports the results as `RewardCalls.score` does."""
 
 
 class CountedFailures:
-    """Counts the failures of one reward, which messages call `name`, by the limits of `config`."""
+    """Counts the failures of one reward, which messages call `name`, by the limits of `config`.
 
-    def __init__(self, config: DatasetConfig, name: str) -> None:
-        self._config, self._name = config, name
+    `optional`: there are other rewards, so an answer that this one is not for (`NotApplicable`) is no failure.
+    """
+
+    def __init__(self, config: DatasetConfig, name: str, *, optional: bool = False) -> None:
+        self._config, self._name, self._optional = config, name, optional
         self._logged: set[str] = set()
 
     def outcomes(
@@ -39,24 +45,34 @@ class CountedFailures:
         failures: list[tuple[str, Failure]] = []
 
         def report(numbers: list[int], results: list[RewardResult] | None) -> None:
+            known = len(failures)
             for number, result in zip(numbers, results or (), strict=False):
+                if isinstance(result, NotApplicable) and self._optional:
+                    outcomes[number] = ABSENT
+                    continue
                 outcomes[number] = failed if isinstance(result, Failure) else result
                 if isinstance(result, Failure):
                     failures.append((samples[number].id, result))
-                    if result.cause not in self._logged:
-                        self._logged.add(result.cause)
-                        _LOG.warning("%s failed for sample %r:\n%s", self._name, samples[number].id, result.text)
             allowed = self._config.max_reward_failures
             if counted and len(failures) > allowed * len(samples):
-                sample_id, first = failures[0]
                 raise UserError(
                     f"{self._name} failed for {len(failures)} of the first {len(outcomes)} of {len(samples)} answers, "
-                    f"which is more than environment.max_reward_failures={allowed:g} allows. The first, for sample "
-                    f"{sample_id!r}:\n{first.text}"
+                    f"which is more than environment.max_reward_failures={allowed:g} allows. "
+                    f"{self._first(*failures[0])}"
                 )
+            for sample_id, failure in failures[known:]:  # after the error, which has the text
+                if failure.cause not in self._logged:
+                    self._logged.add(failure.cause)
+                    _LOG.warning("%s failed for sample %r:\n%s", self._name, sample_id, failure.text)
 
         score(samples, completions, report)
         return [outcomes[number] for number in range(len(samples))]
+
+    def _first(self, sample_id: str, failure: Failure) -> str:
+        """The end of the error for too many failures: the text of the first one, unless the log has it."""
+        if failure.cause in self._logged:
+            return f"One like the first, for sample {sample_id!r}, is in the log: {failure.text.splitlines()[-1]}"
+        return f"The first, for sample {sample_id!r}:\n{failure.text}"
 
 
 def require_few_failures(outcomes: Sequence[StepOutcome], allowed: float) -> None:

@@ -237,14 +237,15 @@ class DatasetEnvironment(VerifiableEnvironment):
         """Make the samples of `numbers`, and decode their images; return the rows that can be used, and their keys.
 
         `note`: keep the numbers of rows without an answer. Rows whose images cannot be used are counted in the log, or
-        raise, as `environment.images.invalid` says.
+        raise, as `environment.images.invalid` says. Raises a `ConfigError` if a reward asks for another column.
         """
         images = self._config.images
-        usable, keys, problems = list[int](), list[int](), list[ImageError]()
+        usable, keys, problems, columns = list[int](), list[int](), list[ImageError](), set[str]()
         for number in numbers.tolist():
             try:
                 sample = self._sample(rows, number)
                 keys.append(_key(sample))
+                columns.update(sample.metadata)
             except ImageError as error:
                 if images is None or images.invalid == "error":
                     raise
@@ -254,6 +255,9 @@ class DatasetEnvironment(VerifiableEnvironment):
             if note and not has_answer(sample):
                 self._unanswered.append(number)
         log_left_out(problems, len(numbers))
+        if self._reward is not None and columns:
+            given = self._config.validation_path or "the validation split"
+            self._reward.check_columns(sorted(columns), given if rows is self._validation else self._config.source)
         return np.array(usable, np.int64), keys
 
 

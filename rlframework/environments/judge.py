@@ -12,7 +12,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,6 +63,9 @@ class Judge:
         self._secret = ""
         self._loop: _LoopThread | None = None
         self._asked = self._known = 0
+
+    def check_columns(self, columns: Collection[str], source: str) -> None:
+        """Do nothing: a judge gets no columns by name."""
 
     def start(self, folder: Path | None) -> None:
         """Make one request. Raises a `ConfigError` that names the address and the key's variable if it fails."""

@@ -11,6 +11,7 @@ would run the user's program again. A function of the program itself (`__main__`
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import IO, Any
 
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.counted_failures import CountedFailures
-from rlframework.environments.reward_calls import Failure, Report, RewardCalls, timed_out
+from rlframework.environments.reward_calls import Failure, Report, RewardCalls, columns_given, timed_out
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward
@@ -41,6 +42,9 @@ GRACE_SECONDS = 2.0
 _STARTS = 2
 """Starts in a row that may end with the death of the process, after one that did not: as by a kernel without memory."""
 
+_ONLY_TRL = ("completion_ids", "prompt_ids", "trainer_state", "environments", "log_extra", "log_metric")
+"""Arguments of TRL's reward functions that are no columns."""
+
 _DUMP_SECONDS, _STACK_LINES = 0.2, 12
 _PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory before installed packages
     "import json, sys; sys.path[:], *descriptors = json.loads(sys.argv[1]); "
@@ -51,14 +55,19 @@ _PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory befo
 class OwnReward:
     """Scores answers with the function that `environment.reward` names."""
 
-    def __init__(self, config: DatasetConfig, path: str, key: str = "environment.reward") -> None:
-        """Load the function at `path`; a `ConfigError` that names `key` if it cannot be used. Starts no process yet."""
-        self._config = config
+    def __init__(
+        self, config: DatasetConfig, path: str, key: str = "environment.reward", *, optional: bool = False
+    ) -> None:
+        """Load the function at `path`; a `ConfigError` that names `key` if it cannot be used. Starts no process yet.
+
+        `optional`: there are other rewards, so the function may return None for answers that it is not for.
+        """
         try:
             form = load_reward(path)[1]
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from error
-        self._counted = CountedFailures(config, f"{key}={path!r} ({form.place})")
+        self._name, self._required = f"{key}={path!r} ({form.place})", form.required
+        self._counted = CountedFailures(config, self._name, optional=optional)
         timeout, limit = config.reward_timeout, config.reward_concurrency
         self._calls: RewardCalls | RewardProcess
         self._thread: ThreadPoolExecutor | None = None
@@ -68,6 +77,12 @@ class OwnReward:
             self._calls = RewardCalls(path, timeout=None, concurrency=limit)
             if form.is_async:  # in a thread, because this one may run another event loop
                 self._thread = ThreadPoolExecutor(1, "reward")
+
+    def check_columns(self, columns: Collection[str], source: str) -> None:
+        """See `Reward`."""
+        given = columns_given(columns)
+        if missing := [name for name in self._required if name not in given]:
+            raise ConfigError(f"{self._name} {missing_columns(missing, given, source)}")
 
     def start(self, folder: Path | None) -> None:
         """Do nothing: the function's process starts on first use, and keeps no files."""
@@ -206,6 +221,17 @@ class RewardProcess:
         ours = next((number for number, line in enumerate(frames) if "reward_calls.py" in line), 0)
         stack = ["where it was, most recent call first:", *frames[:ours][:_STACK_LINES]] if ours else []
         return Failure("\n".join([late.text, *stack]), late.cause)
+
+
+def missing_columns(missing: Sequence[str], given: Sequence[str], source: str) -> str:
+    """The end of a message about a function with TRL's signature that asks for columns which `source` lacks."""
+    asked, there = ", ".join(map(repr, missing)), ", ".join(map(repr, given)) or "none"
+    message = f"asks for {asked}, which no row of {source} has; the columns that it may ask for are {there}"
+    if ours := [name for name in missing if name in _ONLY_TRL]:
+        return f"{message}. {', '.join(map(repr, ours))}: an argument of TRL that rlframework does not give; remove it"
+    near = [(name, match) for name in missing for match in difflib.get_close_matches(name, given, 1)]
+    meant = "".join(f". Did you mean {match!r} for {name!r}?" for name, match in near)
+    return f"{message}{meant or '. Rename the parameter, or give it a default'}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:

@@ -42,6 +42,11 @@ class Failure:
     cause: str
 
 
+@dataclass(frozen=True)
+class NotApplicable(Failure):
+    """A batched function returned None for an answer, as TRL's do for rows that they do not score."""
+
+
 RewardResult = StepOutcome | Failure
 Report = Callable[[list[int], list[RewardResult] | None], None]
 """Called with the numbers of answers: first with None when their call starts, then with their results."""
@@ -103,7 +108,7 @@ class RewardCalls:
     def _arguments(self, called: list[int], samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
         rows, texts = [samples[number] for number in called], [completions[number] for number in called]
         if self._form.columns:
-            return _trl_arguments(rows, texts)
+            return _trl_arguments(rows, texts, self._form.required)
         given: dict[str, list[Any]] = {
             "samples": rows,
             "completions": texts,
@@ -131,7 +136,10 @@ class RewardCalls:
                 f"environment.reward={self._path!r} ({self._form.place}) returned {len(values)} values for {count} "
                 "answers; it must return one per answer, in the same order"
             )
-        return [read_result(value) for value in values]
+        return [_NOT_APPLICABLE if value is None else read_result(value) for value in values]
+
+
+_NOT_APPLICABLE = NotApplicable("it returned None for this answer, and no other reward is there", "None")
 
 
 def timed_out(seconds: float, what: str = "it") -> Failure:
@@ -184,10 +192,18 @@ def _failure_of(error: BaseException) -> Failure:
     return Failure(text, f"{type(error).__name__} {where}")
 
 
-def _trl_arguments(samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
-    """TRL's arguments; if the column `prompt` holds messages, prompts and completions are lists of messages."""
+def columns_given(names: Iterable[str]) -> list[str]:
+    """The columns among `names` that functions with TRL's signature receive, each once."""
+    return [name for name in dict.fromkeys(names) if name not in _TRL_TEXTS]
+
+
+def _trl_arguments(samples: Sequence[Sample], completions: Sequence[str], required: Sequence[str]) -> dict[str, Any]:
+    """TRL's arguments; if the column `prompt` holds messages, prompts and completions are lists of messages.
+
+    Columns that only other rows of the data have are lists of None if they are `required`.
+    """
     rows = [sample.metadata for sample in samples]
-    names = dict.fromkeys(name for row in rows for name in row if name not in _TRL_TEXTS)
+    names = columns_given([*(name for row in rows for name in row), *required])
     prompts, answers = [], []
     for row, sample, completion in zip(rows, samples, completions, strict=True):
         conversational = isinstance(row.get("prompt"), list)

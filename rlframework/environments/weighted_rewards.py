@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from rlframework.config.environments import DatasetConfig, WeightedReward
+from rlframework.environments.counted_failures import ABSENT
 from rlframework.environments.judge import Judge
 from rlframework.environments.own_reward import OwnReward
 from rlframework.environments.reward_calls import FAILURES
 from rlframework.interfaces.environment import Sample, StepOutcome
 
+_LOG = logging.getLogger(__name__)
+
 
 class Reward(Protocol):
     """One reward, or several together."""
+
+    def check_columns(self, columns: Collection[str], source: str) -> None:
+        """Raise a `ConfigError` if a function needs a column by name that is not in `columns`, those of `source`."""
 
     def start(self, folder: Path | None) -> None:
         """See `Environment.start`. Called once before `score`, or not at all."""
@@ -36,15 +43,22 @@ class WeightedRewards:
 
     The metric NAME of an answer is the reward NAME, without its weight; its own metrics become `NAME_METRIC`.
     `accuracy` is that of the first reward that gives one. An answer for which any reward fails gets `failed_reward`,
-    and counts once as failed.
+    and counts once as failed. A function that returns None for an answer is left out of its sum and metrics; if all do,
+    the answer has failed.
     """
 
     def __init__(self, config: DatasetConfig) -> None:
         """Load the functions. Raises a `ConfigError` that names the key of one that cannot be used."""
         assert isinstance(config.reward, Mapping)
         self._failed = config.failed_reward
+        self._told = False
         self._weights = {name: part.weight for name, part in config.reward.items()}
         self._rewards = {name: _part_of(config, name, part) for name, part in config.reward.items()}
+
+    def check_columns(self, columns: Collection[str], source: str) -> None:
+        """See `Reward`."""
+        for reward in self._rewards.values():
+            reward.check_columns(columns, source)
 
     def start(self, folder: Path | None) -> None:
         """See `Reward`. Raises a `ConfigError` if a judge does not answer."""
@@ -56,15 +70,20 @@ class WeightedRewards:
     ) -> list[StepOutcome]:
         """See `Reward`. Counts the failures of each reward."""
         parts = {name: reward.score(samples, completions, counted=counted) for name, reward in self._rewards.items()}
-        return [self._sum({name: part[number] for name, part in parts.items()}) for number in range(len(samples))]
+        of_answers = [{name: part[number] for name, part in parts.items()} for number in range(len(samples))]
+        return [self._sum(sample, of_answer) for sample, of_answer in zip(samples, of_answers, strict=True)]
 
     def close(self) -> None:
         """End the processes of the functions, and the connections of the judges."""
         for reward in self._rewards.values():
             reward.close()
 
-    def _sum(self, parts: Mapping[str, StepOutcome]) -> StepOutcome:
-        failed = any(part.metrics[FAILURES] for part in parts.values())
+    def _sum(self, sample: Sample, every: Mapping[str, StepOutcome]) -> StepOutcome:
+        parts = {name: part for name, part in every.items() if part is not ABSENT}
+        failed = not parts or any(part.metrics[FAILURES] for part in parts.values())
+        if not parts and not self._told:
+            self._told = True
+            _LOG.warning("environment.reward: every function returned None for an answer to sample %r", sample.id)
         metrics = {name: part.reward for name, part in parts.items()} | {FAILURES: float(failed)}
         for name, part in parts.items():
             for metric, value in part.metrics.items():
@@ -82,7 +101,7 @@ def _part_of(config: DatasetConfig, name: str, part: WeightedReward) -> Reward:
     if part.judge is not None:
         return Judge(config, part.judge, name, f"{key}.judge")
     assert part.function is not None
-    return OwnReward(config, part.function, f"{key}.function")
+    return OwnReward(config, part.function, f"{key}.function", optional=True)
 
 
 def reward_of(config: DatasetConfig) -> Reward | None:

@@ -22,6 +22,7 @@ DISPLAYED_METRICS = {
     "train/reward": "reward {:.3f}",
     "train/accuracy": "accuracy {:.3f}",
     "validation/accuracy": "validation accuracy {:.3f}",
+    "validation/loss": "validation loss {:.4g}",  # if there is no accuracy
     "train/loss": "loss {:.4g}",
     "train/kl": "KL {:.3g}",
     "train/epoch": "epoch {:.2f}",
@@ -141,6 +142,8 @@ def describe(metrics: Mapping[str, float]) -> list[str]:
     shown = {name: metrics[name] for name in DISPLAYED_METRICS if name in metrics}
     if shown.get("throughput/tokens_per_second_per_worker") == shown.get("throughput/tokens_per_second"):
         shown.pop("throughput/tokens_per_second_per_worker", None)
+    if "validation/accuracy" in shown:
+        shown.pop("validation/loss", None)
     return [DISPLAYED_METRICS[name].format(value) for name, value in shown.items()]
 
 

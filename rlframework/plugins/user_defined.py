@@ -43,7 +43,8 @@ class RewardForm:
     """The calling convention of a reward function: `batched` or one completion per call, and async or not.
 
     `names` are its parameter names; `place` is its file and line. `columns`: TRL's convention, with `prompts`,
-    `completions` and each column of the rows as keyword arguments.
+    `completions` and each column of the rows as keyword arguments; `required` are the columns that it cannot be called
+    without.
     """
 
     batched: bool
@@ -51,6 +52,7 @@ class RewardForm:
     is_async: bool
     place: str
     columns: bool = False
+    required: tuple[str, ...] = ()
 
 
 def load_import_path(path: str) -> Any:
@@ -152,7 +154,10 @@ def reward_form(path: str, function: Callable[..., Any]) -> RewardForm:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path!r} has no readable signature ({error}). {ACCEPTED_FORMS}") from error
     if _takes_columns(parameters):
-        return RewardForm(True, ("prompts", "completions"), is_async, place, columns=True)
+        texts = ("prompts", "completions")
+        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in texts]
+        required = tuple(p.name for p in named if p.default is p.empty)
+        return RewardForm(True, texts, is_async, place, columns=True, required=required)
     asked = [p for p in parameters if p.default is p.empty or p.name in (*SINGULAR, *PLURAL)]
     names = tuple(p.name for p in asked)
     batched = "completions" in names

@@ -171,7 +171,7 @@ class Engine(ABC):
         """Clip the gradient to `max_grad_norm` (None: no clipping) and take one optimizer step at `lr`.
 
         Returns the L2 norm of the whole gradient before clipping, and whether the step was skipped. If the norm is not
-        finite, the step is skipped and nothing changes.
+        finite, the step is skipped and nothing changes. A gradient of exactly 0 is an ordinary step with the norm 0.
         """
 
     @abstractmethod

@@ -204,7 +204,7 @@ def run_with_restarts(
     """
     section, current, in_a_row = config.fault_tolerance, Attempt(0, checkpoint), 0
     if not section.max_restarts:
-        return attempt(current)
+        return _without_restarts(config, attempt, current)
     from rlframework.training import checkpoints  # imports torch
 
     _report_limitations(config)
@@ -247,6 +247,23 @@ def run_with_restarts(
         wait(seconds)
         drop_steps_after(config.output_dir, step)
         current = Attempt(current.number + 1, reached)
+
+
+def _without_restarts(config: RunConfig, attempt: Callable[[Attempt], RunResult], first: Attempt) -> RunResult:
+    from rlframework.training import checkpoints  # imports torch
+
+    try:
+        return attempt(first)
+    except Exception as error:
+        reached = checkpoints.newest_checkpoint(config.output_dir)
+        if reached is not None and _is_recoverable(error, first):
+            _LOG.error(
+                "a worker was lost after %s was written: `rlframework train --resume %s` continues there; "
+                "fault_tolerance.max_restarts=N would have done so by itself",
+                reached,
+                config.output_dir,
+            )
+        raise
 
 
 def _is_recoverable(error: Exception, failed: Attempt) -> bool:

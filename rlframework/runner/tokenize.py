@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,8 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
+from rlframework.config.preference_algorithms import PreferenceConfig
+from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
-from rlframework.datasets.rendering import Rendered, end_of_turn_problem, render_prompt, render_samples
+from rlframework.datasets.preferences import PreferencePairs, pair_of
+from rlframework.datasets.rendering import Rendered, render_prompt, render_samples
+from rlframework.datasets.template_checks import warn_of_template
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.errors import ConfigError, DataError
 from rlframework.files import check_new_folder
@@ -28,7 +31,7 @@ from rlframework.training.input_checks import BATCH
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LOG = logging.getLogger(__name__)
+    from rlframework.datasets.image_inputs import ImageInputs
 
 
 def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback = lambda done, total: None) -> TokenData:
@@ -92,24 +95,46 @@ class ShownRow:
 def shown_rows(config: RunConfig, count: int) -> list[ShownRow]:
     """Return the first `count` training rows of `config` as `algorithm: {name: sft}` renders them, special tokens too.
 
-    Of an algorithm with rollouts, such as `grpo`, rows are prompts, as they are given to the model. Raises like
-    `tokenize`.
+    Of an algorithm with rollouts, such as `grpo`, rows are prompts, as they are given to the model. Of one on
+    preference pairs, such as `dpo`, each of `count` pairs is two rows, the chosen answer before the rejected one.
+    Raises like `tokenize`.
     """
-    algorithm = config.algorithm if isinstance(config.algorithm, GRPOConfig) else _supervised(config)
+    algorithm = config.algorithm
+    if not isinstance(algorithm, SFTConfig | GRPOConfig | PreferenceConfig) or isinstance(
+        algorithm, ProcessRewardModelTrainingConfig
+    ):
+        raise ConfigError(
+            f"algorithm.name is {algorithm.name!r}, whose rows cannot be shown; those of sft, of preference pairs such "
+            "as dpo, and the prompts of algorithms with rollouts such as grpo can"
+        )
     tokenizer = _tokenizer(config)
     with open_environment(config, create_manager(config.plugins)) as environment:
         samples = list(environment.samples("train")[:count])
         images = open_images(config, tokenizer)
         if isinstance(algorithm, SFTConfig):
             rows = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens, images)
+        elif isinstance(algorithm, PreferenceConfig):
+            rows = _of_pairs(samples, tokenizer, images, algorithm.max_tokens)
         else:
             prompts = [render_prompt(tokenizer, sample.messages, sample.tools, images) for sample in samples]
             rows = [(ids, [False] * len(ids)) for ids in prompts]
+    names = [sample.id for sample in samples]
+    if isinstance(algorithm, PreferenceConfig):
+        names = [f"{name} {side}" for name in names for side in ("chosen", "rejected")]
     media = None if images is None else images.token
     return [
-        ShownRow(sample.id, len(row[0]), tuple(_parts(tokenizer, row, media)))
-        for sample, row in zip(samples, rows, strict=True)
+        ShownRow(name, len(row[0]), tuple(_parts(tokenizer, row, media))) for name, row in zip(names, rows, strict=True)
     ]
+
+
+def _of_pairs(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None, cut: int | None
+) -> list[Rendered]:
+    """Two rows for each pair in `samples`, as they are trained on."""
+    fields = PreferencePairs.from_rows([pair_of(sample) for sample in samples], tokenizer, images=images).to_fields()
+    ends = fields["input_lengths"].clamp(max=cut or fields["input_ids"].shape[1]).tolist()
+    ids, masks = fields["input_ids"].tolist(), fields["token_mask"].bool().tolist()
+    return [(row[:end], mask[:end]) for row, mask, end in zip(ids, masks, ends, strict=True)]
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase, row: Rendered, media: int | None) -> Iterator[tuple[str, bool]]:
@@ -130,9 +155,8 @@ def _supervised(config: RunConfig) -> SFTConfig:
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer; log a warning if no token ends the turns of its chat template."""
+    """Return the tokenizer; log a warning if its chat template is not one to train with."""
     require_available(config.policy.model_name)
     tokenizer = open_tokenizer(config.policy)
-    if (problem := end_of_turn_problem(tokenizer)) is not None:
-        _LOG.warning("%s", problem)
+    warn_of_template(tokenizer, rows=not isinstance(config.algorithm, GRPOConfig))
     return tokenizer

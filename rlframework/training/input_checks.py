@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlframework.algorithm import Parts
-from rlframework.datasets.rendering import Rendered, end_of_turn_problem, has_answer, render_prompt
+from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
+from rlframework.datasets.template_checks import warn_of_template
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split, has_episodes
@@ -92,6 +93,7 @@ class InputCheck:
 
         Of episodes, check the most tokens that they may have.
         """
+        warn_of_template(self._tokenizer, rows=False)
         if self._episodes:
             limit = self._config.environment.max_episode_tokens
             limits = [each for each in (limit, self._positions) if each is not None]
@@ -125,8 +127,8 @@ class InputCheck:
         def measure(some: Sequence[Sample]) -> list[tuple[int, bool]]:
             return [(len(ids), any(mask[1:])) for ids, mask in render(some)]  # nothing predicts the first token
 
-        if split == "train" and (problem := end_of_turn_problem(self._tokenizer)) is not None:
-            _LOG.warning("%s", problem)
+        if split == "train":
+            warn_of_template(self._tokenizer, rows=True)
         chosen = worth_rendering(samples)
         if chosen is not samples and (number := _without_answer(samples)) is not None:
             _in_batches(split, [samples[number]], measure)  # raises the error

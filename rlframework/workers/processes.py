@@ -250,6 +250,8 @@ class Peer:
         names = {-each.value: f"killed by signal {each.name}" for each in signal.Signals}
         cause = names.get(code, f"exit code {code}")
         hint = "see its output on standard error"
+        if code == -signal.SIGKILL:
+            hint = "by somebody, or by the kernel if memory was short, which its log then says (dmesg)"
         if not self._has_replied:
             hint += '; a program that starts workers must do so under `if __name__ == "__main__":`'
         return HostFailure((), f"its process ended ({cause}); {hint}", "", died=True)

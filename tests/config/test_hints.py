@@ -13,6 +13,8 @@ from rlframework.config.base import Section
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.hints import PEER_KEYS, WITHOUT_COUNTERPART, key_paths, models_in, nearest_key, peer_hint
 from rlframework.config.models import run_model
+from rlframework.config.peer_keys import OF_PAIRS
+from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RayGroupConfig, RunConfig
 from rlframework.configure import load_config
 from rlframework.errors import ConfigError
@@ -36,6 +38,8 @@ def error_of(*overrides: str) -> str:
 def test_hints_name_keys_of_the_schema_and_no_peer_word_hides_one() -> None:
     assert set(PEER_KEYS.values()) <= KEYS
     assert set(re.findall(r"`([a-z_.]+)`", " ".join(WITHOUT_COUNTERPART.values()))) <= KEYS
+    pairs = {".".join(path) for path in key_paths(run_model((*PARTS, ("algorithm", DPOConfig)), ()))}
+    assert set(re.findall(r"`([a-z_.]+)`", " ".join(OF_PAIRS.values()))) - {"algorithm.gamma"} <= pairs
     assert not {word for word in PEER_KEYS if word in KEYS}
 
 
@@ -54,12 +58,29 @@ def test_hints_name_keys_of_the_schema_and_no_peer_word_hides_one() -> None:
         ("algorithm.loss.kl_loss_coef=0.1", "algorithm.loss.kl_coef"),
         ("max_prompt_length=512", "generation.max_new_tokens"),
         ("policy.optimizer.max_grad_norm=1", "policy.max_grad_norm"),
+        *(
+            (f"{above}{word}", ours)
+            for above in ("", "algorithm.")
+            for word, ours in (
+                ("epsilon=0.2", "algorithm.loss.ratio_clip_min"),
+                ("epsilon_high=0.28", "algorithm.loss.ratio_clip_max"),
+                ("num_generations=8", "algorithm.samples_per_prompt"),
+                ("reward_weights=[1, 2]", "environment.reward"),
+                ("loss_type=grpo", "algorithm.loss.level"),
+                ("steps_per_generation=4", "algorithm.prompts_per_step"),
+                ("max_completion_length=9", "generation.max_new_tokens"),
+                ("repetition_penalty=1.1", "generation.temperature"),
+                ("scale_rewards=group", "algorithm.normalize_std"),
+                ("warmup_ratio=0.1", "policy.scheduler.warmup_steps"),
+            )
+        ),
     ],
 )
 def test_the_error_names_our_key(written: str, ours: str) -> None:
     message = error_of(written)
     assert "unknown key" in message
     assert f"`{ours}`" in message
+    assert "Did you mean" not in message or ours == "policy.max_grad_norm"
 
 
 def test_the_message_in_full() -> None:
@@ -71,6 +92,56 @@ def test_the_message_in_full() -> None:
         "`grpo`: unknown key (in override `grpo={num_prompts_per_step: 4, max_num_steps: 9}`). In rlframework "
         "`num_prompts_per_step` is `algorithm.prompts_per_step`, `max_num_steps` is `algorithm.num_steps`."
     )
+
+
+def test_a_word_that_other_algorithms_have_is_told_once() -> None:
+    assert error_of("algorithm.beta=0.1") == (
+        "`algorithm.beta`: unknown key (given 0.1 in override `algorithm.beta=0.1`). It is a key of `dpo`, `ipo`, "
+        "`simpo`, `kto`, but algorithm.name is `grpo`. The override `~algorithm.beta` removes it. If you mean the key "
+        "of another framework: In rlframework this is `algorithm.loss.kl_coef`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("beta=0.1", "Did you mean `algorithm.beta`?"),
+        ("algorithm.loss_type=ipo", "ipo is `algorithm.name` ipo"),
+        ("max_completion_length=9", "Rows are truncated as a whole, to `algorithm.max_tokens`"),
+        ("algorithm.rpo_alpha=1", "In rlframework this is `algorithm.sft_weight`."),
+    ],
+)
+def test_words_have_the_meaning_that_they_have_for_pairs(written: str, hint: str) -> None:
+    assert hint in error_of("~environment.name", "environment.name=preferences", "algorithm.name=dpo", written)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "reward.format.wieght=2",
+            "`environment.reward.format.wieght`: unknown key .* mean `environment.reward.format.weight`",
+        ),
+        (
+            "reward=[a:correct, b:brief]",
+            r'{correct: {function: "a:correct", weight: 1.0}, brief: {function: "b:brief", w',
+        ),
+        ("reward=[a:one, b:one]", r"{one_0: {function: .*, one_1: {"),
+    ],
+)
+def test_several_rewards_are_told_how_to_be_written(override: str, message: str) -> None:
+    reward = {name: {"function": f"json:{name}"} for name in ("dumps", "format")}
+    environment = {"name": "dataset", "path": "rows.jsonl", "reward": reward}
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config({**MINIMAL, "environment": environment}, [f"environment.{override}"])
+    assert str(error.value).startswith("`environment.reward")  # a single problem
+
+
+def test_the_way_to_switch_validation_off_is_told() -> None:
+    off = ["algorithm.validation.at_start=false", "algorithm.validation.at_end=false"]
+    assert all(each in error_of("algorithm.validation=null") for each in off)
+    validation = load_config(MINIMAL, off).algorithm.validation
+    assert (validation.every, validation.at_start, validation.at_end) == (0, False, False)
 
 
 def test_a_misspelled_sibling_is_preferred_to_a_peer_word() -> None:
@@ -96,11 +167,16 @@ def rows_of_the_pages() -> list[tuple[list[str], str]]:
     return rows
 
 
+def longest_word(key: str) -> str:
+    """The word of the table that counts for the peer's `key`; "" if there is none."""
+    return max((word for word in PEER_KEYS if f".{key}".endswith(f".{word}")), key=len, default="")
+
+
 def test_the_table_agrees_with_the_pages() -> None:
     rows = rows_of_the_pages()
     compared = 0
     for word, key in PEER_KEYS.items():
-        rest = [cell for words, cell in rows if any(f".{one}".endswith(f".{word}") for one in words)]
+        rest = [cell for words, cell in rows if any(longest_word(one) == word for one in words)]
         rest = [cell for cell in rest if "no counterpart" not in cell]
         if rest:
             compared += 1
@@ -117,11 +193,22 @@ class Outer(Section):
     inner: Inner = Inner()
     maybe: Inner | None = None
     many: list[Inner] = Field(default_factory=list)
+    named: dict[str, Inner] | str = ""
 
 
 def test_all_keys_are_found_through_optional_and_listed_models() -> None:
     keys = {".".join(path) for path in key_paths(Outer)}
-    assert keys == {"plain", "inner", "inner.depth", "maybe", "maybe.depth", "many", "many.depth"}
+    assert keys == {
+        "plain",
+        "inner",
+        "inner.depth",
+        "maybe",
+        "maybe.depth",
+        "many",
+        "many.depth",
+        "named",
+        "named.NAME.depth",
+    }
     assert models_in(Inner | None) == [Inner]
     assert models_in(dict[str, int]) == []
 

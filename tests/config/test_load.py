@@ -46,6 +46,14 @@ def test_defaults_come_first_in_order_and_the_file_itself_wins(tmp_path: Path) -
     assert tree.origin(("nothing",)) == ""
 
 
+def test_a_list_replaces_a_mapping_and_a_mapping_a_list(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {"one.yaml": "a: {x: 1}\nb: [1]\nc: ${a}\n", "top.yaml": "defaults: one.yaml\na: [2]\nb: {y: 3}\nc: [4]\n"},
+    )
+    assert compose(tmp_path / "top.yaml").values == {"a": [2], "b": {"y": 3}, "c": [4]}
+
+
 def test_defaults_are_relative_to_their_file_and_one_may_be_inherited_along_two_ways(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -106,6 +114,9 @@ def test_overrides_are_yaml_values_and_the_last_one_wins() -> None:
         ({"l": [1, 2]}, ["l.1=5"], {"l": [1, 5]}),
         ({"a": {"b": 1, "c": 2}, "d": 3}, ["~a.b", "~d"], {"a": {"c": 2}}),
         ({}, "a.b=1", {"a": {"b": 1}}),
+        ({"a": {"b": {"c": 1}, "d": 1}}, ["a.b=[1, 2]"], {"a": {"b": [1, 2], "d": 1}}),
+        ({"a": {"b": [1], "d": 1}}, ["a={b: {c: 2}}"], {"a": {"b": {"c": 2}, "d": 1}}),
+        ({"a": "${b}", "b": {"c": 1}}, ["a=[3]"], {"a": [3], "b": {"c": 1}}),
     ],
 )
 def test_overrides_merge_open_replace_and_remove(

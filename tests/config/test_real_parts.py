@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.configure import config_yaml, load_config
+from rlframework.config.worker_groups import RemoteGroupConfig
+from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, PluginError
 
 BACKEND = """
@@ -148,3 +149,15 @@ def test_no_text_has_a_null_character(override: str) -> None:
     parts = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
     with pytest.raises(ConfigError, match=r"must not contain the character U\+0000"):
         load_config(parts, [override])
+
+
+def test_another_worker_group_for_the_configuration_of_a_run(config_file: Path) -> None:
+    """A run's configuration has every key; those of the earlier group are dropped where they have their defaults."""
+    ran = dump_config(load_config(config_file, ["worker_group.name=ray", "worker_group.deadlines.call=99"]))
+    changed = load_config(ran, ["worker_group.name=processes"])
+    assert type(changed.worker_group) is RemoteGroupConfig
+    assert changed.worker_group.deadlines.call == 99
+    for given, override in (({"placement": "spread"}, ()), ({}, ("worker_group.placement=pack",))):
+        values = {**ran, "worker_group": {**ran["worker_group"], **given}}
+        with pytest.raises(ConfigError, match="It is a key of `ray`, but worker_group"):
+            load_config(values, ["worker_group.name=processes", *override])

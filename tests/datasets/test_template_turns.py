@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from rlframework.datasets.rendering import end_of_turn_problem, render_completion, render_conversation, render_prompt
+from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt
+from rlframework.datasets.template_checks import end_of_turn_problem, start_of_turn_problem
 from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
@@ -213,3 +214,15 @@ def test_a_template_whose_turns_end_with_no_token(template, warned) -> None:
     problem = end_of_turn_problem(tokenizer(template))
     assert (problem is not None) == warned
     assert problem is None or "Add the template's end of turn to the tokenizer as one special token" in problem
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3, LLAMA2, MISTRAL, ""])
+def test_templates_whose_prompts_end_where_an_answer_begins(template) -> None:
+    assert start_of_turn_problem(tokenizer(template)) is None
+
+
+def test_a_template_that_ignores_add_generation_prompt() -> None:
+    problem = start_of_turn_problem(tokenizer(CHATML.partition("{% if add_generation_prompt")[0]))
+    assert problem is not None
+    assert "writes '<|im_start|>assistant\\n' before an answer, but not at the end of a prompt" in problem
+    assert problem.endswith("{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")

@@ -72,6 +72,7 @@ def test_the_search_works_where_the_site_is_opened_from_disk(site):
         assert len(found) == 1, page
         assert found[0] < bundle, page
     assert (site / "tools" / "search_worker.js").is_file()
+    assert not list(site.glob("sitemap*"))  # without the site's address it is empty
 
 
 @pytest.mark.thorough

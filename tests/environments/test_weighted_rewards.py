@@ -1,6 +1,7 @@
 """Several reward functions with weights. Sums are by hand."""
 
 import importlib
+import json
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ from pydantic import ValidationError
 
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, UserError
 
 MODULE = """
 def right(completion, answer):
@@ -18,6 +19,18 @@ def short(completion):
     if completion == "fail":
         raise ValueError("no")
     return -float(len(completion))
+
+def only_right(completions, level, **kwargs):
+    return [1.0 if level_ == text else None for level_, text in zip(level, completions)]
+
+def only_fail(completions, answers):
+    return [0.5 if text == "fail" else None for text in completions]
+
+def asks(completions, levl, completion_ids, optional=1, **kwargs):
+    return [0.0 for _ in completions]
+
+def typo(completions, levl, **kwargs):
+    return [0.0 for _ in completions]
 """
 
 
@@ -26,7 +39,9 @@ def environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "two_rewards.py").write_text(MODULE)
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}=", "answer": "{n}"}}\n' for n in range(20)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}=", "answer": "{n}", "level": "{n}"}}\n' for n in range(20))
+    )
     made = []
 
     def make(reward, **keys):
@@ -71,6 +86,51 @@ def test_a_failing_part_fails_its_answer_alone(environment):
     failed, good = score(environment(TWO, failed_reward=-3.0, max_reward_failures=0.5), "fail", "x")
     assert (failed.reward, failed.metrics["reward_failures"], failed.metrics["accuracy"]) == (-3.0, 1.0, 0.0)
     assert (good.reward, good.metrics["reward_failures"]) == (-0.25, 0.0)
+
+
+SOME = {
+    "right": {"function": "two_rewards:only_right", "weight": 2.0},
+    "failed": {"function": "two_rewards:only_fail"},
+}
+
+
+def test_a_function_that_returns_none_is_left_out_of_the_sum_and_none_of_all_is_a_failure(environment, caplog):
+    made = environment(SOME, failed_reward=-3.0, max_reward_failures=0.5)
+    first, second, neither = score(made, made.samples("train")[0].answer, "fail", "x")
+    assert (first.reward, dict(first.metrics)) == (2.0, {"right": 1.0, "reward_failures": 0.0})
+    assert (second.reward, dict(second.metrics)) == (0.5, {"failed": 0.5, "reward_failures": 0.0})
+    assert (neither.reward, neither.metrics["reward_failures"]) == (-3.0, 1.0)
+    assert caplog.text.count("every function returned None for an answer") == 1
+
+
+def test_none_of_the_only_function_is_a_failure(environment):
+    with pytest.raises(UserError, match="it returned None for this answer, and no other reward is there"):
+        score(environment("two_rewards:only_right"), "x")
+
+
+@pytest.mark.parametrize(
+    ("function", "ending"),
+    [
+        ("typo", r"no row of rows.jsonl has; .* are 'answer', 'level'\. Did you mean 'level' for 'levl'\?"),
+        ("asks", r"asks for 'levl', 'completion_ids', .* 'completion_ids': an argument of TRL that rlframework does"),
+    ],
+)
+def test_columns_that_the_rows_lack_are_found_before_anything_is_scored(environment, function, ending):
+    reward = {"one": {"function": f"two_rewards:{function}"}}
+    with pytest.raises(ConfigError, match=rf"^environment\.reward\.one\.function='two_rewards:{function}' .*{ending}"):
+        environment(reward)
+
+
+def test_a_column_that_a_batch_lacks_is_none_and_validation_rows_need_it_too(environment, tmp_path):
+    rows = [{"prompt": "a", "answer": "a", "level": "x"}, *({"prompt": str(n), "answer": "b"} for n in range(3))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = environment(SOME, max_reward_failures=1.0)
+    sample = next(each for each in made.samples("train") if "level" not in each.metadata)
+    [outcome] = made.step([sample], [[{"role": "assistant", "content": "fail"}]])
+    assert outcome.reward == 0.5
+    (tmp_path / "held.jsonl").write_text(json.dumps(rows[-1]) + "\n")
+    with pytest.raises(ConfigError, match=r"asks for 'level', which no row of held\.jsonl has; .* are 'answer'"):
+        environment(SOME, validation_path="held.jsonl")
 
 
 def test_the_key_of_a_function_that_cannot_be_used_is_named(environment):

@@ -70,6 +70,11 @@ def test_the_speed_of_a_single_worker_is_shown_once():
     assert describe(speed) == ["1,235 tokens/s"]
 
 
+def test_the_loss_of_a_validation_is_shown_unless_it_has_an_accuracy():
+    assert describe({"validation/loss": 2.53372}) == ["validation loss 2.534"]
+    assert describe({"validation/loss": 2.5, "validation/accuracy": 0.5}) == ["validation accuracy 0.500"]
+
+
 def test_the_first_the_last_and_validated_steps_are_always_shown(tmp_path, clock):
     stream = io.StringIO()
     observer = begin(stream, clock, tmp_path, steps=4, name="sft")

@@ -92,12 +92,13 @@ def test_the_schedule_spans_all_passes_over_the_batches(run_config, tmp_path):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_groups_of_equal_rewards_are_counted_and_are_no_work(run_config, tmp_path, passes):
+def test_groups_of_equal_rewards_are_counted_and_told_once_and_are_no_work(run_config, tmp_path, passes, caplog):
     run(run_config("grpo", "environment.constant=true", f"algorithm.epochs_per_batch={passes}"))
     for row in rows_of(tmp_path / "run")[1:]:
         assert row["train/zero_variance_groups"] == 4
         assert row["train/global_valid_toks"] == row["train/grad_norm"] == 0
         assert "train/ratio" not in row  # nothing was trained on
+    assert caplog.text.count("in each of the 4 groups all rewards are equal (all are ") == 1
 
 
 @pytest.mark.thorough

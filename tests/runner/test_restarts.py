@@ -243,6 +243,13 @@ def test_restarts_in_a_row_are_limited(tried, caplog):
     )
 
 
+@pytest.mark.parametrize("checkpoint", [0, 3])
+def test_without_restarts_a_lost_worker_shows_the_command_that_continues(tried, tmp_path, caplog, checkpoint):
+    _, _, end = tried([lost(checkpoint=checkpoint)])
+    assert isinstance(end, WorkerLost)
+    assert (f"`rlframework train --resume {tmp_path / 'run'}` continues there" in caplog.text) == bool(checkpoint)
+
+
 def test_a_new_checkpoint_resets_the_count(tried):
     outcomes = [lost(), lost(checkpoint=4), lost(), lost(), (None, 6, 0)]
     starts, waits, end = tried(outcomes, max_restarts=2, backoff=1.0)

@@ -67,6 +67,25 @@ def test_the_prompts_of_rollouts_are_shown(folder: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "a-1: 7 tokens\n=0+1=<eos>+\n\n"
 
 
+def test_both_rows_of_preference_pairs_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "999"} for n in range(2)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "dpo.yaml").write_text(
+        (folder / "run.yaml").read_text().partition("algorithm:")[0]
+        + "algorithm: {name: dpo}\nenvironment: {name: preferences, path: pairs.jsonl}\n"
+    )
+    (folder / "held.jsonl").write_text(json.dumps({"prompt": "5+5=", "chosen": "10", "rejected": "9"}) + "\n")
+    keys = ["environment.validation_path=held.jsonl"]
+    assert call("tokenize", "dpo.yaml", "--show", "1", *keys) == 0
+    assert capsys.readouterr().out == (
+        "pairs-1 chosen: 6 tokens\n0+1=[[1<eos>]]\n\npairs-1 rejected: 8 tokens\n0+1=[[999<eos>]]\n\n"
+    )
+    assert call("tokenize", "dpo.yaml", "--show", "1", *keys, "algorithm.max_tokens=6") == 0
+    assert "rejected: 6 tokens\n0+1=[[99]]" in capsys.readouterr().out
+    assert call("tokenize", "dpo.yaml", "--show", "1", *keys, "algorithm.name=process_reward_model") == 2
+    assert "whose rows cannot be shown" in capsys.readouterr().err
+
+
 def test_neither_out_nor_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("tokenize", "run.yaml") == 2
     assert "OUT is missing: give a new folder to write, or --show N" in capsys.readouterr().err

@@ -245,6 +245,42 @@ not_finite_steps = mutant(
 
 
 @mutant(
+    "clipping_divides_by_zero",
+    "Clipping divides the gradient by its norm, so a gradient of 0 makes the weights NaN.",
+    "test_a_gradient_of_zero_is_an_ordinary_step",
+)
+@in_engine
+def clipping_divides_by_zero(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            norm, skipped = super().clip_and_step(max_grad_norm, lr)
+            if norm == 0.0:
+                change_weights(self, lambda weight: weight * math.nan)
+            return norm, skipped
+
+    return Broken
+
+
+@mutant(
+    "zero_gradient_is_a_skipped_step",
+    "A step whose gradient is 0 is reported as skipped, so several in a row end the run.",
+    "test_a_gradient_of_zero_is_an_ordinary_step",
+)
+@in_engine
+def zero_gradient_is_a_skipped_step(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            norm, skipped = super().clip_and_step(max_grad_norm, lr)
+            return norm, skipped or norm == 0.0
+
+    return Broken
+
+
+@mutant(
     "skips_for_ever",
     "Steps with non-finite gradients are skipped without limit.",
     "test_too_many_gradients_that_are_not_finite_end_the_run",

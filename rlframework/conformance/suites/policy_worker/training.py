@@ -159,6 +159,26 @@ class Training(Suite):
         harness.tensors("weights after a skipped step", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
     @holds(3)
+    def test_a_gradient_of_zero_is_an_ordinary_step(self, harness: PolicyHarness) -> None:
+        """A gradient of exactly 0 with valid tokens, as advantages of 0 give, must be a step with the norm 0.
+
+        Clipping must not divide by that norm. With fresh moments and without weight decay no weight changes; the
+        optimizer counts the step, which shows in the size of the next one.
+        """
+        settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.0}
+        policy, oracle = harness.policy(optimizer=settings), harness.oracle(**settings)
+        before, data = harness.weights(policy), harness.batch()
+        data["advantages"] = torch.zeros_like(data["advantages"])
+        oracle.step(data, "pg")
+        result = policy.train(data, loss_function("pg"))
+        harness.equal("gradient norm of a gradient of 0", float(result["grad_norm"][0]), 0.0)
+        harness.equal("skipped steps", result["skipped"], 0)
+        for name, weight in harness.weights(policy).items():
+            harness.exact(f"{name} after a gradient of 0", weight, before[name])
+        harness.step(policy, oracle, harness.batch(seed=1), "nll", "after a gradient of 0")
+        harness.tensors("weights after the next step", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
+
+    @holds(3)
     def test_too_many_gradients_that_are_not_finite_end_the_run(self, harness: PolicyHarness) -> None:
         """`non_finite_gradients.stop_after` non-finite gradients in a row must raise `NonFiniteGradients`."""
         policy = harness.policy(non_finite_gradients={"stop_after": 2})

@@ -1,0 +1,192 @@
+"""The words of TRL, peft, verl, OpenRLHF and NeMo-RL for our keys, and what becomes of those without an equivalent.
+
+`docs/moving/` explains the differences in meaning; a test holds these tables to those pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_WORDS: Mapping[str, str] = {
+    # model and adapters
+    "policy.model_name": "model_name_or_path pretrain model.path",
+    "policy.tokenizer_name": "tokenizer.name",
+    "policy.chat_template": "tokenizer.chat_template",
+    "policy.backend": "strategy",
+    "policy.precision": "bf16 fp16",
+    "policy.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "policy.offload.parameters": "param_offload cpu_offload",
+    "policy.offload.optimizer": "optimizer_offload",
+    "policy.lora.rank": "lora_rank lora_r r",
+    "policy.lora.alpha": "lora_alpha",
+    "policy.lora.dropout": "lora_dropout",
+    "policy.lora.target_modules": "lora_target_modules",
+    # optimizer and schedule
+    "policy.optimizer.lr": "learning_rate actor_learning_rate optim.lr kwargs.lr",
+    "policy.optimizer.weight_decay": "optim.weight_decay",
+    "policy.optimizer.betas": "adam_beta1 adam_beta2 adam_betas",
+    "policy.optimizer.eps": "adam_epsilon optimizer.epsilon",
+    "policy.scheduler.name": "lr_scheduler_type lr_scheduler",
+    "policy.scheduler.warmup_steps": "lr_warmup_steps lr_warmup_steps_ratio",
+    "policy.max_grad_norm": "grad_clip max_norm clip_grad",
+    # batches
+    "policy.train_micro_batch_size": (
+        "per_device_train_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu ppo_micro_batch_size"
+    ),
+    "policy.train_global_batch_size": "ppo_mini_batch_size",
+    "algorithm.prompts_per_step": "train_batch_size data.train_batch_size rollout_batch_size num_prompts_per_step",
+    "policy.logprob_batch_size": "log_prob_micro_batch_size_per_gpu",
+    "policy.batching.mode": (
+        "packing packing_samples sequence_packing dynamic_batching use_dynamic_bsz use_remove_padding "
+        "log_prob_use_dynamic_bsz"
+    ),
+    "policy.batching.tokens": "ppo_max_token_len_per_gpu train_mb_tokens",
+    "policy.batching.logprob_tokens": "logprob_mb_tokens log_prob_max_token_len_per_gpu",
+    # parallelism
+    "policy.parallelism.tensor": "tensor_parallel_size tensor_model_parallel_size",
+    "policy.parallelism.pipeline": "pipeline_model_parallel_size",
+    "policy.parallelism.context": "context_parallel_size ulysses_sequence_parallel_size ring_attn_size",
+    "policy.parallelism.expert": "expert_model_parallel_size",
+    "policy.parallelism.sequence": "sequence_parallel",
+    "worker_group.num_workers": "nnodes num_nodes num_processes",
+    "worker_group.workers_per_node": "n_gpus_per_node gpus_per_node",
+    # rollouts and generation
+    "algorithm.samples_per_prompt": "n rollout.n n_samples_per_prompt num_generations num_generations_per_prompt",
+    "generation.name": "use_vllm vllm_mode",
+    "generation.top_k": "algorithm.top_k",
+    "generation.max_new_tokens": (
+        "max_completion_length max_response_length response_length generate_max_len "
+        "generation.max_length generation.max_tokens"
+    ),
+    # algorithm and loss
+    "algorithm.num_epochs": "num_train_epochs total_epochs",
+    "algorithm.num_steps": "max_steps max_num_steps total_training_steps",
+    "algorithm.epochs_per_batch": "num_iterations ppo_epochs",
+    "algorithm.loss.kl_coef": "beta kl_coef init_kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty",
+    "algorithm.loss.kl_estimator": "kl_loss_type",
+    "algorithm.loss.ratio_clip_min": "epsilon clip_ratio clip_ratio_low eps_clip",
+    "algorithm.loss.ratio_clip_max": "epsilon_high clip_ratio_high",
+    "algorithm.loss.ratio_clip_c": "clip_ratio_c delta",
+    "algorithm.loss.kl_max": "kl_output_clamp_value",
+    "algorithm.loss.kl_correction": "use_bias_correction_kl use_on_policy_kl_approximation",
+    "algorithm.loss.constant_length": "loss_scale_factor",
+    "algorithm.loss.level": "loss_agg_mode token_level_loss",
+    "algorithm.loss.importance_correction": "use_importance_sampling_correction",
+    "algorithm.loss.importance_level": "rollout_is vllm_importance_sampling_mode",
+    "algorithm.loss.importance_cap": "rollout_is_threshold truncated_importance_sampling_ratio",
+    "algorithm.loss.ratio": "importance_sampling_level sequence_level_importance_ratios",
+    "algorithm.loss.surrogate": "loss_mode use_cispo disable_ppo_ratio",
+    "algorithm.reward_kl": "use_kl_in_reward",
+    "algorithm.reward_kl.coef": "kl_ctrl.kl_coef",
+    "algorithm.normalize_std": "normalize_rewards norm_adv_by_std_in_grpo",
+    "algorithm.leave_one_out": "use_leave_one_out_baseline",
+    "algorithm.name": "adv_estimator",
+    "algorithm.overlong.drop_truncated": "mask_truncated_completions",
+    "algorithm.overlong.buffer": "overlong_buffer.len",
+    "algorithm.overlong.penalty": "overlong_buffer.penalty_factor",
+    "algorithm.dynamic_sampling": "filter_groups use_dynamic_sampling",
+    # supervised training and data
+    "algorithm.max_tokens": "max_seq_length max_length",
+    "algorithm.train_on": "assistant_only_loss completion_only_loss",
+    "environment.path": "train_files prompt_data",
+    "environment.validation_path": "val_files",
+    "environment.columns.prompt": "prompt_key input_key",
+    "environment.columns.answer": "label_key",
+    "environment.columns.text": "dataset_text_field",
+    "environment.reward": "reward_funcs custom_reward_function",
+    # validation, checkpoints and logging
+    "algorithm.validation.every": "eval_steps test_freq val_period",
+    "algorithm.validation.at_start": "val_at_start val_before_train",
+    "algorithm.validation.samples": "max_val_samples",
+    "checkpoints.every": "save_steps save_freq save_period",
+    "checkpoints.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
+    "checkpoints.keep_best": "keep_top_k",
+    "checkpoints.metric": "metric_name",
+    "checkpoints.best": "higher_is_better",
+    "output_dir": "checkpoint_dir default_local_dir save_path",
+    "observers": "report_to logger",
+    "observers.wandb": "use_wandb wandb_enabled",
+    "observers.mlflow": "mlflow_enabled",
+    "observers.tensorboard": "tensorboard_enabled",
+    "observers.wandb.project": "project_name wandb_project",
+    "observers.wandb.run_name": "experiment_name",
+    "observers.samples": "log_completions",
+}
+"""Our key to the peers' keys for it, each the end of a dotted path."""
+
+PEER_KEYS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}
+"""A peer's key, as the end of a dotted path, to our key. The longest matching path counts."""
+
+_NONE = "It has no counterpart: remove the key."
+_ROWS = (
+    "It follows from `algorithm.prompts_per_step` and `algorithm.samples_per_prompt`, whose product is the rows of a "
+    "step, and `policy.train_global_batch_size`, the rows of an optimizer step."
+)
+_WHOLE = "The model's distribution is sampled as it is, apart from `generation.temperature`: remove the key."
+_REFERENCE = "The reference keeps the weights that the run starts from: remove the key."
+
+WITHOUT_COUNTERPART: Mapping[str, str] = {
+    "gradient_accumulation_steps": "It follows from `policy.train_global_batch_size`, the rows per optimizer step.",
+    "max_prompt_length": (
+        "Prompts are not truncated, and one that leaves no room for an answer is an error: remove the key. Answers "
+        "have at most `generation.max_new_tokens` tokens."
+    ),
+    "max_prompt_tokens": "Prompts are not truncated: remove the key.",
+    "steps_per_generation": _ROWS,
+    "generation_batch_size": _ROWS,
+    "reward_weights": (
+        "Weights are beside the functions, in `environment.reward`: "
+        '{correct: {function: "my_rewards:correct", weight: 1.0}, brief: {function: "my_rewards:brief", weight: 0.2}}.'
+    ),
+    "warmup_ratio": (
+        "rlframework counts steps: set `policy.scheduler.warmup_steps` to this fraction of `algorithm.num_steps`."
+    ),
+    "repetition_penalty": _WHOLE,
+    "min_p": _WHOLE,
+    "ref_model": "The reference has the weights that the run starts from: remove the key.",
+    "sync_ref_model": _REFERENCE,
+    "ref_model_mixup_alpha": _REFERENCE,
+    "ref_model_sync_steps": _REFERENCE,
+    "precompute_ref_log_probs": "The reference scores each batch: remove the key.",
+    "remove_unused_columns": "Reward functions get every column: remove the key.",
+    "per_device_eval_batch_size": "`algorithm.validation.samples` is the number of validation samples: remove the key.",
+    "num_generations_eval": "Validation has one greedy answer per prompt: remove the key.",
+    "eval_strategy": "Set `algorithm.validation.every` to the steps between validations; 0: at the start and end only.",
+    "save_strategy": "Set `checkpoints.every` to the steps between checkpoints.",
+    "loss_type": (
+        "In rlframework this is `algorithm.loss.level`: TRL's grpo is sequence, dapo is token (bnpo too, but for its "
+        "denominator), dr_grpo is constant, and cispo is `algorithm.name` cispo."
+    ),
+    "scale_rewards": (
+        "In rlframework this is `algorithm.normalize_std`: TRL's group is true, batch is batch, and none is false."
+    ),
+    "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
+    "rollout.tensor_model_parallel_size": (
+        "The embedded engine holds the whole model; with vLLM it is generation.vllm.tensor_parallel_size."
+    ),
+    "filter_overlong_prompts": "No prompt is dropped: filter the file beforehand, and remove the key.",
+    "resume_from_checkpoint": "To resume a run, use `rlframework train --resume RUN_DIR`.",
+    "resume_mode": "To resume a run, use `rlframework train --resume RUN_DIR`.",
+    "logging_steps": "rlframework logs every step; remove the key.",
+}
+"""A peer's key without an equivalent, to what to do instead."""
+
+OF_PAIRS: Mapping[str, str] = {
+    "loss_type": (
+        "TRL's sigmoid is `algorithm.name` dpo, ipo is `algorithm.name` ipo (with `algorithm.preset` trl, the mean "
+        "over tokens), and sigmoid_norm is `algorithm.length_mean` true; robust is `algorithm.label_smoothing` with "
+        "`algorithm.preset` trl. Others have no counterpart."
+    ),
+    "rpo_alpha": "In rlframework this is `algorithm.sft_weight`.",
+    "loss_weights": "In rlframework these are `algorithm.weight` and `algorithm.sft_weight`.",
+    "max_prompt_length": "Rows are truncated as a whole, to `algorithm.max_tokens`: remove the key.",
+    "max_completion_length": "Rows are truncated as a whole, to `algorithm.max_tokens`: remove the key.",
+    "truncation_mode": "Rows are truncated at their end, to `algorithm.max_tokens`: remove the key.",
+    "reference_free": "For a loss without a reference, set `algorithm.name` to simpo or orpo.",
+    "f_divergence_type": "The divergence is the reverse KL, TRL's default: remove the key.",
+    "padding_free": "In rlframework this is `policy.batching.mode` packed.",
+    "ld_alpha": _NONE,
+    "use_weighting": _NONE,
+    "simpo_gamma": "In rlframework this is `algorithm.gamma` of `algorithm.name` simpo.",
+}
+"""What a peer's key means to an algorithm on preference pairs, where that differs."""
