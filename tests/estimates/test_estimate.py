@@ -201,7 +201,7 @@ def test_what_the_command_line_or_the_file_says_wins_over_the_plan(planned):
     assert "RAM of 2 workers" in planned("4x24GiB", "worker_group.num_workers=2")
     out = planned("4x24GiB", name="processes", num_workers=2)
     assert "RAM of 2 workers" in out
-    assert "planned for 4 x 24 GiB with device=cuda\n" in out
+    assert "worker_group" not in out
     assert "leave 2 of the 4 GPUs idle" in out
 
 
@@ -213,7 +213,7 @@ def test_engines_on_ray_have_gpus_of_their_own(planned):
     assert "GPU of an engine: weights" in out
     out = planned("8xH100", engines, name="ray", num_workers=8)
     assert "does not fit on 8 x H100" in out
-    assert "8 workers and 4 engines take 12 GPUs, of 8 that are planned" in out
+    assert "8 workers and 4 engines take 12 GPUs" in out
 
 
 def test_a_shape_without_tokenizer_or_weights_is_planned(run_config, tiny_llama, tmp_path):
