@@ -76,7 +76,8 @@ class PlayedEpisode:
     `rows`: of its trajectory, none if no turn was sampled. `transcript`: its messages in order; those of the model have
     `trained` True, and `reward`, that of the outcome that followed. `outcomes`: of its steps. `breaks`: rows that began
     because the chat template rewrites earlier turns. `calls`, `malformed`: the model's tool calls, and those of them
-    that no tool can take. `failure`: why it is not trained on; empty if it is.
+    that no tool can take. `failure`: why it is not trained on, in one line; empty if it is. `traceback`: of the user's
+    code, if it has raised.
     """
 
     sample: Sample
@@ -90,6 +91,7 @@ class PlayedEpisode:
     truncated: bool = False
     failure: str = ""
     completion: str = ""
+    traceback: str = ""
 
     @property
     def sampled(self) -> int:

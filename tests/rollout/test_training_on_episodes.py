@@ -83,9 +83,9 @@ def test_failed_episodes_of_an_evaluation_are_counted(
     assert call("evaluate", tmp_path / "run", fails, "--samples", 8, "--attempts", 4, "--out", out, "--trust-run") == 0
     failed = [row for row in lines(out / "completions.jsonl") if "failure" in row]
     assert 0 < len(failed) < 32
-    assert {(row["reward"], row["accuracy"], row["failure"]) for row in failed} == {
-        (0.0, 0.0, "RuntimeError in step, turn 2: lost")
-    }
+    (found,) = {(row["reward"], row["accuracy"], row["failure"]) for row in failed}
+    assert found[:2] == (0.0, 0.0)
+    assert found[2].startswith("RuntimeError in step, turn 2: lost (")
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["failed_episodes"], summary["reward_failures"]) == (len(failed), 0)
     assert f"{len(failed)} episodes of " in " ".join(capsys.readouterr().out.split())

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from rlframework.config.episode_environments import AttemptsConfig
-from rlframework.environments.agent import AgentSession, RunsAgents
+from rlframework.environments.agent import AgentSession, NoReward, RunsAgents
+from rlframework.environments.user_tracebacks import described, traceback_of
+from rlframework.errors import UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample, StepOutcome
@@ -102,19 +105,18 @@ class AgentRunner:
         session = Session(self._bridge.begin(), seed, max_turns=self._config.max_turns)
         self._endpoint.sessions.open(session)
         try:
-            failure, outcome = await self._run(sample, session)
+            end = await self._run(sample, session)
         finally:
             self._endpoint.sessions.close(session)
             self._bridge.end(session.engine_session)
-        if not failure and not session.trajectory.turns:
-            failure = "the agent has sampled no turn"
-        if not failure:
-            outcome = outcome or await self._rewarded(sample, session)
-            require_numbers([outcome], [sample], self._config.name)
-        return _episode(sample, session, outcome, failure)
+        if not end.failure and not session.trajectory.turns:
+            end = _End("the agent has sampled no turn")
+        if not end.failure:
+            end = await self._rewarded(sample, session, end.outcome)
+        return _episode(sample, session, end)
 
-    async def _run(self, sample: Sample, session: Session) -> tuple[str, StepOutcome | None]:
-        """Return why the agent failed, or an empty text, and the reward that it returned, if any."""
+    async def _run(self, sample: Sample, session: Session) -> _End:
+        """Run the agent to its end or deadline; return why it failed, or the reward that it returned, if any."""
         seconds = self._config.agent_timeout
         view = AgentSession(self._base_url, session.token, self._endpoint.model, session.id)
         task = asyncio.ensure_future(self._environment.run_agent(sample, view))
@@ -130,25 +132,44 @@ class AgentRunner:
             if not isinstance(raised, Exception):
                 raise raised
             if in_time:
-                return f"{type(raised).__name__} in the agent: {raised}", None
+                return _End(described(raised, "the agent"), traceback_of(raised))
         if not in_time:
-            return f"the agent took more than environment.agent_timeout={seconds:g} seconds", None
-        return ("the agent was cancelled", None) if task.cancelled() else ("", task.result())
+            return _End(f"the agent took more than environment.agent_timeout={seconds:g} seconds")
+        return _End("the agent was cancelled") if task.cancelled() else _End(outcome=task.result())
 
-    async def _rewarded(self, sample: Sample, session: Session) -> StepOutcome:
-        """Return the posted reward, or the environment's for the model's last message."""
-        if session.reward is not None:
-            return StepOutcome(session.reward, metrics=session.metrics)
-        with timed(self._bridge.timeline, ENVIRONMENT, "score"):
-            return await self._environment.score_answer(sample, session.completion)
+    async def _rewarded(self, sample: Sample, session: Session, outcome: StepOutcome | None) -> _End:
+        """Return the returned reward, the posted one, or the environment's for the model's last message."""
+        if outcome is None and session.reward is not None:
+            outcome = StepOutcome(session.reward, metrics=session.metrics)
+        if outcome is None:
+            try:
+                with timed(self._bridge.timeline, ENVIRONMENT, "score"):
+                    outcome = await self._environment.score_answer(sample, session.completion)
+            except NoReward as error:
+                return _End(str(error))
+        try:
+            require_numbers([outcome], [sample], self._config.name)
+        except UserError as error:
+            return _End(str(error))
+        return _End(outcome=outcome)
 
 
-def _episode(sample: Sample, session: Session, outcome: StepOutcome | None, failure: str) -> PlayedEpisode:
-    transcript = session.transcript
+@dataclass(frozen=True)
+class _End:
+    """The end of an attempt: why it failed, with the traceback of the agent's code if it has raised, or its outcome."""
+
+    failure: str = ""
+    traceback: str = ""
+    outcome: StepOutcome | None = None
+
+
+def _episode(sample: Sample, session: Session, end: _End) -> PlayedEpisode:
+    transcript, outcome = session.transcript, end.outcome
     if outcome is not None and (last := next((turn for turn in reversed(transcript) if turn["trained"]), None)):
         last["reward"] = float(outcome.reward)
     trajectory = session.trajectory
     return PlayedEpisode(
         sample, trajectory.rows, transcript, [outcome] if outcome is not None else [], trajectory.turns,
-        trajectory.breaks, session.calls, session.malformed, session.truncated, failure, session.completion,
+        trajectory.breaks, session.calls, session.malformed, session.truncated, end.failure, session.completion,
+        end.traceback,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from probe_agents import CALLED, SESSIONS
 from scripted_episodes import END, ScriptedEngine, samples
 
 from rlframework.config.sections import RunConfig
+from rlframework.errors import UserError
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
@@ -70,6 +72,27 @@ def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
     assert "environment.agent_timeout=3" in result.failures[1]
     assert "sampled no turn" in result.failures[2]
     assert result.data["sample_mask"].tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_attempts_without_a_reward_cost_themselves_alone(agent_parts: Any, caplog: pytest.LogCaptureFixture) -> None:
+    result = rollout(agent_parts("mixed"), samples(4), torch.arange(4))
+    raised, nothing, nan, fine = result.failures
+    assert re.fullmatch(r"KeyError in the agent: 'missing' \(.*probe_agents.py:\d+\)", raised)
+    assert "returned None and posted no reward" in nothing
+    assert "return a float" in nothing
+    assert "reward=nan for sample 's2'" in nan
+    assert fine == ""
+    assert result.rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert all(f"sample '{name}': " in caplog.text for name in ("s0", "s1", "s2"))
+
+
+def test_the_error_of_agents_that_all_fail_has_their_traceback(agent_parts: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        rollout(agent_parts("mixed"), samples(1), torch.arange(1))
+    message = str(caught.value)
+    assert message.startswith("all 1 episodes of environment 'agent' failed; the first, of sample 's0': KeyError")
+    assert 'return sample.metadata["missing"]' in message
+    assert "threads.py" not in message
 
 
 def test_a_token_ends_with_its_attempt(agent_parts: Any) -> None:
