@@ -105,8 +105,10 @@ def test_a_failing_episode_is_masked_out_counted_and_visible(
     assert result.metrics["failed_episodes"] == 1.0
     assert [episode.closed for episode in parts.environment.episodes] == [1, 1, 1]
     assert "1 of 3 episodes of environment 'digits' failed" in caplog.text
-    (record,) = result.records(1, "train", 1)
+    (record,) = result.records(1, "train", 1, parts.tokenizer)
     assert says in record.failure
+    assert (record.sample, record.prompt) == ("s1", "1+1=")
+    assert record.model_input == ("" if method == "reset" else "1+1=")
     assert not any(turn["trained"] for turn in record.turns)
 
     alone = rollout(make_parts(Counter), samples(3), torch.tensor([5, 6, 7]))

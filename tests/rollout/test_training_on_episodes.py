@@ -42,6 +42,8 @@ def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, worker
     assert {"validation/episode_turns", "validation/reward"} <= result.history[0].keys() | result.metrics.keys()
     sample = lines(tmp_path / "run" / "samples.jsonl")[-1]
     assert [turn["role"] for turn in sample["turns"]][:2] == ["user", "assistant"]
+    assert sample["model_input"] == sample["prompt"] == f"{sample['sample']}?"
+    assert sample["metrics"].keys() == {"first", "second"}
 
 
 def test_a_resumed_run_has_the_same_episodes(run_config: Any, tmp_path: Path) -> None:

@@ -127,3 +127,8 @@ def test_an_agent_by_openai_agents_calls_its_tool(agent_parts: Any, model: str) 
     assert (result.metrics["tool_calls"], result.metrics["malformed_tool_calls"]) == (1.0, 0.0)
     assert (result.metrics["episode_turns"], result.metrics["episode_rows"]) == (2.0, 1.0)
     assert [turn["role"] for turn in result.transcripts[0]] == ["user", "assistant", "tool", "assistant"]
+    (record,) = result.records(1, "validation", 1, tokenizer)
+    assert "Add two numbers." in record.model_input
+    assert [(turn["trained"], turn.get("sampled")) for turn in record.turns] == [
+        (False, sampled) for sampled in (None, True, None, True)
+    ]
