@@ -1,11 +1,13 @@
 """Rollouts by agents: each attempt has a session of the endpoint, whose calls become training rows.
 
-An agent that fails (an exception, its deadline, no turn) costs itself alone.
+An agent that fails (an exception, its deadline, no turn, no reward) costs itself alone. One that raises because a
+budget has refused a turn has not failed: its attempt is truncated, like an episode at a budget.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlframework.algorithm import Parts
+
+_LOG = logging.getLogger(__name__)
 
 _GRACE = 1.0
 """Seconds that an agent has to end after its deadline, when it is cancelled."""
@@ -99,6 +103,7 @@ class AgentRunner:
     ) -> None:
         self._environment, self._config, self._endpoint = environment, config, endpoint
         self._bridge, self._base_url = bridge, base_url
+        self._warned = False
 
     async def play(self, sample: Sample, seed: int) -> PlayedEpisode:
         """Run the agent on `sample` once, with a session of its own, which is closed at its end."""
@@ -109,6 +114,8 @@ class AgentRunner:
         finally:
             self._endpoint.sessions.close(session)
             self._bridge.end(session.engine_session)
+        if end.raised and session.refusal and session.trajectory.turns:
+            return _episode(sample, session, await self._at_budget(sample, session))
         if not end.failure and not session.trajectory.turns:
             end = _End("the agent has sampled no turn")
         if not end.failure:
@@ -122,6 +129,9 @@ class AgentRunner:
         task = asyncio.ensure_future(self._environment.run_agent(sample, view))
         try:
             await asyncio.wait({task}, timeout=seconds)
+        except asyncio.CancelledError:
+            self._endpoint.sessions.close(session, given_up=True)
+            raise
         finally:
             in_time = task.done()
             if not in_time:
@@ -132,10 +142,24 @@ class AgentRunner:
             if not isinstance(raised, Exception):
                 raise raised
             if in_time:
-                return _End(described(raised, "the agent"), traceback_of(raised))
+                return _End(described(raised, "the agent"), traceback_of(raised), raised=True)
         if not in_time:
             return _End(f"the agent took more than environment.agent_timeout={seconds:g} seconds")
         return _End("the agent was cancelled") if task.cancelled() else _End(outcome=task.result())
+
+    async def _at_budget(self, sample: Sample, session: Session) -> _End:
+        """Return the reward of an agent that raised when a budget refused a turn: as for episodes, what it has by then.
+
+        That is the posted reward, or the environment's for the model's last message; 0 without either.
+        """
+        outcome = (await self._rewarded(sample, session, None)).outcome or StepOutcome(0.0)
+        if not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "the agent raised when a turn was refused, so that its attempt at sample %r counts as truncated, with "
+                "the reward %g; later ones are not logged: %s", sample.id, outcome.reward, session.refusal,
+            )  # fmt: skip
+        return _End(outcome=outcome)
 
     async def _rewarded(self, sample: Sample, session: Session, outcome: StepOutcome | None) -> _End:
         """Return the returned reward, the posted one, or the environment's for the model's last message."""
@@ -156,11 +180,12 @@ class AgentRunner:
 
 @dataclass(frozen=True)
 class _End:
-    """The end of an attempt: why it failed, with the traceback of the agent's code if it has raised, or its outcome."""
+    """The end of an attempt: its outcome, or why it failed, with the traceback if the agent has `raised`."""
 
     failure: str = ""
     traceback: str = ""
     outcome: StepOutcome | None = None
+    raised: bool = False
 
 
 def _episode(sample: Sample, session: Session, end: _End) -> PlayedEpisode:

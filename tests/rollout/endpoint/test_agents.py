@@ -17,6 +17,8 @@ from rlframework.errors import UserError
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.rollout.endpoint.errors import ApiError
+from rlframework.rollout.endpoint.sessions import Session, Sessions
 from rlframework.rollout.rollouts import rollout
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
@@ -93,6 +95,31 @@ def test_the_error_of_agents_that_all_fail_has_their_traceback(agent_parts: Any)
     assert message.startswith("all 1 episodes of environment 'agent' failed; the first, of sample 's0': KeyError")
     assert 'return sample.metadata["missing"]' in message
     assert "threads.py" not in message
+
+
+def test_an_agent_that_raises_at_a_budget_is_truncated(agent_parts: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As episodes are, with the reward that it has by then."""
+    result = rollout(agent_parts("endless", "environment.max_turns=2"), samples(3), torch.arange(3))
+    assert result.failures == [""] * 3
+    assert result.rewards.tolist() == [0.0, 0.5, 2.0]
+    assert result.truncated.tolist() == [True] * 3
+    assert result.metrics["episode_turns"] == 2.0
+    assert caplog.text.count("counts as truncated") == 1
+    assert "more exceed environment.max_turns=2" in caplog.text
+    assert result.records(1, "train", 1)[0].truncated
+
+
+def test_an_attempt_that_was_given_up_is_told_so() -> None:
+    sessions = Sessions()
+    given_up, ended = (sessions.open(Session("engine")) for _ in range(2))
+    sessions.close(given_up, given_up=True)
+    sessions.close(given_up)
+    sessions.close(ended)
+    for session, status in ((given_up, 410), (ended, 401)):
+        with pytest.raises(ApiError) as caught:
+            sessions.find(f"Bearer {session.token}")
+        assert caught.value.status == status
+        assert session.closed is not None and session.closed.status == status
 
 
 def test_a_token_ends_with_its_attempt(agent_parts: Any) -> None:
