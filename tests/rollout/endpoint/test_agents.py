@@ -119,7 +119,8 @@ def test_an_attempt_that_was_given_up_is_told_so() -> None:
         with pytest.raises(ApiError) as caught:
             sessions.find(f"Bearer {session.token}")
         assert caught.value.status == status
-        assert session.closed is not None and session.closed.status == status
+        assert session.closed is not None
+        assert session.closed.status == status
 
 
 def test_a_token_ends_with_its_attempt(agent_parts: Any) -> None:
