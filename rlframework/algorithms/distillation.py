@@ -81,7 +81,7 @@ class Distillation(StepLoop):
                 result = play(parts, samples[:generated], row_seeds(parts.config.seed, step, generated))
             batches, episode_of = [result.data], result.episode_of
             metrics |= {f"train/{name}": value for name, value in result.metrics.items()}
-            records = result.records(step, "train", parts.config.observers.samples)
+            records = result.records(step, "train", parts.config.observers.samples, parts.tokenizer)
         if generated < self.batch_size:
             with timer.phase("data"):
                 batches.append(self.encode(samples[generated:]))

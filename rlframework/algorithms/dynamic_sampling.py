@@ -63,6 +63,7 @@ def join(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
         torch.cat([part.failed for part in rollouts]),
         [turns for part in rollouts for turns in part.transcripts],
         [reason for part in rollouts for reason in part.failures],
+        parts=[each for part in rollouts for each in part.parts],
     )
 
 
@@ -86,4 +87,5 @@ def select(result: Rollout, episodes: Tensor) -> Rollout:
         result.failed[episodes],
         [result.transcripts[index] for index in chosen] if result.transcripts else (),
         [result.failures[index] for index in chosen] if result.failures else (),
+        parts=[result.parts[index] for index in chosen] if result.parts else (),
     )

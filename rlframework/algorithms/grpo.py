@@ -93,7 +93,7 @@ class GRPO(StepLoop):
         self._note_equal_groups(step, result, metrics)
         metrics |= self.train_on(step, result, timer)
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
-        return metrics, result.records(step, "train", self.parts.config.observers.samples)
+        return metrics, result.records(step, "train", self.parts.config.observers.samples, self.parts.tokenizer)
 
     def add_advantages(self, result: Rollout, timer: Timer) -> dict[str, float]:
         """Add `advantages [R, T]` fp32 and the final `sample_mask` to the data of `result`; return metrics."""

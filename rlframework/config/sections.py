@@ -124,7 +124,11 @@ class EnvironmentConfig(Section):
     )
     system_prompt: str | None = Field(None, description="system message of conversations, if there is a chat template")
     images: ImagesConfig | None = Field(None, description="how to read images; null: messages have none")
-    max_turns: Count = Field(16, description="most turns of the model in an episode, which then ends as truncated")
+    max_turns: Count = Field(
+        16,
+        description="most turns of the model in an episode, which then ends as truncated; a further request of an "
+        "agent is refused with an error",
+    )
     max_episode_tokens: Tokens | None = Field(
         None, description="most tokens of an episode's conversation, with all turns; null: the model's positions"
     )

@@ -18,6 +18,10 @@ from rlframework.interfaces.messages import Message
 from rlframework.plugins.user_defined import load_import_path
 
 
+class NoReward(UserError):
+    """An attempt has no reward; the message says what the agent must return."""
+
+
 @dataclass(frozen=True)
 class AgentSession:
     """The endpoint as one attempt at a task sees it, in the terms of an OpenAI client.
@@ -59,7 +63,10 @@ class RunsAgents(Protocol):
         ...
 
     async def score_answer(self, sample: Sample, answer: str) -> StepOutcome:
-        """Return the reward of the model's last message, for an agent that neither returned nor posted one."""
+        """Return the reward of the model's last message, for an agent that neither returned nor posted one.
+
+        Raises `NoReward` if the environment has none for it, which costs this attempt alone.
+        """
         ...
 
 
@@ -96,11 +103,11 @@ class AgentEnvironment(DatasetEnvironment):
         return StepOutcome(result.reward, metrics={k: v for k, v in result.metrics.items() if k != "reward_failures"})
 
     async def score_answer(self, sample: Sample, answer: str) -> StepOutcome:
-        """Score the model's last message. Raises `UserError` if nothing gives rewards."""
+        """Score the model's last message. Raises `NoReward` if nothing gives rewards."""
         if not self.scores_answers:
-            raise UserError(
-                f"environment.agent={self._path!r} returned and posted no reward, and neither environment.check nor "
-                "environment.reward is set"
+            raise NoReward(
+                f"environment.agent={self._path!r} returned None and posted no reward, and neither environment.check "
+                "nor environment.reward is set; return a float"
             )
         return await self._scores.score(sample, {"role": "assistant", "content": answer})
 

@@ -112,7 +112,10 @@ class DatasetEnvironment(VerifiableEnvironment):
         }
 
     def samples(self, split: Split) -> Sequence[Sample]:
-        """The samples of `split`, in the order of the data; `id` is the file and line, or the split and row."""
+        """The samples of `split`, in the order of the data; `id` is the file and line, or the split and row.
+
+        `metadata` is the whole row as it was read, with all its columns.
+        """
         return self._samples[split]
 
     def score(self, sample: Sample, completion: str) -> float:
@@ -203,8 +206,7 @@ class DatasetEnvironment(VerifiableEnvironment):
                     "and sums and products of them); remove such rows, or set environment.check=exact"
                 )
         messages = with_texts(conversation.messages, self._config.system_prompt, self._config.instruction)
-        metadata = row if own else {}
-        return Sample(rows.label(number), messages, answer, conversation.completion, metadata, conversation.tools)
+        return Sample(rows.label(number), messages, answer, conversation.completion, row, conversation.tools)
 
     def _hold_out(self, keys: npt.NDArray[np.uint64], seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Row numbers for training and validation, in order. Copies of a prompt stay together."""

@@ -40,7 +40,9 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 
 def exited(error: SystemExit) -> RuntimeError:
     """Return the error in place of `SystemExit`, which would end the event loop of all episodes."""
-    return RuntimeError(f"it called sys.exit({error.code!r})")
+    found = RuntimeError(f"it called sys.exit({error.code!r})")
+    found.__cause__ = error  # which has the line
+    return found
 
 
 def _settle(result: Future[Any], value: Any = None, error: BaseException | None = None) -> None:

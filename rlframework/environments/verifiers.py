@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from rlframework.config.episode_environments import VerifiersConfig
-from rlframework.environments.agent import AgentSession
+from rlframework.environments.agent import AgentSession, NoReward
 from rlframework.environments.verifiers_process import VerifiersProcess
-from rlframework.errors import ConfigError, NotSupported, RLFrameworkError
+from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message
 
@@ -44,8 +44,8 @@ class VerifiersEnvironment(Environment):
         return StepOutcome(answer["reward"], metrics=answer["metrics"])
 
     async def score_answer(self, sample: Sample, answer: str) -> StepOutcome:
-        """Raise `NotSupported`: the reward is always what `run_agent` returns."""
-        raise NotSupported("a verifiers environment scores attempts, not answers")
+        """Raise `NoReward`: the reward is always what `run_agent` returns."""
+        raise NoReward("a verifiers environment scores attempts, not answers")
 
     def shutdown(self) -> None:
         """End the process."""

@@ -112,11 +112,9 @@ class Estimate:
         workers = self.config.worker_group.num_workers
         several = f" ({workers} workers)" if workers > 1 else ""
         disk = ", ".join(f"{name} {gib(size)}" for name, size in self.disk.items())
-        generated = f"generates up to {self.rows.generated:,} tokens and " if self.rows.generated else ""
-        about = "up to" if self.rows.generated else "about"
         return [
             f"estimate: {self.parameters:,} parameters; a worker{several} needs about {most} GiB at its peak: {parts}",
-            f"estimate: disk in GiB: {disk}; a step {generated}trains on {about} {self.rows.trained:,}",
+            f"estimate: disk in GiB: {disk}; a step {self._step}",
             *self._engine_lines(),
             *(f"estimate: {note}" for note in self.notes),
             *(f"estimate: {name}: {each.lines()[0].partition(': ')[2]}" for name, each in self.further.items()),
@@ -127,6 +125,19 @@ class Estimate:
             return []
         place: Place = self._place
         return [f"estimate: {self.engines}: each needs at least {gib(peak(self.engines.memory, place))} GiB"]
+
+    @property
+    def _step(self) -> str:
+        """The tokens of a step in words. Those that environments or agents add to episodes are not known."""
+        rows = self.rows
+        if not rows.generated:
+            return f"trains on about {rows.trained:,}"
+        if rows.turns > 1:
+            return (
+                f"generates up to {rows.generated:,} tokens, in episodes of up to {rows.turns} turns, and trains on "
+                "these with their prompts and observations"
+            )
+        return f"generates up to {rows.generated:,} tokens and trains on up to {rows.trained:,}"
 
     def verdict(self) -> str:
         """One line that says whether workers and engines fit; for GPUs that a run is planned for."""

@@ -9,9 +9,10 @@ from rlframework.algorithm import Parts
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.rendering import render_prompt, render_samples
 from rlframework.datasets.tokens import TokenData
+from rlframework.environments.agent import runs_agents
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
-from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.environment import Sample, has_episodes
 from rlframework.training.input_checks import evenly_spaced, longest
 
 RENDERED, LONGEST = 256, 16
@@ -22,13 +23,15 @@ RENDERED, LONGEST = 256, 16
 class Rows:
     """The number of rows of a step, and the mean and maximum of their tokens if every answer reaches its limit.
 
-    `generated`: the most tokens that a step generates.
+    `generated`: the most tokens that a step generates, in at most `turns` turns of each episode; with several, rows
+    also have what the environment or agent adds, which is not counted.
     """
 
     count: int
     mean: float
     longest: int
     generated: int = 0
+    turns: int = 1
 
     @property
     def trained(self) -> int:
@@ -53,7 +56,9 @@ def rows_of(parts: Parts) -> Rows:
         cut: Any = getattr(algorithm, "max_tokens", None)
         rows = render_samples(parts.tokenizer, _selected(parts), train_on, cut, parts.images)
         lengths = [len(ids) for ids, _ in rows]
-    return Rows(count, sum(lengths) / len(lengths), max(lengths), generated)
+    several = has_episodes(parts.environment) or runs_agents(parts.environment)
+    turns = parts.config.environment.max_turns if generated and several else 1
+    return Rows(count, sum(lengths) / len(lengths), max(lengths), generated * turns, turns)
 
 
 def assumed_rows(config: RunConfig) -> Rows:

@@ -103,7 +103,7 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
             "accuracy": round(float(scored.accuracies[row]), 6),
             "tokens": int(scored.completion_lengths[row]),
             "truncated": bool(scored.truncated[row]),
-            **({"turns": list(scored.transcripts[row])} if scored.transcripts else {}),
+            **({"turns": scored.turns(row, training=False)} if scored.transcripts else {}),
             **({"failure": scored.failures[row]} if scored.failures and scored.failures[row] else {}),
         }
         for row, sample in enumerate(scored.samples)

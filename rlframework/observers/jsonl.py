@@ -25,6 +25,8 @@ from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan, hookim
 
 METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE = "metrics.jsonl", "samples.jsonl", "timeline.jsonl"
 
+_ALWAYS = ("prompt", "completion", "reward", "step", "kind")
+
 History = Sequence[Mapping[str, float]]
 
 
@@ -65,11 +67,11 @@ class JsonlObserver:
             file.close()
 
     def _fields(self, sample: SampleRecord) -> dict[str, Any]:
-        """The fields of `sample` without those of episodes and images, if it has none; images as `store_image`."""
+        """The fields of `sample` without empty ones that not all samples have; images as `store_image`."""
         turns = [{**turn, "content": self._content(turn["content"])} for turn in sample.turns]
         row = asdict(replace(sample, images=(), turns=turns))  # which would copy images
         row["images"] = [store_image(self._output_dir, picture) for picture in sample.images]
-        return {name: value for name, value in row.items() if name not in ("turns", "failure", "images") or value}
+        return {name: value for name, value in row.items() if name in _ALWAYS or value}
 
     def _content(self, content: Any) -> Any:
         """The content of a message with its images as `store_image`."""

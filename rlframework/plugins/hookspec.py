@@ -10,7 +10,7 @@ some. It must be lightweight, because it also runs for `rlframework plugins`, wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -47,8 +47,11 @@ class SampleRecord:
 
     Of an episode, `completion` is the model's last turn, and `turns` are all messages: mappings as
     `rlframework.interfaces.messages.Message`, with `trained` (whether its tokens are in the loss) and, for the model's
-    turns, the `reward` that followed. `failure`: why the episode failed, so that it is not trained on. `images`: those
-    of the prompt, each an `rlframework.interfaces.pictures.Picture`.
+    turns, `sampled` and the `reward` that followed. `failure`: why the episode failed, so that it is not trained on.
+    `images`: those of the prompt, each an `rlframework.interfaces.pictures.Picture`. `sample`: the id of its
+    `rlframework.interfaces.environment.Sample`. `metrics`: what its reward consists of, by name, without weights.
+    `truncated`: whether an episode ended at a budget. `model_input`: the text that the first turn of an episode
+    continues, with the template's text of its tools.
     """
 
     prompt: str
@@ -59,6 +62,10 @@ class SampleRecord:
     turns: Sequence[Mapping[str, Any]] = ()
     failure: str = ""
     images: Sequence[Any] = ()
+    sample: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    truncated: bool = False
+    model_input: str = ""
 
 
 class TimeSpan(NamedTuple):

@@ -20,6 +20,7 @@ import torch
 from rlframework.datasets.pictures import PictureReader
 from rlframework.environments.threads import exited
 from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known
+from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.errors import DataError, UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
@@ -43,6 +44,9 @@ _LOG = logging.getLogger(__name__)
 
 _GRACE = 1.0
 """Seconds that a call has to end after its deadline, when it is cancelled."""
+
+_SHOWN = 3
+"""Different failures of a rollout that are logged."""
 
 
 def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
@@ -97,15 +101,28 @@ def report_failures(played: Sequence[PlayedEpisode], environment: str) -> None:
         return
     first = f"sample {failed[0].sample.id!r}: {failed[0].failure}"
     if len(failed) == len(played):
-        raise UserError(f"all {len(played)} episodes of environment {environment!r} failed; the first, of {first}")
+        traceback = f"\n{failed[0].traceback}" if failed[0].traceback else ""
+        raise UserError(
+            f"all {len(played)} episodes of environment {environment!r} failed; the first, of {first}{traceback}"
+        )
     _LOG.warning(
         "%d of %d episodes of environment %r failed and are left out; the first, of %s",
         len(failed), len(played), environment, first,
     )  # fmt: skip
+    others = {episode.failure: episode for episode in failed if episode.failure != failed[0].failure}
+    for episode in list(others.values())[: _SHOWN - 1]:
+        _LOG.warning("another failed episode, of sample %r: %s", episode.sample.id, episode.failure)
 
 
 class _EpisodeFailed(Exception):
-    """The environment of an episode has failed; the message is for the samples of the run."""
+    """The environment of an episode has failed; the message is for the samples of the run.
+
+    `traceback`: of the environment's code, if it has raised.
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class _NoCoroutine(Exception):
@@ -147,11 +164,11 @@ class _State:
         self.messages += messages
         self.transcript += [{**message, "trained": False} for message in messages]
 
-    def played(self, failure: str) -> PlayedEpisode:
+    def played(self, failure: str, traceback: str) -> PlayedEpisode:
         trajectory = self.trajectory
         return PlayedEpisode(
             self.sample, trajectory.rows, self.transcript, self.outcomes, trajectory.turns, trajectory.breaks,
-            self.calls, self.malformed, self.truncated, failure, self.completion,
+            self.calls, self.malformed, self.truncated, failure, self.completion, traceback,
         )  # fmt: skip
 
 
@@ -167,21 +184,21 @@ class EpisodePlayer:
     async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
         """Play one episode: turns depend on `seed`, its environment on `task_seed`. Its `close` is always called."""
         state = _State(sample, seed, session, EpisodeChecks(self._config.name, sample, self._reader))
-        return state.played(await self._play(state, task_seed))
+        return state.played(*await self._play(state, task_seed))
 
-    async def _play(self, state: _State, task_seed: int) -> str:
-        """Play `state` to its end; return why it failed, or an empty text."""
+    async def _play(self, state: _State, task_seed: int) -> tuple[str, str]:
+        """Play `state` to its end; return why it failed and the traceback, or empty texts."""
         try:
             episode = self._environment.episode(state.sample, task_seed)
         except Exception as error:  # noqa: BLE001 - an environment may raise anything, which is its episode's failure
-            return f"{type(error).__name__} in episode: {error}"
+            return described(error, "episode"), traceback_of(error)
         try:
             await self._begin(state, episode)
             while not (state.truncated or await self._turn(state, episode)):
                 state.truncated = state.truncated or state.trajectory.turns >= self._config.max_turns
-            return ""
+            return "", ""
         except _EpisodeFailed as failure:
-            return str(failure)
+            return str(failure), failure.traceback
         finally:
             await self._close(state, episode)
 
@@ -275,7 +292,7 @@ class EpisodePlayer:
                 )
             if not isinstance(raised, Exception):
                 raise raised
-            raise _EpisodeFailed(f"{type(raised).__name__} in {where}: {raised}") from raised
+            raise _EpisodeFailed(described(raised, where), traceback_of(raised)) from raised
         return task.result()
 
     async def _close(self, state: _State, episode: Episode) -> None:

@@ -19,6 +19,8 @@ from rlframework.rollout.outcomes import outcome_metrics
 from rlframework.rollout.trajectory import TrainingRow
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlframework.datasets.image_inputs import ImageInputs
 
 
@@ -31,8 +33,9 @@ class Rollout:
     ascending order. By episode: `completions`, the text of the model's last turn; `rewards [E]` and `accuracies [E]`
     fp32, both 0 if the episode has failed; `completion_lengths [E]`, its sampled tokens; `truncated [E]` bool;
     `failed [E]` bool; and of episodes with several turns `transcripts`, their messages with `reward` and `trained`, and
-    `failures`, why they failed or an empty text. `scored`: whether rewards mean anything. `metrics` are means over the
-    episodes that have not failed, and those of `outcome_metrics`.
+    `failures`, why they failed or an empty text. `parts`: the metrics of each episode by name, without `accuracy` and
+    `reward_failures`. `scored`: whether rewards mean anything. `metrics` are means over the episodes that have not
+    failed, and those of `outcome_metrics`.
     """
 
     samples: Sequence[Sample]
@@ -48,25 +51,61 @@ class Rollout:
     transcripts: Sequence[Sequence[Mapping[str, Any]]] = ()
     failures: Sequence[str] = ()
     scored: bool = True
+    parts: Sequence[Mapping[str, float]] = ()
 
-    def records(self, step: int, kind: Literal["train", "validation"], count: int) -> list[SampleRecord]:
-        """Return at most `count` of the samples for logging: evenly spaced, and one that failed if there is any."""
+    def records(
+        self,
+        step: int,
+        kind: Literal["train", "validation"],
+        count: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> list[SampleRecord]:
+        """Return at most `count` of the samples for logging: evenly spaced, and one that failed if there is any.
+
+        `tokenizer`: decodes what the first turn of episodes continues; None: it is left out.
+        """
         some = count and self.scored
         rows = list(range(0, len(self.samples), -(-len(self.samples) // count))) if some else []
         if rows and bool(self.failed.any()) and not bool(self.failed[rows].any()):
             rows[-1] = int(self.failed.nonzero()[0])
-        return [self._record(row, step, kind) for row in rows]
+        return [self._record(row, step, kind, tokenizer) for row in rows]
 
-    def _record(self, row: int, step: int, kind: Literal["train", "validation"]) -> SampleRecord:
+    def turns(self, row: int, *, training: bool) -> list[dict[str, Any]]:
+        """Return the messages of an episode: `trained` if they are in the loss, and those of the model `sampled`."""
+        counted = training and bool((self.data["sample_mask"][self.episode_of == row] != 0).any())
+        return [
+            {**turn, "trained": counted and turn["trained"], **({"sampled": True} if turn["trained"] else {})}
+            for turn in self.transcripts[row]
+        ]
+
+    def _record(
+        self, row: int, step: int, kind: Literal["train", "validation"], tokenizer: PreTrainedTokenizerBase | None
+    ) -> SampleRecord:
         sample, completion, reward = self.samples[row], self.completions[row], float(self.rewards[row])
+        parts = self.parts[row] if self.parts else {}
         if not self.transcripts:
-            images = pictures_of(sample.messages)
-            return SampleRecord(text_of(sample.messages[-1]), completion, reward, step, kind, images=images)
-        counted = bool((self.data["sample_mask"][self.episode_of == row] != 0).any())
-        turns = tuple({**turn, "trained": counted and turn["trained"]} for turn in self.transcripts[row])
-        first = next((number for number, turn in enumerate(self.transcripts[row]) if turn["trained"]), len(turns))
-        prompt = text_of(cast("Message", turns[first - 1])) if first else ""
-        return SampleRecord(prompt, completion, reward, step, kind, turns, self.failures[row])
+            images, asked = pictures_of(sample.messages), text_of(sample.messages[-1])
+            return SampleRecord(asked, completion, reward, step, kind, images=images, sample=sample.id, metrics=parts)
+        turns = self.turns(row, training=kind == "train")
+        first = next((number for number, turn in enumerate(turns) if "sampled" in turn), len(turns))
+        prompt = text_of(cast("Message", turns[first - 1])) if first else _asked(sample)
+        return SampleRecord(
+            prompt, completion, reward, step, kind, tuple(turns), self.failures[row], sample=sample.id, metrics=parts,
+            truncated=bool(self.truncated[row]), model_input=self._model_input(row, tokenizer),
+        )  # fmt: skip
+
+    def _model_input(self, row: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
+        """The tokens before the first sampled one of an episode, as text; empty without one."""
+        first = int((self.episode_of == row).nonzero()[0])
+        sampled = self.data["token_mask"][first].nonzero()
+        if tokenizer is None or not len(sampled):
+            return ""
+        return str(tokenizer.decode(self.data["input_ids"][first, : int(sampled[0])].tolist()))
+
+
+def _asked(sample: Sample) -> str:
+    """The text of a sample's last message, for an episode without a turn."""
+    return text_of(sample.messages[-1]) if sample.messages else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +115,8 @@ class PlayedEpisode:
     `rows`: of its trajectory, none if no turn was sampled. `transcript`: its messages in order; those of the model have
     `trained` True, and `reward`, that of the outcome that followed. `outcomes`: of its steps. `breaks`: rows that began
     because the chat template rewrites earlier turns. `calls`, `malformed`: the model's tool calls, and those of them
-    that no tool can take. `failure`: why it is not trained on; empty if it is.
+    that no tool can take. `failure`: why it is not trained on, in one line; empty if it is. `traceback`: of the user's
+    code, if it has raised.
     """
 
     sample: Sample
@@ -90,6 +130,7 @@ class PlayedEpisode:
     truncated: bool = False
     failure: str = ""
     completion: str = ""
+    traceback: str = ""
 
     @property
     def sampled(self) -> int:
@@ -149,7 +190,15 @@ def rollout_of(played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs
         failed,
         [episode.transcript for episode in played],
         [episode.failure for episode in played],
+        parts=[parts_of(total) for total in totals],
     )
+
+
+def parts_of(outcome: StepOutcome) -> dict[str, float]:
+    """Return the metrics of an outcome that are its own, such as several rewards by name."""
+    return {
+        name: float(value) for name, value in outcome.metrics.items() if name not in ("accuracy", "reward_failures")
+    }
 
 
 def accuracy_of(outcome: StepOutcome) -> float:

@@ -52,4 +52,4 @@ def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleReco
     result = rollout(parts, samples, row_seeds(parts.config.seed, 0, len(samples)), greedy=True)
     metrics = {f"validation/{name}": value for name, value in result.metrics.items()}
     metrics["validation/samples"] = float(len(samples))
-    return metrics, result.records(step, "validation", parts.config.observers.samples)
+    return metrics, result.records(step, "validation", parts.config.observers.samples, parts.tokenizer)

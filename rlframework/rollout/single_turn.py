@@ -15,7 +15,7 @@ from rlframework.errors import NotSupported
 from rlframework.interfaces.messages import Message, pictures_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.outcomes import outcome_metrics, require_numbers
-from rlframework.rollout.result import Rollout, accuracy_of
+from rlframework.rollout.result import Rollout, accuracy_of, parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,4 +147,7 @@ def rollout_of_turns(
     metrics = {name: float(values[~failed].float().mean()) for name, values in means.items()}
     metrics |= outcome_metrics(outcome for outcome, out in zip(outcomes, failed.tolist(), strict=True) if not out)
     episodes = torch.arange(len(samples))
-    return Rollout(samples, texts, data, rewards, accuracies, lengths, truncated, metrics, episodes, failed)
+    parts = [parts_of(outcome) for outcome in outcomes]
+    return Rollout(
+        samples, texts, data, rewards, accuracies, lengths, truncated, metrics, episodes, failed, parts=parts
+    )

@@ -44,6 +44,14 @@ def answers(environment: DatasetEnvironment, split: Any) -> list[str]:
     return [sample.answer for sample in environment.samples(split)]
 
 
+@pytest.mark.parametrize("scoring", [{}, {"check": "exact"}])
+def test_metadata_is_the_whole_row(tmp_path: Path, scoring: dict[str, str]) -> None:
+    rows = [{"prompt": f"{n}?", "answer": str(n), "store": {"apples": n}} for n in range(4)]
+    environment = make(write(tmp_path / "rows.jsonl", *rows), validation_fraction=0.25, instruction=" Go.", **scoring)
+    found = [sample.metadata for split in ("train", "validation") for sample in environment.samples(split)]  # type: ignore[arg-type]
+    assert sorted(found, key=lambda row: str(row["answer"])) == rows
+
+
 def test_real_questions_judged_by_math() -> None:
     environment = make(TRAIN, validation_path=str(TEST), check="math", instruction=" Go.", system_prompt="Be brief.")
     train, validation = environment.samples("train"), environment.samples("validation")

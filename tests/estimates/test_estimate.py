@@ -50,6 +50,13 @@ def test_disk(run_config):
     assert found["5 recorded steps"] == 20_000  # 1, 5, 10, 15, 20
 
 
+def test_the_turns_of_episodes_are_counted(run_config):
+    grpo = run_config("grpo", "~environment", "environment={name: probe_games:TwoTurns, max_turns: 4}")
+    with _planned(grpo) as parts:
+        rows = rows_of(parts)
+    assert (rows.count, rows.turns, rows.generated) == (32, 4, 32 * 4 * 3)
+
+
 def test_tokens_of_a_step(run_config):
     grpo, sft = run_config("grpo"), run_config("sft")
     with _planned(grpo) as parts:

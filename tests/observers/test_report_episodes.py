@@ -39,6 +39,18 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path: Path) -> None:
     assert found[2][5:] == [{"failure": "it broke"}, turns]
 
 
+def test_what_the_model_saw_and_the_parts_of_the_reward_are_shown(tmp_path: Path) -> None:
+    turns = [{"role": "assistant", "content": "2", "trained": False, "sampled": True}]
+    row = {"step": 1, "kind": "validation", "prompt": "1+1=", "completion": "2", "reward": 1.0, "turns": turns}
+    more = {"sample": "rows-1", "metrics": {"right": 1.0, "brief": -0.123456}, "model_input": "tools: add. 1+1="}
+    (found,) = written(tmp_path / "a", {**row, **more})
+    assert found[5] == {"sample": "rows-1", "right": "1", "brief": "-0.1235"}
+    assert found[6] == [
+        {"role": "model input", "text": "tools: add. 1+1=", "trained": False},
+        {"role": "assistant", "text": "2", "trained": False, "sampled": True},
+    ]
+
+
 def test_long_turns_count_towards_the_size_of_the_page(tmp_path: Path) -> None:
     """300 steps with 4 times 3,000 characters each are more than a page holds."""
     turns = [{"role": "tool", "content": "x" * 3000, "trained": False}] * 4

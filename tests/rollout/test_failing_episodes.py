@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -104,8 +105,10 @@ def test_a_failing_episode_is_masked_out_counted_and_visible(
     assert result.metrics["failed_episodes"] == 1.0
     assert [episode.closed for episode in parts.environment.episodes] == [1, 1, 1]
     assert "1 of 3 episodes of environment 'digits' failed" in caplog.text
-    (record,) = result.records(1, "train", 1)
+    (record,) = result.records(1, "train", 1, parts.tokenizer)
     assert says in record.failure
+    assert (record.sample, record.prompt) == ("s1", "1+1=")
+    assert record.model_input == ("" if method == "reset" else "1+1=")
     assert not any(turn["trained"] for turn in record.turns)
 
     alone = rollout(make_parts(Counter), samples(3), torch.tensor([5, 6, 7]))
@@ -144,7 +147,8 @@ def test_a_step_that_is_no_coroutine_and_raises(make_parts: Any) -> None:
             return super().step(message)
 
     result = rollout(make_parts(Plain), samples(2), torch.arange(2))
-    assert result.failures == ["ValueError in step, turn 1: no move", ""]
+    assert re.fullmatch(r"ValueError in step, turn 1: no move \(.*test_failing_episodes.py:\d+\)", result.failures[0])
+    assert result.failures[1] == ""
 
 
 def test_what_is_no_exception_ends_the_rollout(make_parts: Any) -> None:
@@ -166,7 +170,8 @@ def test_an_episode_that_cannot_be_made(make_parts: Any) -> None:
         return Counter(sample, seed)
 
     result = rollout(make_parts(make), samples(2), torch.arange(2))
-    assert result.failures == ["OSError in episode: no more sandboxes", ""]
+    assert result.failures[0].startswith("OSError in episode: no more sandboxes (")
+    assert result.failures[1] == ""
     assert result.data["input_ids"][0, :1].tolist() == [0]
     assert result.data["token_mask"][0].sum() == 0
 
@@ -183,7 +188,8 @@ def test_no_episode_that_succeeds_is_an_error(make_parts: Any) -> None:
         async def step(self, message: Any) -> StepOutcome:
             raise KeyError("answer")
 
-    with pytest.raises(UserError, match=r"all 2 episodes of environment 'digits' failed.*'s0': Key"):
+    failed = r"(?s)all 2 episodes of environment 'digits' failed.*'s0': Key.*\n *raise KeyError\(\"answer\"\)"
+    with pytest.raises(UserError, match=failed):
         rollout(make_parts(Broken), samples(2), torch.arange(2))
 
 

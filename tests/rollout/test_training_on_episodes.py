@@ -42,6 +42,8 @@ def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, worker
     assert {"validation/episode_turns", "validation/reward"} <= result.history[0].keys() | result.metrics.keys()
     sample = lines(tmp_path / "run" / "samples.jsonl")[-1]
     assert [turn["role"] for turn in sample["turns"]][:2] == ["user", "assistant"]
+    assert sample["model_input"] == sample["prompt"] == f"{sample['sample']}?"
+    assert sample["metrics"].keys() == {"first", "second"}
 
 
 def test_a_resumed_run_has_the_same_episodes(run_config: Any, tmp_path: Path) -> None:
@@ -83,9 +85,9 @@ def test_failed_episodes_of_an_evaluation_are_counted(
     assert call("evaluate", tmp_path / "run", fails, "--samples", 8, "--attempts", 4, "--out", out, "--trust-run") == 0
     failed = [row for row in lines(out / "completions.jsonl") if "failure" in row]
     assert 0 < len(failed) < 32
-    assert {(row["reward"], row["accuracy"], row["failure"]) for row in failed} == {
-        (0.0, 0.0, "RuntimeError in step, turn 2: lost")
-    }
+    (found,) = {(row["reward"], row["accuracy"], row["failure"]) for row in failed}
+    assert found[:2] == (0.0, 0.0)
+    assert found[2].startswith("RuntimeError in step, turn 2: lost (")
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["failed_episodes"], summary["reward_failures"]) == (len(failed), 0)
     assert f"{len(failed)} episodes of " in " ".join(capsys.readouterr().out.split())

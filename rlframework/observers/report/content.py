@@ -319,7 +319,8 @@ def _samples(run: Run, budget: int, images: int) -> dict[str, Any]:
     for row in kept:
         reward = None if row.reward is None or not math.isfinite(row.reward) else round(row.reward, 4)
         extra = {name: str(value)[:500] for name, value in (row.model_extra or {}).items() if value is not None}
-        turns = [[_turn(turn) for turn in row.turns]] if row.turns else []
+        extra |= {name: f"{value:.4g}" for name, value in row.metrics.items()}
+        turns = [[_turn(turn) for turn in _with_input(row)]] if row.turns else []
         rows.append([row.step, row.kind, prompts[row.prompt, row.images], row.completion, reward, extra, *turns])
     found = {"total": len(run.samples), "prompts": [prompt for prompt, _ in prompts], "rows": rows}
     if not any(row.images or any(map(_turn_images, row.turns)) for row in kept):
@@ -346,7 +347,7 @@ def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:
         sizes: Counter[int] = Counter()
         for row in rows:
             if row.kind == kind:
-                sizes[row.step] += len(row.completion) + len(row.prompt) + 40 + sum(map(_turn_size, row.turns))
+                sizes[row.step] += len(row.completion) + len(row.prompt) + 40 + sum(map(_turn_size, _with_input(row)))
         steps = sorted(sizes, reverse=True)
         thinned = (steps[::stride] for stride in range(1, len(steps)))
         fitting = (some for some in thinned if sum(sizes[step] for step in some) <= budget // len(kinds))
@@ -354,12 +355,19 @@ def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:
     return [row for row in rows if (row.kind, row.step) in kept]
 
 
+def _with_input(row: Sample) -> list[Turn]:
+    """The messages of an episode, and before them the text that its first turn continues, if it is known."""
+    return [Turn(role="model input", content=row.model_input), *row.turns] if row.model_input else list(row.turns)
+
+
 def _turn(turn: Turn) -> dict[str, Any]:
-    """A message for the page: its role and text, whether it is trained on, and its reward and tool calls, if any."""
+    """A message for the page: its role and text, whether it is sampled and trained on, its reward and tool calls."""
     content = turn.content
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     shown: dict[str, Any] = {"role": turn.role, "text": _truncate(str(content or "")), "trained": turn.trained}
+    if turn.sampled:
+        shown["sampled"] = True
     if turn.reasoning_content:
         shown["reasoning"] = _truncate(turn.reasoning_content)
     if calls := [call.get("function") or {} for call in turn.tool_calls]:

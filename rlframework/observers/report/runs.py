@@ -66,6 +66,7 @@ class Turn(BaseModel):
     tool_calls: list[dict[str, Any]] = []
     reward: float | None = None
     trained: bool = False
+    sampled: bool | None = None
 
 
 class Sample(BaseModel):
@@ -81,6 +82,8 @@ class Sample(BaseModel):
     run: str | None = None
     turns: tuple[Turn, ...] = ()
     images: tuple[str, ...] = ()
+    model_input: str = ""
+    metrics: dict[str, float] = {}
 
 
 Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]

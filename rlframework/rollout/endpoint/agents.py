@@ -1,18 +1,23 @@
 """Rollouts by agents: each attempt has a session of the endpoint, whose calls become training rows.
 
-An agent that fails (an exception, its deadline, no turn) costs itself alone.
+An agent that fails (an exception, its deadline, no turn, no reward) costs itself alone. One that raises because a
+budget has refused a turn has not failed: its attempt is truncated, like an episode at a budget.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from rlframework.config.episode_environments import AttemptsConfig
-from rlframework.environments.agent import AgentSession, RunsAgents
+from rlframework.environments.agent import AgentSession, NoReward, RunsAgents
+from rlframework.environments.user_tracebacks import described, traceback_of
+from rlframework.errors import UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample, StepOutcome
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlframework.algorithm import Parts
+
+_LOG = logging.getLogger(__name__)
 
 _GRACE = 1.0
 """Seconds that an agent has to end after its deadline, when it is cancelled."""
@@ -96,30 +103,35 @@ class AgentRunner:
     ) -> None:
         self._environment, self._config, self._endpoint = environment, config, endpoint
         self._bridge, self._base_url = bridge, base_url
+        self._warned = False
 
     async def play(self, sample: Sample, seed: int) -> PlayedEpisode:
         """Run the agent on `sample` once, with a session of its own, which is closed at its end."""
         session = Session(self._bridge.begin(), seed, max_turns=self._config.max_turns)
         self._endpoint.sessions.open(session)
         try:
-            failure, outcome = await self._run(sample, session)
+            end = await self._run(sample, session)
         finally:
             self._endpoint.sessions.close(session)
             self._bridge.end(session.engine_session)
-        if not failure and not session.trajectory.turns:
-            failure = "the agent has sampled no turn"
-        if not failure:
-            outcome = outcome or await self._rewarded(sample, session)
-            require_numbers([outcome], [sample], self._config.name)
-        return _episode(sample, session, outcome, failure)
+        if end.raised and session.refusal and session.trajectory.turns:
+            return _episode(sample, session, await self._at_budget(sample, session))
+        if not end.failure and not session.trajectory.turns:
+            end = _End("the agent has sampled no turn")
+        if not end.failure:
+            end = await self._rewarded(sample, session, end.outcome)
+        return _episode(sample, session, end)
 
-    async def _run(self, sample: Sample, session: Session) -> tuple[str, StepOutcome | None]:
-        """Return why the agent failed, or an empty text, and the reward that it returned, if any."""
+    async def _run(self, sample: Sample, session: Session) -> _End:
+        """Run the agent to its end or deadline; return why it failed, or the reward that it returned, if any."""
         seconds = self._config.agent_timeout
         view = AgentSession(self._base_url, session.token, self._endpoint.model, session.id)
         task = asyncio.ensure_future(self._environment.run_agent(sample, view))
         try:
             await asyncio.wait({task}, timeout=seconds)
+        except asyncio.CancelledError:
+            self._endpoint.sessions.close(session, given_up=True)
+            raise
         finally:
             in_time = task.done()
             if not in_time:
@@ -130,25 +142,59 @@ class AgentRunner:
             if not isinstance(raised, Exception):
                 raise raised
             if in_time:
-                return f"{type(raised).__name__} in the agent: {raised}", None
+                return _End(described(raised, "the agent"), traceback_of(raised), raised=True)
         if not in_time:
-            return f"the agent took more than environment.agent_timeout={seconds:g} seconds", None
-        return ("the agent was cancelled", None) if task.cancelled() else ("", task.result())
+            return _End(f"the agent took more than environment.agent_timeout={seconds:g} seconds")
+        return _End("the agent was cancelled") if task.cancelled() else _End(outcome=task.result())
 
-    async def _rewarded(self, sample: Sample, session: Session) -> StepOutcome:
-        """Return the posted reward, or the environment's for the model's last message."""
-        if session.reward is not None:
-            return StepOutcome(session.reward, metrics=session.metrics)
-        with timed(self._bridge.timeline, ENVIRONMENT, "score"):
-            return await self._environment.score_answer(sample, session.completion)
+    async def _at_budget(self, sample: Sample, session: Session) -> _End:
+        """Return the reward of an agent that raised when a budget refused a turn: as for episodes, what it has by then.
+
+        That is the posted reward, or the environment's for the model's last message; 0 without either.
+        """
+        outcome = (await self._rewarded(sample, session, None)).outcome or StepOutcome(0.0)
+        if not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "the agent raised when a turn was refused, so that its attempt at sample %r counts as truncated, with "
+                "the reward %g; later ones are not logged: %s", sample.id, outcome.reward, session.refusal,
+            )  # fmt: skip
+        return _End(outcome=outcome)
+
+    async def _rewarded(self, sample: Sample, session: Session, outcome: StepOutcome | None) -> _End:
+        """Return the returned reward, the posted one, or the environment's for the model's last message."""
+        if outcome is None and session.reward is not None:
+            outcome = StepOutcome(session.reward, metrics=session.metrics)
+        if outcome is None:
+            try:
+                with timed(self._bridge.timeline, ENVIRONMENT, "score"):
+                    outcome = await self._environment.score_answer(sample, session.completion)
+            except NoReward as error:
+                return _End(str(error))
+        try:
+            require_numbers([outcome], [sample], self._config.name)
+        except UserError as error:
+            return _End(str(error))
+        return _End(outcome=outcome)
 
 
-def _episode(sample: Sample, session: Session, outcome: StepOutcome | None, failure: str) -> PlayedEpisode:
-    transcript = session.transcript
+@dataclass(frozen=True)
+class _End:
+    """The end of an attempt: its outcome, or why it failed, with the traceback if the agent has `raised`."""
+
+    failure: str = ""
+    traceback: str = ""
+    outcome: StepOutcome | None = None
+    raised: bool = False
+
+
+def _episode(sample: Sample, session: Session, end: _End) -> PlayedEpisode:
+    transcript, outcome = session.transcript, end.outcome
     if outcome is not None and (last := next((turn for turn in reversed(transcript) if turn["trained"]), None)):
         last["reward"] = float(outcome.reward)
     trajectory = session.trajectory
     return PlayedEpisode(
         sample, trajectory.rows, transcript, [outcome] if outcome is not None else [], trajectory.turns,
-        trajectory.breaks, session.calls, session.malformed, session.truncated, failure, session.completion,
+        trajectory.breaks, session.calls, session.malformed, session.truncated, end.failure, session.completion,
+        end.traceback,
     )  # fmt: skip

@@ -161,10 +161,10 @@ class Sampler:
         if self._most is None:
             return room
         if used >= self._most:
-            session.truncated = True
-            raise ApiError(
-                f"the conversation has {used} tokens, which leaves no room for a turn: the most is {self._most}",
-                code="context_length_exceeded",
+            raise session.refused(
+                f"the conversation has {used} tokens, which leaves no room for a turn: the most is {self._most} "
+                "(environment.max_episode_tokens, or the model's positions)",
+                "context_length_exceeded",
             )
         return min(room, self._most - used)
 

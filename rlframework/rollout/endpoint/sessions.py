@@ -35,8 +35,9 @@ class Session:
     """The turns that an agent has sampled. `engine_session`: the id for the generation client.
 
     `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
-    those that the agent has posted. `truncated`: whether a limit has ended a turn or refused one. `pictures`: the
-    images of recorded requests by their digests, each stored once.
+    those that the agent has posted. `truncated`: whether a limit has ended a turn or refused one. `refusal`: why a
+    budget refused the last turn that was asked for; empty if it was sampled. `pictures`: the images of recorded
+    requests by their digests, each stored once.
     """
 
     engine_session: str
@@ -53,8 +54,9 @@ class Session:
     calls: int = 0
     malformed: int = 0
     truncated: bool = False
+    refusal: str = ""
     completion: str = ""
-    closed: bool = False
+    closed: ApiError | None = None
     pictures: dict[str, Picture] = field(default_factory=dict)
     _conversations: Conversations = field(default_factory=Conversations)
     _responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
@@ -64,13 +66,18 @@ class Session:
     def begin_turns(self, count: int) -> None:
         """Count `count` new turns. `ApiError` if that exceeds `max_turns`."""
         if self.max_turns is not None and self.started + count > self.max_turns:
-            self.truncated = True
-            raise ApiError(
+            raise self.refused(
                 f"this session has had {self.started} turns, and {count} more exceed environment.max_turns="
                 f"{self.max_turns}",
-                code="max_turns",
+                "max_turns",
             )
         self.started += count
+        self.refusal = ""
+
+    def refused(self, message: str, code: str) -> ApiError:
+        """Return the error of a turn that a budget refuses, which makes the session truncated."""
+        self.truncated, self.refusal = True, message
+        return ApiError(message, code=code)
 
     def seeds(self, prompt: Tensor, count: int, pictures: Sequence[Picture] = ()) -> list[int] | None:
         """Return the seeds of `count` turns after the tokens `prompt`, or None if clients choose seeds.
@@ -116,10 +123,10 @@ class Session:
     def set_reward(self, body: Any) -> None:
         """Take the reward that the agent posts: `{"reward": 1.0, "metrics": {"name": 0.5}}`. The last one counts.
 
-        `ApiError` 401 if the session was closed while the body was read.
+        `ApiError` if the session was closed while the body was read.
         """
         if self.closed:
-            raise unauthorized()
+            raise self.closed
         metrics = body.get("metrics") or {} if isinstance(body, Mapping) else None
         if not isinstance(metrics, Mapping) or len(metrics) > _MOST_METRICS:
             raise ApiError('a reward is posted as {"reward": NUMBER, "metrics": {"name": NUMBER}}')
@@ -134,28 +141,28 @@ class Session:
         self.metrics = {str(name): float(value) for name, value in metrics.items()}
 
     async def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Return the result of `work`, which is cancelled when the session is closed: then `ApiError` 401.
+        """Return the result of `work`, which is cancelled when the session is closed: then the `ApiError` of `close`.
 
         It does not begin if the session was closed while the request was read.
         """
         if self.closed:
             work.close()
-            raise unauthorized()
+            raise self.closed
         task = asyncio.ensure_future(work)
         self._running.add(task)
         try:
             return await task
         except asyncio.CancelledError:
             if self.closed:
-                raise unauthorized() from None
+                raise self.closed from None
             raise
         finally:
             task.cancel()
             self._running.discard(task)
 
-    def close(self) -> None:
-        """Cancel the requests in progress; later ones are rejected."""
-        self.closed = True
+    def close(self, error: ApiError) -> None:
+        """Cancel the requests in progress; they and later ones are rejected with `error`."""
+        self.closed = self.closed or error
         for task in self._running:
             task.cancel()
 
@@ -165,24 +172,40 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_token: dict[bytes, Session] = {}
+        self._given_up: set[bytes] = set()
 
     def open(self, session: Session) -> Session:
         """Accept requests of `session` from now on."""
         self._by_token[_digest(session.token)] = session
         return session
 
-    def close(self, session: Session) -> None:
-        """Accept no more requests of `session`, and cancel those in progress."""
+    def close(self, session: Session, *, given_up: bool = False) -> None:
+        """Accept no more requests of `session`, and cancel those in progress. `given_up`: clients are told so."""
         self._by_token.pop(_digest(session.token), None)
-        session.close()
+        if given_up:
+            self._given_up.add(_digest(session.token))
+        session.close(_given_up() if given_up else unauthorized())
 
     def find(self, authorization: str | None) -> Session:
-        """Return the session of the header `Authorization: Bearer TOKEN`. `ApiError` 401 if there is none."""
+        """Return the session of the header `Authorization: Bearer TOKEN`. `ApiError` if there is none.
+
+        410 for a session that was given up, which clients do not try again; else 401.
+        """
         kind, _, token = (authorization or "").partition(" ")
-        session = self._by_token.get(_digest(token.strip())) if kind.lower() == "bearer" else None
-        if session is None:
+        digest = _digest(token.strip()) if kind.lower() == "bearer" else b""
+        if digest in self._given_up:
+            raise _given_up()
+        if (session := self._by_token.get(digest)) is None:
             raise unauthorized()
         return session
+
+
+def _given_up() -> ApiError:
+    return ApiError(
+        "this attempt was given up: the run has ended or was interrupted, or its step's deadline has passed",
+        status=410,
+        code="attempt_given_up",
+    )
 
 
 def _digest(token: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from probe_agents import CALLED, SESSIONS
 from scripted_episodes import END, ScriptedEngine, samples
 
 from rlframework.config.sections import RunConfig
+from rlframework.errors import UserError
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.rollout.endpoint.errors import ApiError
+from rlframework.rollout.endpoint.sessions import Session, Sessions
 from rlframework.rollout.rollouts import rollout
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
@@ -72,6 +76,53 @@ def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
     assert result.data["sample_mask"].tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
+def test_attempts_without_a_reward_cost_themselves_alone(agent_parts: Any, caplog: pytest.LogCaptureFixture) -> None:
+    result = rollout(agent_parts("mixed"), samples(4), torch.arange(4))
+    raised, nothing, nan, fine = result.failures
+    assert re.fullmatch(r"KeyError in the agent: 'missing' \(.*probe_agents.py:\d+\)", raised)
+    assert "returned None and posted no reward" in nothing
+    assert "return a float" in nothing
+    assert "reward=nan for sample 's2'" in nan
+    assert fine == ""
+    assert result.rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert all(f"sample '{name}': " in caplog.text for name in ("s0", "s1", "s2"))
+
+
+def test_the_error_of_agents_that_all_fail_has_their_traceback(agent_parts: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        rollout(agent_parts("mixed"), samples(1), torch.arange(1))
+    message = str(caught.value)
+    assert message.startswith("all 1 episodes of environment 'agent' failed; the first, of sample 's0': KeyError")
+    assert 'return sample.metadata["missing"]' in message
+    assert "threads.py" not in message
+
+
+def test_an_agent_that_raises_at_a_budget_is_truncated(agent_parts: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As episodes are, with the reward that it has by then."""
+    result = rollout(agent_parts("endless", "environment.max_turns=2"), samples(3), torch.arange(3))
+    assert result.failures == [""] * 3
+    assert result.rewards.tolist() == [0.0, 0.5, 2.0]
+    assert result.truncated.tolist() == [True] * 3
+    assert result.metrics["episode_turns"] == 2.0
+    assert caplog.text.count("counts as truncated") == 1
+    assert "more exceed environment.max_turns=2" in caplog.text
+    assert result.records(1, "train", 1)[0].truncated
+
+
+def test_an_attempt_that_was_given_up_is_told_so() -> None:
+    sessions = Sessions()
+    given_up, ended = (sessions.open(Session("engine")) for _ in range(2))
+    sessions.close(given_up, given_up=True)
+    sessions.close(given_up)
+    sessions.close(ended)
+    for session, status in ((given_up, 410), (ended, 401)):
+        with pytest.raises(ApiError) as caught:
+            sessions.find(f"Bearer {session.token}")
+        assert caught.value.status == status
+        assert session.closed is not None
+        assert session.closed.status == status
+
+
 def test_a_token_ends_with_its_attempt(agent_parts: Any) -> None:
     SESSIONS.clear()
     parts = agent_parts("comes_back", "environment.max_concurrent_episodes=1")
@@ -104,3 +155,8 @@ def test_an_agent_by_openai_agents_calls_its_tool(agent_parts: Any, model: str) 
     assert (result.metrics["tool_calls"], result.metrics["malformed_tool_calls"]) == (1.0, 0.0)
     assert (result.metrics["episode_turns"], result.metrics["episode_rows"]) == (2.0, 1.0)
     assert [turn["role"] for turn in result.transcripts[0]] == ["user", "assistant", "tool", "assistant"]
+    (record,) = result.records(1, "validation", 1, tokenizer)
+    assert "Add two numbers." in record.model_input
+    assert [(turn["trained"], turn.get("sampled")) for turn in record.turns] == [
+        (False, sampled) for sampled in (None, True, None, True)
+    ]

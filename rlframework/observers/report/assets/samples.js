@@ -92,10 +92,10 @@ function textsOf(row) {
 
 // An episode turn by turn; the model's turns are marked, and called trained where they are in the loss.
 function episode(row) {
-  const sampled = row.kind === "train" ? "trained" : "sampled";
+  const word = (turn) => turn.trained && row.kind === "train" ? "trained" : turn.trained || turn.sampled ? "sampled" : "masked";
   return el("ol", { class: "turns" }, row.turns.map((turn) => {
-    const facts = [turn.trained ? sampled : "masked", ...(turn.reward === undefined ? [] : [`reward ${number(turn.reward)}`])];
-    return el("li", { class: turn.trained ? "trained" : null },
+    const facts = [word(turn), ...(turn.reward === undefined ? [] : [`reward ${number(turn.reward)}`])];
+    return el("li", { class: turn.trained || turn.sampled ? "trained" : null },
       el("div", { class: "extra" }, el("b", {}, turn.role), ` ${facts.join(", ")}`),
       turn.reasoning ? el("div", { class: "extra" }, folded(turn.reasoning)) : null,
       pictures(row, turn.images ?? []),
