@@ -320,7 +320,7 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
         for name in OWN_BACKENDS
         for section in ("policy", *FURTHER_POLICIES)
     }
-    owners: dict[Keys, list[str]] = {}
+    owners: dict[tuple[str, str], list[str]] = {}
     for section, record_type in OPEN_SECTIONS.items():
         for name, other in manager.registered(record_type.kind).items() if section in selected else ():
             for key in _section_model(other).model_fields:
@@ -329,7 +329,7 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
         more = ", ..." if len(names) > _OWNERS else ""
         hints[section, key] = (
             f"It is a key of {', '.join(names[:_OWNERS])}{more}, but {section}.name is "
-            f"`{selected[str(section)].record.name}`. The override `~{section}.{key}` removes it."
+            f"`{selected[section].record.name}`. The override `~{section}.{key}` removes it."
         )
     return hints
 

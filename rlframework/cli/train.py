@@ -76,8 +76,9 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
     from rlframework.estimates.plan import plan_run
     from rlframework.runner.launch import dry_run
 
+    notes: tuple[str, ...] = ()
     if on is None:
-        found, notes = dry_run(load_config(config, overrides), overwrite=overwrite), ()
+        found = dry_run(load_config(config, overrides), overwrite=overwrite)
     else:
         plan = plan_run(config, overrides, PlannedGpus.parse(on))
         found, notes = dry_run(plan.config, overwrite=overwrite, planned=plan.gpus), plan.notes

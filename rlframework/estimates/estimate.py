@@ -256,8 +256,9 @@ def estimate(
 ) -> Estimate:
     """Estimate the run of `parts`, which needs no workers; see `estimate_rows`."""
     further = {name: (model.config, cast("PolicyWorkerRecord", model.record)) for name, model in parts.models.items()}
-    rows, given = rows_of(parts), {"engine": engine, "planned": planned}
-    return estimate_models(parts.config, record, rows, further, reference=reference, **given)
+    return estimate_models(
+        parts.config, record, rows_of(parts), further, reference=reference, engine=engine, planned=planned
+    )
 
 
 def estimate_models(
@@ -310,8 +311,10 @@ def estimate_rows(
         )
         notes = (*notes, note)
     memory = worker_memory(config, layout, model, rows, worker, reference=reference)
-    own = None if planned is None else planned.per_engine
-    given = {"beside": peak(memory, "device"), "per_engine": own}
+    engines = None
+    if engine is not None:
+        own = None if planned is None else planned.per_engine
+        engines = engines_of(config, engine, model, rows, worker, beside=peak(memory, "device"), per_engine=own)
     return Estimate(
         config=config,
         device=device,
@@ -324,7 +327,7 @@ def estimate_rows(
         gpus=present,
         planned=planned,
         notes=notes,
-        engines=None if engine is None else engines_of(config, engine, model, rows, worker, **given),
+        engines=engines,
     )
 
 
