@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from rlframework.new_backend import core_range
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = ("deepspeed", "dtensor", "megatron", "vllm")
@@ -112,6 +115,14 @@ def test_the_example_of_a_backend_takes_this_core_and_the_next_ones_that_do_not_
     assert core.name == "rlframework-core"
     assert core.specifier.contains(version("core"))
     assert not core.specifier.contains("1.0")
+
+
+@pytest.mark.parametrize("page", ["plugins", "write_a_backend"])
+def test_a_page_for_plugin_authors_names_the_range_that_new_backend_writes(page):
+    wanted = f"rlframework-core{core_range(version('core'))}"
+    named = re.findall(r"rlframework-core[<>=~!][^\"`\s]*", (ROOT / "docs" / f"{page}.md").read_text())
+    assert named
+    assert set(named) == {wanted}
 
 
 def test_the_quickstart_installs_core_and_the_reference_backend():
