@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LOG = logging.getLogger(__name__)
 
 _PROBE = "content"
 """A content, to find out whether a template writes texts."""
@@ -78,11 +82,24 @@ def _forms(
         if tools:  # Gemma 2 has no system role
             yield [template_message(message) for message in tools_as_text(messages, tools, role="user")], ()
         return
+    if tools:
+        _warn_of_unlisted_tools(template)
     yield [template_message(message) for message in messages], tools
     if any(message.get("tool_calls") for message in messages):
         # DeepSeek-R1 wants the arguments as text; gpt-oss wants content or reasoning, not both, beside a call
         yield [template_message(message, mappings=False) for message in messages], tools
         yield [template_message(_with_content_as_reasoning(message)) for message in messages], tools
+
+
+@lru_cache(maxsize=16)  # logged once for a template
+def _warn_of_unlisted_tools(template: str) -> None:
+    """Log that the model is not told of its tools, if the template has no variable `tools`."""
+    if not re.search(r"\btools\b", template):
+        _LOG.warning(
+            "the chat template writes tool calls but not the tools that may be called (it does not use the variable "
+            "`tools`), so prompts have no list of them: describe them in the system prompt, or set "
+            "policy.chat_template to one that lists `tools`"
+        )
 
 
 def _with_content_as_reasoning(message: Message) -> Message:

@@ -15,7 +15,7 @@ from rlframework.environments.reward_calls import Failure, read_result
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Environment, Sample, StepOutcome
 from rlframework.interfaces.messages import Message
-from rlframework.plugins.user_defined import load_import_path
+from rlframework.plugins.user_defined import load_agent
 
 
 class NoReward(UserError):
@@ -84,7 +84,10 @@ class AgentEnvironment(DatasetEnvironment):
 
     def __init__(self, config: AgentConfig, *, seed: int) -> None:
         """Raises `ConfigError` if the function cannot be used."""
-        self._agent: Callable[..., Any] = load_agent(config.agent)
+        try:
+            self._agent: Callable[..., Any] = load_agent(config.agent)
+        except ConfigError as error:
+            raise ConfigError(f"environment.agent: {error}") from error
         self._path = config.agent
         super().__init__(config, seed=seed)
         self.counts_calls = False  # `AnswerScores` counts
@@ -114,15 +117,3 @@ class AgentEnvironment(DatasetEnvironment):
     def shutdown(self) -> None:
         """End the process of the reward function."""
         self._scores.close(super().shutdown)
-
-
-def load_agent(path: str) -> Callable[..., Any]:
-    """Return the function at the import path `path`. Raises `ConfigError` if it is none."""
-    found = load_import_path(path)
-    if not callable(found) or isinstance(found, type):
-        raise ConfigError(
-            f"environment.agent={path!r} is not a function; define `async def solve(sample, session)` or "
-            "`def solve(sample, session)`"
-        )
-    agent: Callable[..., Any] = found
-    return agent

@@ -157,7 +157,12 @@ class DatasetEnvironment(VerifiableEnvironment):
         config, train = self._config, None
         if config.mixture is not None:
             sources = sorted(config.mixture.items())  # the order of the section changes nothing
-            train = JoinedRows({name: open_rows(at.path, subset=at.subset, split=at.split) for name, at in sources})
+            train = JoinedRows(
+                {
+                    name: open_rows(at.path, subset=at.subset, split=at.split, key=f"environment.mixture.{name}.path")
+                    for name, at in sources
+                }
+            )
         return open_splits(
             config, subset=config.subset, split=config.split, validation=config.validation_split, train=train
         )

@@ -110,7 +110,10 @@ class MethodSession(ToolSession):
 
 def load_tools(path: str) -> type:
     """Return the class at the import path `path`. Raises `ConfigError` if it is none, or has no usable tools."""
-    found = load_import_path(path)
+    try:
+        found = load_import_path(path)
+    except ConfigError as error:
+        raise ConfigError(f"environment.tools: {error}") from error
     if not isinstance(found, type):
         raise ConfigError(f"environment.tools={path!r} is not a class, but {type(found).__name__}; give a class")
     Toolbox(found)

@@ -49,7 +49,7 @@ from rlframework.plugins.types import (
     Record,
     WorkerGroupRecord,
 )
-from rlframework.plugins.user_defined import load_loss, load_reward
+from rlframework.plugins.user_defined import load_agent, load_loss, load_reward
 
 _Kind = TypeVar("_Kind", bound=Record)
 
@@ -119,7 +119,7 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
     sockets = "an OpenEnv server, which runs elsewhere, over a WebSocket"
     elsewhere = "a verifiers environment, in a Python environment of its own"
     return [
-        core("agent", "environments.agent:AgentEnvironment", agents, AgentConfig, check=check_tools),
+        core("agent", "environments.agent:AgentEnvironment", agents, AgentConfig, check=check_agent),
         core(
             "tools",
             "environments.tool_environment:ToolEnvironment",
@@ -281,6 +281,15 @@ def check_tools(config: RunConfig, device: str) -> list[Problem]:
     """Check the reward functions as `check_dataset` does; the class itself is checked when it is loaded."""
     environment = config.environment
     return check_dataset(config, device) if getattr(environment, "reward", None) is not None else []
+
+
+def check_agent(config: RunConfig, device: str) -> list[Problem]:
+    """Check the agent's function, and the reward functions as `check_tools` does."""
+    environment = config.environment
+    unusable = (
+        _problem_of("environment.agent", load_agent, environment.agent) if isinstance(environment, AgentConfig) else []
+    )
+    return [*unusable, *check_tools(config, device)]
 
 
 def check_sft(config: RunConfig, device: str) -> list[Problem]:

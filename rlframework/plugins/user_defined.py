@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from rlframework.errors import ConfigError, PluginError
-from rlframework.plugins.loading import check_model, make_current_directory_importable
+from rlframework.plugins.loading import check_model, did_you_mean, make_current_directory_importable
 from rlframework.plugins.types import API_VERSION, AlgorithmRecord, Capability, EnvironmentRecord
 
 SINGULAR = ("sample", "prompt", "completion", "answer")
@@ -30,6 +30,8 @@ ACCEPTED_FORMS = (
     "Examples: `def score(samples, completions): ...`, `def score(prompt, completion, answer): ...`. A function with "
     "TRL's signature, `def score(prompts, completions, **columns)`, gets the columns of the rows by name"
 )
+
+_AGENT_FORM = "define `async def solve(sample, session)` or `def solve(sample, session)`"
 
 _LOSS_ATTRIBUTES = ("loss_type", "input_type", "wants_entropy", "at_sampling_temperature")
 _LOSS_FORM = (
@@ -71,8 +73,33 @@ def load_import_path(path: str) -> Any:
         return attrgetter(name)(module)
     except AttributeError as error:
         file = getattr(module, "__file__", None) or "no file"
+        near = did_you_mean(name, [known for known in vars(module) if not known.startswith("_")]).replace(
+            " Did", ". Did"
+        )
         hint = "; objects defined in a script must be moved to a module" if module_name == "__main__" else ""
-        raise ConfigError(f"{path!r}: module {module_name!r} ({file}) has no {name!r}{hint}") from error
+        raise ConfigError(f"{path!r}: module {module_name!r} ({file}) has no {name!r}{hint or near}") from error
+
+
+def load_agent(path: str) -> Callable[..., Any]:
+    """Return the agent at the import path `path`, a function that can be called with a sample and a session.
+
+    Raises a `ConfigError` that says what to define.
+    """
+    found = load_import_path(path)
+    if not callable(found) or isinstance(found, type):
+        raise ConfigError(f"{path!r} is not a function; {_AGENT_FORM}")
+    try:
+        parameters = inspect.signature(found)
+    except (ValueError, TypeError):  # of a function without a readable signature
+        return cast("Callable[..., Any]", found)
+    try:
+        parameters.bind("sample", "session")
+    except TypeError as error:
+        raise ConfigError(
+            f"{path!r} ({_place(found)}) cannot be called with a sample and a session: its parameters are "
+            f"{parameters} ({error}); {_AGENT_FORM}"
+        ) from error
+    return cast("Callable[..., Any]", found)
 
 
 def environment_record(path: str) -> EnvironmentRecord:

@@ -65,6 +65,19 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert '{"name": "add", "arguments": "{a"}' in apply_template(tokenizer("chatml"), [ASK, call("{a")])
 
 
+def test_a_template_with_calls_that_lists_no_tools_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    calls = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    for listing, logged in (("", 1), ("{{ tools }}", 0)):
+        caplog.clear()
+        for _ in range(2):
+            assert apply_template(character_template(listing + calls), [ASK], TOOLS)
+        assert len(caplog.messages) == logged
+    apply_template(character_template(calls + " "), [ASK])
+    assert not caplog.messages
+    apply_template(character_template(calls + " "), [ASK], TOOLS)
+    assert "it does not use the variable `tools`), so prompts have no list of them" in caplog.text
+
+
 def test_a_template_without_system_role_has_the_tools_in_the_first_question() -> None:
     """Gemma 2 raises an error for a system message, and for two messages of a user that follow one another."""
     answers: list[Message] = [{"role": "tool", "content": text, "tool_call_id": "call00001"} for text in "34"]

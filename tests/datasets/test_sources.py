@@ -213,6 +213,16 @@ def test_the_hub_is_not_asked_for_what_looks_like_a_path(monkeypatch: pytest.Mon
     assert "No such file" in message or "no file matches" in message
 
 
+def test_a_missing_file_has_its_key_and_the_nearest_name(tmp_path: Path) -> None:
+    jsonl(tmp_path / "questions.jsonl", ROWS)
+    with pytest.raises(DataError) as raised:
+        open_rows(tmp_path / "quesitons.jsonl", key="environment.path")
+    message = str(raised.value)
+    assert message.startswith(f"environment.path: {tmp_path / 'quesitons.jsonl'}: cannot be read (No such file")
+    assert "give a JSONL, Parquet or CSV file" in message
+    assert message.endswith(" Did you mean 'questions.jsonl'?")
+
+
 def test_a_path_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "No such file or directory" in refused(Path("openai/gsm8k"))

@@ -8,6 +8,7 @@ data from the hub.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import os
 import tempfile
@@ -37,13 +38,13 @@ _ALLOWED = (
 )
 
 
-def open_rows(source: str | Path, *, subset: str | None = None, split: str | None = None) -> Rows:
+def open_rows(source: str | Path, *, subset: str | None = None, split: str | None = None, key: str = "") -> Rows:
     """Open the rows of `source` in order, memory-mapped or read in place.
 
     `source`: a file (.jsonl, .json, .ndjson, .parquet, .pq, .csv, .tsv), a glob pattern or a directory of files of one
     kind, a directory of `datasets.save_to_disk`, or a name on the hub (a `str`: a `Path` is always local). `split`
     applies to the last three, `subset` to a directory of files and a name. `split` defaults to `train`, or the only
-    split.
+    split. `key`: the setting that names the source, for the error that a file does not exist.
 
     Raises a `DataError` if nothing is found, the hub cannot be reached, the split does not exist (listing those that
     do), or a file is empty, damaged or of another kind. An invalid JSON line is an error when its row is read.
@@ -57,11 +58,24 @@ def open_rows(source: str | Path, *, subset: str | None = None, split: str | Non
         given = "split" if split is not None else "subset"
         raise DataError(f"{path}: a file has no {given}; remove {given}, or give a directory or a name with splits")
     if os.path.lexists(path) or not glob.has_magic(str(path)):
+        if not os.path.lexists(path):
+            raise DataError(_missing(path, key))
         return _from_files([path], path.stem)
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(name)]
     if not found:
         raise DataError(f"{path}: no file matches this pattern; {_ALLOWED}")
     return _from_files(found, path.stem)
+
+
+def _missing(path: Path, key: str = "") -> str:
+    """The message that `path` does not exist, with the file beside it whose name is most similar."""
+    try:
+        beside = [each.name for each in path.parent.iterdir()]
+    except OSError:  # the folder does not exist either
+        beside = []
+    start = f"{key}: " if key else ""
+    near = "".join(f". Did you mean {name!r}?" for name in difflib.get_close_matches(path.name, beside, n=1))
+    return f"{start}{path}: cannot be read (No such file or directory); {_ALLOWED}{near}"
 
 
 def is_local(name: str) -> bool:
@@ -81,7 +95,7 @@ def _choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
 def _from_files(paths: Sequence[Path], label: str) -> Rows:
     for path in paths:
         if path.suffix not in _KINDS and not path.exists():
-            raise DataError(f"{path}: cannot be read (No such file or directory); {_ALLOWED}")
+            raise DataError(_missing(path))
         if path.suffix not in _KINDS:
             allowed = sorted(_KINDS)
             raise DataError(f"{path}: files of type {path.suffix!r} are not supported, only {allowed}; convert it")

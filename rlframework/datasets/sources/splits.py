@@ -20,11 +20,12 @@ def open_splits(
     if train is None and given is not None:
         train = given.train
     elif train is None and config.path is not None:
-        train = open_rows(config.path, subset=subset, split=split)
+        train = open_rows(config.path, subset=subset, split=split, key="environment.path")
     elif train is None:
         raise DataError("environment.path is not set, and no rows were given; set it, or give rows from Python")
     path = config.validation_path or config.path
     if path is None or (config.validation_path is None and validation is None):
         return train, None if given is None else given.validation
     subset = subset if config.validation_path is None or not is_local(path) else None
-    return train, open_rows(path, subset=subset, split=validation)
+    key = "environment.path" if config.validation_path is None else "environment.validation_path"
+    return train, open_rows(path, subset=subset, split=validation, key=key)
