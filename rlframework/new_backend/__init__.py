@@ -27,7 +27,13 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.errors import ConfigError
 from rlframework.files import replacing_directory
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.types import RECORD_TYPES, GenerationEngineRecord, PolicyWorkerRecord
+from rlframework.plugins.types import (
+    OWN_BACKENDS,
+    OWN_ENGINES,
+    RECORD_TYPES,
+    GenerationEngineRecord,
+    PolicyWorkerRecord,
+)
 
 LONGEST = 24
 """Maximum length of a name, so that lines of the template stay within the limit."""
@@ -118,6 +124,8 @@ def _taken(name: str, kind: str) -> str | None:
             return (
                 f"it is used by {row.distribution} {row.version}; choose another name, or uninstall that distribution"
             )
+    if name in (*OWN_BACKENDS, *OWN_ENGINES):
+        return "it is the name of one of rlframework's own distributions; choose another name"
     package, distribution = (_words(name, kind)[key] for key in ("package", "distribution"))
     if find_spec(package) is not None:
         return f"the Python module {package} already exists; choose another name, or uninstall it"

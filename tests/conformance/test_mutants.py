@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlframework.conformance import mutants
 from rlframework.conformance.mutants import MODULES, find_mutant, mutants_of
+from rlframework.conformance.mutants.policy_worker.engine_access import optimizer_of
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -62,3 +64,10 @@ def test_mutants_that_need_a_capability_are_left_out_where_it_is_missing():
     )
     assert not any(mutant.needs for mutant in without.values())
     assert {"tied_head_stale", "stale_prefix_cache"} <= with_it.keys() - without.keys()
+
+
+def test_a_mutant_of_an_optimizer_that_an_engine_lacks_says_so() -> None:
+    with pytest.raises(
+        TypeError, match=r"SimpleNamespace that is a torch.optim.optimizer.Optimizer, and there is none"
+    ):
+        optimizer_of(SimpleNamespace(module=None))

@@ -141,6 +141,7 @@ def test_linter_and_formatter_of_the_project_are_content_with_it(name, kind, fol
         ("json", "Python keyword or standard module"),
         ("optimizer", "`policy.optimizer` is already a configuration key"),
         ("dtensor", "used by rlframework-dtensor 0.2.0"),
+        ("vllm", "the name of one of rlframework's own distributions"),
         ("core", "rlframework-core 0.2.0 is already installed"),
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlframework.policy.head.patch import HeadPatch
+
+T = TypeVar("T")
 
 
 def in_service(attribute: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -29,17 +31,28 @@ in_engine = in_service("engine_class")
 
 def module_of(engine: Any) -> nn.Module:
     """Return the model that the engine trains."""
-    return next(value for value in vars(engine).values() if isinstance(value, nn.Module))
+    return _attribute(engine, nn.Module)
 
 
 def head_of(engine: Any) -> Any:
     """Return the engine's `HeadPatch`; untyped, since mutants replace its methods."""
-    return next(value for value in vars(engine).values() if isinstance(value, HeadPatch))
+    return _attribute(engine, HeadPatch)
 
 
 def optimizer_of(engine: Any) -> torch.optim.Optimizer:
     """Return the engine's optimizer."""
-    return next(value for value in vars(engine).values() if isinstance(value, torch.optim.Optimizer))
+    return _attribute(engine, torch.optim.Optimizer)
+
+
+def _attribute(engine: Any, kind: type[T]) -> T:
+    """Return the first attribute of the engine that is a `kind`; raise `TypeError` if it has none."""
+    for value in vars(engine).values():
+        if isinstance(value, kind):
+            return value
+    raise TypeError(
+        f"this mutant changes an attribute of {type(engine).__name__} that is a {kind.__module__}.{kind.__name__}, and "
+        "there is none: it says nothing about this backend"
+    )
 
 
 def gradients_of(engine: Any) -> Iterator[Tensor]:
