@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -59,6 +60,8 @@ _NOTES = """- **Data**: `gsm8k`, `tools` and `agent` read `openai/gsm8k` from th
 
 def page() -> str:
     """Return the text of the page."""
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))  # of the functions that recipes name
     with model_shapes() as shapes:
         rows = [row(path, planned(path, shapes)) for path in RECIPES]
     names = ("recipe", "model", "GPUs that train", "that generate", "backend", "GiB on each", "on each that generates")
