@@ -76,7 +76,7 @@ def hardware(path: Path) -> PlannedGpus:
 
 
 def planned(path: Path, shapes: Mapping[str, Path]) -> Estimate:
-    """What `rlframework train RECIPE --dry-run --on HARDWARE` plans, with the shapes of the recipe's models."""
+    """The plan of `rlframework train RECIPE --dry-run --on HARDWARE`, with the shapes of the recipe's models."""
     plan = plan_run(path, list(_models(path, shapes)), hardware(path))
     return dry_run(plan.config, planned=plan.gpus)
 

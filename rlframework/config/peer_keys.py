@@ -189,4 +189,4 @@ OF_PAIRS: Mapping[str, str] = {
     "use_weighting": _NONE,
     "simpo_gamma": "In rlframework this is `algorithm.gamma` of `algorithm.name` simpo.",
 }
-"""What a peer's key means to an algorithm on preference pairs, where that differs."""
+"""Meanings of peers' keys to algorithms on preference pairs, where they differ."""

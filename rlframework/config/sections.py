@@ -122,7 +122,9 @@ class EnvironmentConfig(Section):
     name: str = Field(
         description="an environment (`rlframework plugins` lists them), or the import path `module:Class` of yours"
     )
-    system_prompt: str | None = Field(None, description="system message of conversations, if there is a chat template")
+    system_prompt: str | None = Field(
+        None, description="system message of conversations that have none, if there is a chat template"
+    )
     images: ImagesConfig | None = Field(None, description="how to read images; null: messages have none")
     max_turns: Count = Field(
         16,

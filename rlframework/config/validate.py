@@ -50,7 +50,7 @@ _INSTEAD_OF_NULL = {
     ),
     "observers": "Each observer is a key that can be false, such as observers.tensorboard=false.",
 }
-"""What to write in place of null for a section that is always there."""
+"""Hints for null in place of a section that is always there."""
 
 
 def validate(

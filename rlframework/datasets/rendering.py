@@ -229,7 +229,10 @@ class _Chat:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number]
         if not turns:
             roles = [message["role"] for message in messages]
-            raise DataError(f"there is no assistant turn after a prompt to train on; the roles are {roles}")
+            raise DataError(
+                f"there is no assistant turn after a prompt to train on; the roles are {roles}. If rows have their "
+                "answer in a column of its own, set environment.columns.completion to its name"
+            )
         last = turns[-1]
         before = self.prompt(messages[:last])
         history = [_Segment(before, trained=train_on == "all")]

@@ -201,7 +201,8 @@ def workers(context: Context, config: RunConfig) -> Iterator[Finding]:
     for section, group in groups.items():
         count = group.num_workers
         text = f"{section}worker_group.num_workers={count}, with {have} {unit}(s) available {where}"
-        remedy, facts = f"Set it to at most {have}, or provide more {unit}s", {"workers": count, "there": have}
+        lower = f"Set it to at most {have}" if have else "Set device=cpu" if cuda else "Join a node"
+        remedy, facts = f"{lower}, or provide more {unit}s", {"workers": count, "there": have}
         if count <= have:
             yield ok(text, facts=facts)
         elif cuda or context.uses_group("ray"):

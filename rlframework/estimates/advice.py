@@ -1,4 +1,4 @@
-"""What reduces the memory of a run that does not fit."""
+"""Advice on how to reduce the memory of a run that does not fit."""
 
 from __future__ import annotations
 

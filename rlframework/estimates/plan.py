@@ -53,7 +53,7 @@ def plan_run(source: Source, overrides: Sequence[str], gpus: PlannedGpus) -> Pla
 
 
 def _changes(tree: Tree, gpus: PlannedGpus, per_engine: int) -> list[str]:
-    """What the plan sets, of keys that the configuration does not have."""
+    """Overrides for keys that the configuration leaves open."""
     found = [] if ("device",) in tree.overridden else ["device=cuda"]
     name, workers = tree.get(("worker_group", "name")), tree.get(("worker_group", "num_workers"))
     engines = tree.get(("generation", "workers"))

@@ -77,6 +77,8 @@ def scored_samples(parts: Parts, split: Split, count: int | None) -> Sequence[Sa
     samples = parts.environment.samples(split)[:count]
     if not len(samples):
         raise DataError(f"environment {name!r} has no {split} samples; choose another --split, or give it data")
+    if count is not None and len(samples) < count:
+        _LOG.warning("%d samples were asked for, and %s has %d", count, split, len(samples))
     InputCheck(parts).prompts(split, samples)
     return samples
 

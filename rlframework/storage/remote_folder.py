@@ -105,6 +105,15 @@ class RemoteFolder:
             except FileNotFoundError:
                 return
 
+    def delete_empty(self, name: str) -> None:
+        """Delete the subfolder `name` if no file is in it; object storage has no folders."""
+        if not self._has_folders:
+            return
+        with self._errors("delete", name):
+            self._fs.invalidate_cache()
+            if self._fs.isdir(self._path(name)) and not self._fs.find(self._path(name)):
+                self._fs.rm(self._path(name), recursive=True)
+
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 

@@ -10,6 +10,7 @@ against accidents, not against somebody who can write to the folder.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +146,7 @@ def delete(remote: RemoteFolder, name: str) -> None:
     remote.delete(f"{name}/{COMPLETE}")
     for path in remote.sizes(name):
         remote.delete(path)
+    remote.delete_empty(name)
 
 
 def delete_unfinished(remote: RemoteFolder, before: str) -> None:
@@ -154,10 +156,16 @@ def delete_unfinished(remote: RemoteFolder, before: str) -> None:
     """
     paths = remote.sizes()
     complete = {path.partition("/")[0] for path in paths if _is_manifest(path)}
-    for path in paths:
-        name = path.partition("/")[0]
-        if _is_checkpoint(name) and name < before and name not in complete:
-            remote.delete(path)
+    left = {path for path in paths if _is_unfinished(path, before, complete)}
+    for path in left:
+        remote.delete(path)
+    for name in {path.partition("/")[0] for path in left}:
+        remote.delete_empty(name)
+
+
+def _is_unfinished(path: str, before: str, complete: Collection[str]) -> bool:
+    name = path.partition("/")[0]
+    return _is_checkpoint(name) and name < before and name not in complete
 
 
 def _is_checkpoint(name: str) -> bool:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from rlframework.storage.remote_folder import StorageError
-from rlframework.storage.transfer import Sent, complete_checkpoints, delete, fetch, send
+from rlframework.storage.remote_folder import RemoteFolder, StorageError
+from rlframework.storage.transfer import Sent, complete_checkpoints, delete, delete_unfinished, fetch, send
 
 
 def contents(folder):
@@ -111,3 +111,14 @@ def test_deleting_begins_with_the_manifest(remote, files, make_checkpoint):
     delete(remote, "step-000002")
     assert files.deleted[0] == "000002/uploaded.json"
     assert remote.sizes() == {}
+
+
+def test_no_folder_of_a_deleted_checkpoint_is_left_on_a_file_system(make_checkpoint, tmp_path):
+    bucket = tmp_path / "bucket"
+    remote = RemoteFolder(bucket.as_uri())
+    for step in (2, 4, 6):
+        send(make_checkpoint(step), remote)
+    delete(remote, "step-000002")
+    remote.delete("step-000004/uploaded.json")  # a deletion that was interrupted
+    delete_unfinished(remote, "step-000006")
+    assert [path.name for path in bucket.iterdir()] == ["step-000006"]
