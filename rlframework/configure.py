@@ -325,11 +325,12 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
         for name, other in manager.registered(record_type.kind).items() if section in selected else ():
             for key in _section_model(other).model_fields:
                 owners.setdefault((section, key), []).append(f"`{name}`")
-    for (place, key), names in owners.items():
+    for keys, names in owners.items():
         more = ", ..." if len(names) > _OWNERS else ""
-        hints[place, key] = (
+        section, _ = map(str, keys)
+        hints[keys] = (
             f"It is a key of {', '.join(names[:_OWNERS])}{more}, but {section}.name is "
-            f"`{selected[str(place)].record.name}`. The override `~{place}.{key}` removes it."
+            f"`{selected[section].record.name}`. The override `~{'.'.join(map(str, keys))}` removes it."
         )
     return hints
 
