@@ -320,17 +320,16 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
         for name in OWN_BACKENDS
         for section in ("policy", *FURTHER_POLICIES)
     }
-    owners: dict[Keys, list[str]] = {}
+    owners: dict[tuple[str, str], list[str]] = {}
     for section, record_type in OPEN_SECTIONS.items():
         for name, other in manager.registered(record_type.kind).items() if section in selected else ():
             for key in _section_model(other).model_fields:
                 owners.setdefault((section, key), []).append(f"`{name}`")
-    for keys, names in owners.items():
+    for (section, key), names in owners.items():
         more = ", ..." if len(names) > _OWNERS else ""
-        section, _ = map(str, keys)
-        hints[keys] = (
+        hints[section, key] = (
             f"It is a key of {', '.join(names[:_OWNERS])}{more}, but {section}.name is "
-            f"`{selected[section].record.name}`. The override `~{'.'.join(map(str, keys))}` removes it."
+            f"`{selected[section].record.name}`. The override `~{section}.{key}` removes it."
         )
     return hints
 

@@ -76,15 +76,16 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
     from rlframework.estimates.plan import plan_run
     from rlframework.runner.launch import dry_run
 
-    plan = None if on is None else plan_run(config, overrides, PlannedGpus.parse(on))
-    if plan is None:
+    notes: tuple[str, ...] = ()
+    if on is None:
         found = dry_run(load_config(config, overrides), overwrite=overwrite)
     else:
-        found = dry_run(plan.config, overwrite=overwrite, planned=plan.gpus)
+        plan = plan_run(config, overrides, PlannedGpus.parse(on))
+        found, notes = dry_run(plan.config, overwrite=overwrite, planned=plan.gpus), plan.notes
     print_table(found.table())
-    for note in filter(None, (*found.notes, *(plan.notes if plan else ()), found.idle_gpus())):
+    for note in filter(None, (*found.notes, *notes, found.idle_gpus())):
         print(note)
-    if plan is not None:
+    if on is not None:
         print(f"planned for {plan.gpus} with {' '.join(plan.changes)}" if plan.changes else f"planned for {plan.gpus}")
         print(found.verdict())
     for warning in found.warnings():

@@ -255,8 +255,9 @@ def estimate(
 ) -> Estimate:
     """Estimate the run of `parts`, which needs no workers; see `estimate_rows`."""
     further = {name: (model.config, cast("PolicyWorkerRecord", model.record)) for name, model in parts.models.items()}
-    rows = rows_of(parts)
-    return estimate_models(parts.config, record, rows, further, reference=reference, engine=engine, planned=planned)
+    return estimate_models(
+        parts.config, record, rows_of(parts), further, reference=reference, engine=engine, planned=planned
+    )
 
 
 def estimate_models(
@@ -309,10 +310,10 @@ def estimate_rows(
         )
         notes = (*notes, note)
     memory = worker_memory(config, layout, model, rows, worker, reference=reference)
-    own, beside = None if planned is None else planned.per_engine, peak(memory, "device")
     engines = None
     if engine is not None:
-        engines = engines_of(config, engine, model, rows, worker, beside=beside, per_engine=own)
+        own = None if planned is None else planned.per_engine
+        engines = engines_of(config, engine, model, rows, worker, beside=peak(memory, "device"), per_engine=own)
     return Estimate(
         config=config,
         device=device,

@@ -372,9 +372,15 @@ def dry_run(
         note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
         views = {name: config.of(name) for name in used_policies(config, algorithm)}
         further = {name: (view, backend_record(view, manager)) for name, view in views.items()}
-        notes = (note, *notes)
         return estimate_models(
-            config, backend, rows, further, reference=reference, engine=engine, planned=planned, notes=notes
+            config,
+            backend,
+            rows,
+            further,
+            reference=reference,
+            engine=engine,
+            planned=planned,
+            notes=(note, *notes),
         )
     with planned_parts(config, manager, elsewhere=planned is not None) as parts:
         algorithm(parts)
