@@ -112,7 +112,13 @@ _REST = """Besides the state:
   norm in fp32.
 - **Logits**: on a GPU chunks of at most 2^28 fp32 numbers, and of 1/64 of its memory, with their gradients.
 - **Generation** in the workers: keys and values of `generation.batch_size` rows, and a whole copy of the model
-  unless the engine generates with its own weights (one worker, ZeRO 0 to 2).
+  unless the engine generates with its own weights (one worker, ZeRO 0 to 2). On a GPU as many rows are decoded as fit:
+  whether a run fits is decided with one.
+- **Engines in processes of their own** (`generation.workers`): the whole model in `generation.refit.dtype`, of which
+  each GPU of an engine has its share (`generation.vllm.tensor_parallel_size`), keys and values of one row, and with
+  vLLM on one GPU a second copy while weights are updated. How many rows fit in 90% of the rest is a line of its own.
+  Not counted: vLLM's activations, CUDA graphs, and what it reserves beyond that (`gpu_memory_utilization`). Ray
+  reserves GPUs for workers and engines; those of other groups begin at the first GPU, so one may have both.
 - **A reference policy** is in host memory."""
 
 _CHECKS = """On a CPU, torch 2.13, transformers 5.23, deepspeed 0.19, megatron-core 0.16.1:

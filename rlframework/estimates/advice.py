@@ -19,7 +19,7 @@ def remedy(
 
     `memory`: that of a worker; `engines`: those in processes of their own.
     """
-    policy, sizes = config.policy, {use.name: use.bytes for use in memory if use.place == place}
+    policy, sizes = config.policy, {use.name: use.needed for use in memory if use.place == place}
     moments = sizes.get("moments", 0) + sizes.get("second moments", 0)
     state = sum(sizes.get(name, 0) for name in ("weights", "main weights", "gradients")) + moments
     copy = sizes.get("generation model", 0)

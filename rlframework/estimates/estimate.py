@@ -88,18 +88,26 @@ class Estimate:
         Ray places each policy on GPUs of its own. Otherwise a GPU has a worker of each, and engines that share it;
         policies that are offloaded take turns.
         """
+        return self._fullest(least=False)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of `device_bytes` what is needed: embedded engines decode as many rows as fit, and need room for one."""
+        return self._fullest(least=True)
+
+    def _fullest(self, *, least: bool) -> int:
         ray = self.config.worker_group.name == "ray"
         own = {name for name, each in self.further.items() if ray and each.config.worker_group.name == "ray"}
-        return max([self._shared_bytes(own), *(self.further[name].device_bytes for name in own)])
+        return max([self._shared_bytes(own, least=least), *(self.further[name].device_bytes for name in own)])
 
-    def _shared_bytes(self, elsewhere: set[str]) -> int:
+    def _shared_bytes(self, elsewhere: set[str], *, least: bool) -> int:
         """Bytes on a GPU of the policy's workers, without the further policies that are `elsewhere`."""
         sizes = {name: each.device_bytes for name, each in self.further.items() if name not in elsewhere}
         engine = self.engines.device_bytes if self.engines is not None and self.engines.shares else 0
         idle = {name for name, section in self.config.further_policies.items() if section.offload_when_idle}
         resting = max((size for name, size in sizes.items() if name in idle), default=0)
         present = sum(size for name, size in sizes.items() if name not in idle)
-        return peak(self.memory, "device") + engine + resting + present
+        return peak(self.memory, "device", least=least) + engine + resting + present
 
     @property
     def _place(self) -> Place:
@@ -142,16 +150,18 @@ class Estimate:
     def verdict(self) -> str:
         """One line that says whether workers and engines fit; for GPUs that a run is planned for."""
         assert self.planned is not None
-        needed, have = max(self.device_bytes, self.engine_bytes), self.planned.memory_bytes
+        needed, have = max(self.needed_bytes, self.engine_bytes), self.planned.memory_bytes
         fits = "fits" if MARGIN * needed <= have else "may not fit" if needed <= have else "does not fit"
         if self.taken > self.planned.count:
             return f"does not fit on {self.planned}: {self._takers()} take {self.taken} GPUs"
         where = "on each GPU"
         if self.engine_bytes:
             where = f"on each GPU that trains, and at least {gib(self.engine_bytes)} on each that generates"
+        least = f", of which {gib(self.needed_bytes)} needed and the rest for more rows that generate"
+        rows = least if self.needed_bytes < self.device_bytes else ""
         return (
-            f"{fits} on {self.planned}: about {gib(self.device_bytes)} of {gib(have)} GiB {where}, by counting; "
-            f"warnings start at {MARGIN} times that"
+            f"{fits} on {self.planned}: about {gib(self.device_bytes)} of {gib(have)} GiB {where}{rows}, by counting; "
+            f"warnings start at {MARGIN} times what is needed"
         )
 
     def idle_gpus(self) -> str | None:
@@ -175,7 +185,7 @@ class Estimate:
                 f"the run may need {gib(self.host_bytes)} GiB of memory, and {gib(self.free_memory)} GiB are free. "
                 f"{remedy(self.config, self.memory, 'host', self.engines, None)}"
             )
-        needed, free = self.device_bytes, min((gpu.free_bytes for gpu in self.gpus), default=None)
+        needed, free = self.needed_bytes, min((gpu.free_bytes for gpu in self.gpus), default=None)
         if free is not None and MARGIN * needed > free:
             several = self.further or (self.engines is not None and self.engines.shares)
             found.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.sections import RunConfig
@@ -23,20 +23,29 @@ DECODING_SHARE = 0.9
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of one worker for one purpose, with their place and the phases of a step that need them."""
+    """Bytes of one worker for one purpose, with their place and the phases of a step that need them.
+
+    `least`: the bytes that it can do with, where it takes what is free; None: all of them.
+    """
 
     name: str
     bytes: int
     place: Place
     phases: tuple[Phase, ...] = ("always",)
+    least: int | None = None
+
+    @property
+    def needed(self) -> int:
+        """The bytes without which it fails."""
+        return self.bytes if self.least is None else self.least
 
 
-def peak(uses: Sequence[MemoryUse], place: Place) -> int:
-    """The peak in bytes at `place`: everything permanent plus the largest phase."""
+def peak(uses: Sequence[MemoryUse], place: Place, *, least: bool = False) -> int:
+    """The peak in bytes at `place`: everything permanent plus the largest phase. `least`: of what is needed."""
     sums: dict[Phase, int] = {"always": 0}
     for use in uses:
         for phase in use.phases if use.place == place else ():
-            sums[phase] = sums.get(phase, 0) + use.bytes
+            sums[phase] = sums.get(phase, 0) + (use.needed if least else use.bytes)
     return sums.pop("always") + max(sums.values(), default=0)
 
 
@@ -74,9 +83,7 @@ class _StageMemory:
             *self._training(),
         ]
         found += self._generation(sum(use.bytes for use in found if use.place == "device" and "always" in use.phases))
-        return [
-            MemoryUse(use.name, use.bytes, "host" if on_cpu else use.place, use.phases) for use in found if use.bytes
-        ]
+        return [replace(use, place="host" if on_cpu else use.place) for use in found if use.bytes]
 
     @property
     def _part(self) -> Part:
@@ -153,11 +160,13 @@ class _StageMemory:
         copy = 0 if self.layout.shares_model else width * self.model.parameters
         cache = cache_bytes(self.model, width, self.rows.longest)
         sampling = LOGITS_COPIES * 4 * self.model.vocabulary
+        adapts = self.worker.gpu_bytes is not None
         if self.worker.gpu_bytes is not None:
             free = self.worker.gpu_bytes - taken - copy
             batch = max(1, min(batch, int(DECODING_SHARE * free) // (cache + sampling)))
-        yield MemoryUse("keys and values", batch * cache, "device", GENERATING)
-        yield MemoryUse("sampling", batch * sampling, "device", GENERATING)
+        least = (cache, sampling) if adapts else (None, None)  # those of a row
+        yield MemoryUse("keys and values", batch * cache, "device", GENERATING, least[0])
+        yield MemoryUse("sampling", batch * sampling, "device", GENERATING, least[1])
         yield MemoryUse("generation model", copy, "device")
 
 
