@@ -92,7 +92,7 @@ def test_the_schedule_spans_all_passes_over_the_batches(run_config, tmp_path):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_groups_of_equal_rewards_are_counted_and_told_once_and_are_no_work(run_config, tmp_path, passes, caplog):
+def test_groups_of_equal_rewards_are_counted_and_are_no_work(run_config, tmp_path, passes, caplog):
     run(run_config("grpo", "environment.constant=true", f"algorithm.epochs_per_batch={passes}"))
     for row in rows_of(tmp_path / "run")[1:]:
         assert row["train/zero_variance_groups"] == 4

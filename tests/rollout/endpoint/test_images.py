@@ -207,7 +207,12 @@ def agents(folder: Path, tmp_path: Path, monkeypatch: Any) -> Any:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sections = {
         "algorithm": {"name": "grpo", "num_steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2},
-        "environment": {"name": "agent", "agent": "probe_agents:ask", "path": f"{tmp_path}/rows.jsonl", "images": {}},
+        "environment": {
+            "name": "agent",
+            "agent": "probe_agents:with_tool",
+            "path": f"{tmp_path}/rows.jsonl",
+            "images": {},
+        },
         "policy": {"model_name": str(folder), "train_global_batch_size": 4},
         "generation": {"max_new_tokens": 5},
         "observers": {"console": False, "curve": False},
