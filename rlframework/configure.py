@@ -42,6 +42,9 @@ OPEN_SECTIONS: Mapping[str, type[Record]] = {
 BACKEND = PolicyWorkerRecord.kind
 """The kind of record that `policy.backend` selects."""
 
+_OWNERS = 4
+"""The most plugins that the hint about a key of other plugins names."""
+
 
 def load_config(
     source: Source,
@@ -332,7 +335,3 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
             f"`{selected[section].record.name}`. The override `~{section}.{key}` removes it."
         )
     return hints
-
-
-_OWNERS = 4
-"""The most plugins that such a hint names."""

@@ -16,7 +16,8 @@ from pieces import table
 from rlframework import load_config
 from rlframework.config.sections import RunConfig
 from rlframework.errors import ConfigError
-from rlframework.estimates.estimate import MARGIN, gib, layout_of
+from rlframework.estimates.disk import gib
+from rlframework.estimates.estimate import MARGIN, layout_of
 from rlframework.estimates.hardware import PlannedGpus
 from rlframework.estimates.model_size import ModelSize, model_size
 from rlframework.estimates.rows import Rows

@@ -14,7 +14,8 @@ from pieces import table
 from rlframework import load_config
 from rlframework.config.load import compose
 from rlframework.config.sections import RunConfig
-from rlframework.estimates.estimate import Estimate, gib
+from rlframework.estimates.disk import gib
+from rlframework.estimates.estimate import Estimate
 from rlframework.estimates.hardware import PlannedGpus
 from rlframework.estimates.plan import plan_run
 from rlframework.runner.launch import dry_run

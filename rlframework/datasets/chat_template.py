@@ -93,7 +93,7 @@ def _forms(
 
 @lru_cache(maxsize=16)  # logged once for a template
 def _warn_of_unlisted_tools(template: str) -> None:
-    """Log that the model is not told of its tools, if the template has no variable `tools`."""
+    """Log that prompts do not list the tools, if the template has no variable `tools`."""
     if not re.search(r"\btools\b", template):
         _LOG.warning(
             "the chat template writes tool calls but not the tools that may be called (it does not use the variable "

@@ -1,4 +1,4 @@
-"""Checks of a chat template: what would train the model on other texts than those that it is asked to continue."""
+"""Checks that a chat template begins and ends an assistant turn in the same way in prompts and in training rows."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class RewardCalls:
         return [_NOT_APPLICABLE if value is None else read_result(value) for value in values]
 
 
-_NOT_APPLICABLE = NotApplicable("it returned None for this answer, and no other reward is there", "None")
+_NOT_APPLICABLE = NotApplicable("it returned None for this answer, and there is no other reward", "None")
 
 
 def timed_out(seconds: float, what: str = "it") -> Failure:

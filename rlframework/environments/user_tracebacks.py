@@ -12,6 +12,7 @@ _MOST_LINES = 80
 """Lines of a traceback: its last ones, which are those of the error itself and not of what caused it."""
 
 _OURS = str(Path(__file__).parents[1])
+_STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -54,12 +55,10 @@ def _with_causes(error: TracebackException) -> Iterator[TracebackException]:
 
 def _from_user(stack: traceback.StackSummary) -> list[FrameSummary]:
     """Return the frames from the first on that belongs neither to this package nor to the standard library."""
-    library = sysconfig.get_path("stdlib")
-    packages = sysconfig.get_path("purelib")
     for number, frame in enumerate(stack):
         name = frame.filename
-        is_library = name.startswith(library) and not name.startswith(packages)
-        if not (is_library or name.startswith(_OURS)):
+        is_standard = name.startswith(_STANDARD) and not name.startswith(_PACKAGES)
+        if not (is_standard or name.startswith(_OURS)):
             return stack[number:]
     return []
 

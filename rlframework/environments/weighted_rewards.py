@@ -51,7 +51,7 @@ class WeightedRewards:
         """Load the functions. Raises a `ConfigError` that names the key of one that cannot be used."""
         assert isinstance(config.reward, Mapping)
         self._failed = config.failed_reward
-        self._told = False
+        self._warned = False
         self._weights = {name: part.weight for name, part in config.reward.items()}
         self._rewards = {name: _part_of(config, name, part) for name, part in config.reward.items()}
 
@@ -81,8 +81,8 @@ class WeightedRewards:
     def _sum(self, sample: Sample, every: Mapping[str, StepOutcome]) -> StepOutcome:
         parts = {name: part for name, part in every.items() if part is not ABSENT}
         failed = not parts or any(part.metrics[FAILURES] for part in parts.values())
-        if not parts and not self._told:
-            self._told = True
+        if not parts and not self._warned:
+            self._warned = True
             _LOG.warning("environment.reward: every function returned None for an answer to sample %r", sample.id)
         metrics = {name: part.reward for name, part in parts.items()} | {FAILURES: float(failed)}
         for name, part in parts.items():

@@ -16,8 +16,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.configure import resolve_device
 from rlframework.errors import DataError
 from rlframework.estimates.advice import engine_remedy, remedy
-from rlframework.estimates.disk import disk as disk
-from rlframework.estimates.disk import gib as gib
+from rlframework.estimates.disk import disk, gib
 from rlframework.estimates.engines import Engines, engines_of, gpus_taken
 from rlframework.estimates.hardware import PlannedGpus
 from rlframework.estimates.model_size import model_size

@@ -78,7 +78,7 @@ def scored_samples(parts: Parts, split: Split, count: int | None) -> Sequence[Sa
     if not len(samples):
         raise DataError(f"environment {name!r} has no {split} samples; choose another --split, or give it data")
     if count is not None and len(samples) < count:
-        _LOG.warning("%d samples were asked for, and %s has %d", count, split, len(samples))
+        _LOG.warning("%d samples were requested, but the %s split has only %d", count, split, len(samples))
     InputCheck(parts).prompts(split, samples)
     return samples
 

@@ -26,6 +26,7 @@ from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan, hookim
 METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE = "metrics.jsonl", "samples.jsonl", "timeline.jsonl"
 
 _ALWAYS = ("prompt", "completion", "reward", "step", "kind")
+"""Fields that every sample has in the file; others are left out where they are empty."""
 
 History = Sequence[Mapping[str, float]]
 

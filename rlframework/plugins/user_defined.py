@@ -73,11 +73,11 @@ def load_import_path(path: str) -> Any:
         return attrgetter(name)(module)
     except AttributeError as error:
         file = getattr(module, "__file__", None) or "no file"
-        near = did_you_mean(name, [known for known in vars(module) if not known.startswith("_")]).replace(
-            " Did", ". Did"
-        )
-        hint = "; objects defined in a script must be moved to a module" if module_name == "__main__" else ""
-        raise ConfigError(f"{path!r}: module {module_name!r} ({file}) has no {name!r}{hint or near}") from error
+        near = did_you_mean(name, [known for known in vars(module) if not known.startswith("_")])
+        hint = f".{near}" if near else ""
+        if module_name == "__main__":
+            hint = "; objects defined in a script must be moved to a module"
+        raise ConfigError(f"{path!r}: module {module_name!r} ({file}) has no {name!r}{hint}") from error
 
 
 def load_agent(path: str) -> Callable[..., Any]:

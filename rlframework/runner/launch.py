@@ -250,11 +250,11 @@ def run_with_restarts(
 
 
 def _without_restarts(config: RunConfig, attempt: Callable[[Attempt], RunResult], first: Attempt) -> RunResult:
-    from rlframework.training import checkpoints  # imports torch
-
     try:
         return attempt(first)
     except Exception as error:
+        from rlframework.training import checkpoints  # imports torch
+
         reached = checkpoints.newest_checkpoint(config.output_dir)
         if reached is not None and _is_recoverable(error, first):
             _LOG.error(

@@ -104,7 +104,7 @@ def test_a_function_that_returns_none_is_left_out_of_the_sum_and_none_of_all_is_
 
 
 def test_none_of_the_only_function_is_a_failure(environment):
-    with pytest.raises(UserError, match="it returned None for this answer, and no other reward is there"):
+    with pytest.raises(UserError, match="it returned None for this answer, and there is no other reward"):
         score(environment("two_rewards:only_right"), "x")
 
 

@@ -12,7 +12,8 @@ from rlframework import load_config, run
 from rlframework.config.yaml_text import to_yaml
 from rlframework.configure import config_yaml, dump_config
 from rlframework.errors import ConfigError, DataError, NotSupported
-from rlframework.estimates.estimate import disk, estimate, estimate_rows, gib, print_estimate
+from rlframework.estimates.disk import disk, gib
+from rlframework.estimates.estimate import estimate, estimate_rows, print_estimate
 from rlframework.estimates.hardware import PlannedGpus
 from rlframework.estimates.rows import Rows, microbatch_tokens, rows_of
 from rlframework.estimates.worker_memory import peak

@@ -51,7 +51,7 @@ def planned(tiny_llama, tmp_path):
             ["device=cuda", "worker_group.num_workers=6", "worker_group.name=ray"],
         ),
         (
-            "8xH100",  # processes begin at the first GPU, whoever else is on it
+            "8xH100",  # processes begin at the first GPU, even if others use it
             ["generation.workers={num_workers: 2}"],
             ["device=cuda", "worker_group.num_workers=8", "worker_group.name=processes"],
         ),

@@ -8,7 +8,6 @@ data from the hub.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import tempfile
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.datasets.sources.rows import ArrowRows, JsonlRows, Rows, read_csv, read_parquet, reading
 from rlframework.errors import DataError
 from rlframework.huggingface.hub import announce_hub_request, hub_problem, is_path, quiet_hub
+from rlframework.plugins.loading import did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -74,8 +74,8 @@ def _missing(path: Path, key: str = "") -> str:
     except OSError:  # the folder does not exist either
         beside = []
     start = f"{key}: " if key else ""
-    near = "".join(f". Did you mean {name!r}?" for name in difflib.get_close_matches(path.name, beside, n=1))
-    return f"{start}{path}: cannot be read (No such file or directory); {_ALLOWED}{near}"
+    near = did_you_mean(path.name, beside)
+    return f"{start}{path}: cannot be read (No such file or directory); {_ALLOWED}{f'.{near}' if near else ''}"
 
 
 def is_local(name: str) -> bool:

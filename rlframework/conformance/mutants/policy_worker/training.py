@@ -34,6 +34,20 @@ def before_the_step(change: Any) -> Any:
     return break_it
 
 
+def after_the_step(change: Any) -> Any:
+    """Report `change(worker, norm, skipped, max_grad_norm)` in place of the norm and of whether a step was skipped."""
+
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
+            def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+                return change(self, *super().clip_and_step(max_grad_norm, lr), max_grad_norm)
+
+        return Broken
+
+    return break_it
+
+
 def _scale_gradients(worker: Any, factor: float) -> None:
     for gradient in gradients_of(worker):
         gradient.mul_(factor)
@@ -110,22 +124,16 @@ gradient_scaled_up = mutant(
 )(before_the_step(_rescale_to_the_limit))
 
 
-@mutant(
+def _clip_the_norm(worker: Any, norm: float, skipped: bool, limit: float | None) -> tuple[float, bool]:
+    return norm if limit is None else min(norm, limit), skipped
+
+
+norm_after_clipping = mutant(
     "norm_after_clipping",
     "The reported gradient norm is the one after clipping.",
     "test_clipping_is_of_the_whole_gradient",
     "test_twenty_steps_end_at_the_oracles_weights",
-)
-@in_engine
-def norm_after_clipping(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            norm, skipped = super().clip_and_step(max_grad_norm, lr)
-            return norm if max_grad_norm is None else min(norm, max_grad_norm), skipped
-
-    return Broken
+)(after_the_step(_clip_the_norm))
 
 
 def _optimizer_settings(**settings: Any) -> Any:
@@ -244,40 +252,28 @@ not_finite_steps = mutant(
 )(before_the_step(_replace_nan_by_0))
 
 
-@mutant(
+def _divide_by_the_norm(worker: Any, norm: float, skipped: bool, limit: float | None) -> tuple[float, bool]:
+    if norm == 0.0:
+        change_weights(worker, lambda weight: weight * math.nan)
+    return norm, skipped
+
+
+clipping_divides_by_zero = mutant(
     "clipping_divides_by_zero",
     "Clipping divides the gradient by its norm, so a gradient of 0 makes the weights NaN.",
     "test_a_gradient_of_zero_is_an_ordinary_step",
-)
-@in_engine
-def clipping_divides_by_zero(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            norm, skipped = super().clip_and_step(max_grad_norm, lr)
-            if norm == 0.0:
-                change_weights(self, lambda weight: weight * math.nan)
-            return norm, skipped
-
-    return Broken
+)(after_the_step(_divide_by_the_norm))
 
 
-@mutant(
+def _skip_at_zero(worker: Any, norm: float, skipped: bool, limit: float | None) -> tuple[float, bool]:
+    return norm, skipped or norm == 0.0
+
+
+zero_gradient_is_a_skipped_step = mutant(
     "zero_gradient_is_a_skipped_step",
     "A step whose gradient is 0 is reported as skipped, so several in a row end the run.",
     "test_a_gradient_of_zero_is_an_ordinary_step",
-)
-@in_engine
-def zero_gradient_is_a_skipped_step(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            norm, skipped = super().clip_and_step(max_grad_norm, lr)
-            return norm, skipped or norm == 0.0
-
-    return Broken
+)(after_the_step(_skip_at_zero))
 
 
 @mutant(
