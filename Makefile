@@ -108,7 +108,7 @@ vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), a
 release: $(VENV)/.installed-dev  ## wheels of the commit, checksums, notes, in dist/VERSION; KEY=~/.ssh/id_ed25519 signs
 	$(BIN)/python tools/release.py $(if $(KEY),--key $(KEY))
 
-outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments: the example's suite, the quickstart on each backend
+outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments without a network: the example's suite, the quickstart on each backend
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rP tests/packaging/outside.py
 
 lint: $(VENV)/.installed-dev  ## style: ruff check, ruff format --check

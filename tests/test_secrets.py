@@ -135,6 +135,7 @@ def test_values_are_hidden_at_any_depth_and_the_original_is_unchanged() -> None:
     assert values["a"]["api_key"] == "k"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part", ["a", "://", "eyJ-", 'a="', "api_key='", "a ", "?&", "authorization", "https://a:", "a_"]
 )
@@ -144,6 +145,7 @@ def test_long_texts_take_linear_time(part: str) -> None:
     assert time.process_time() - began < 5
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.integers() | st.text("abc:/@ ='\"\\", max_size=6), lambda inner: st.lists(inner)))
 def test_hiding_is_idempotent(values: object) -> None:
     assert hide_secrets(hide_secrets(values)) == hide_secrets(values)

@@ -65,8 +65,14 @@ class _Group(TyperGroup):
             if type(error).__module__.partition(".")[0] in ("typer", "click") or isinstance(error, BrokenPipeError):
                 raise  # typer reports bad arguments and a closed output pipe itself
             hint = "This is an unexpected error. Use --debug to show the traceback."
-            _report(f"error: {type(error).__name__}: {error}\n{hint}", error, ctx)
+            _report(f"error: {type(error).__name__}: {error}\nin {_place(error)}\n{hint}", error, ctx)
             raise typer.Exit(1) from None
+
+
+def _place(error: BaseException) -> str:
+    """Return the file, the line and the function that raised `error`."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}, {last.name}"
 
 
 def _report(message: str, error: BaseException, ctx: Any) -> None:

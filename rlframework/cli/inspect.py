@@ -47,12 +47,18 @@ def schema(debug: Debug = False) -> None:
 
 
 @app.command()
-def plugins(as_json: Json = False, debug: Debug = False) -> None:
+def plugins(
+    name: Annotated[str | None, Argument(help="List those of this name, or of this kind, such as environment.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """List the plugins, with the reason if one cannot be used."""
-    from rlframework.plugins.listing import PluginTable
+    from rlframework.plugins.listing import PluginTable, named
     from rlframework.plugins.manager import create_manager
 
     rows = create_manager().listing()
+    if name is not None:
+        rows = named(name, rows)
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:

@@ -259,7 +259,7 @@ def _arguments(
     return [
         *(chosen or [str(module)]),
         *("-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--import-mode", "importlib"),
-        *("-q", "-rfE", "--disable-warnings", "-p", "no:cacheprovider"),
+        *("-q", "-rsfE" if request.mutants else "-rfE", "--disable-warnings", "-p", "no:cacheprovider"),
         *(word for layout in layouts for word in ("--conformance-layout", layout)),
         *("--conformance-device", request.device, "--conformance-json", str(report)),
     ]

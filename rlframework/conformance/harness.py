@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rlframework.conformance import measure
 from rlframework.conformance.contracts import CONTRACTS, FP32
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.measure import ConformanceFailure, Measurement
+from rlframework.conformance.measure import ConformanceFailure, Measurement, NotApplicable
+from rlframework.conformance.report import not_written
 from rlframework.plugins.types import Record
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Harness:
         names = " or ".join(kind.__name__ for kind in (error if isinstance(error, tuple) else (error,)))
         try:
             call()
-        except ConformanceFailure:
+        except (ConformanceFailure, NotApplicable):
             raise
         except error as raised:
             message = str(raised)
@@ -119,6 +120,8 @@ class Harness:
             requirement = f"{what}: the message of the {type(raised).__name__} must match {match!r}"
             raise self._failure(requirement, message[:500], match) from raised
         except Exception as other:
+            if not_written(other):
+                raise
             got = f"{type(other).__name__}: {str(other)[:500]}"
             raise self._failure(f"{what} must raise {names}", got, names) from other
         raise self._failure(f"{what} must raise {names}", "no error", names)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlframework.conformance.contracts import CONTRACTS
+from rlframework.errors import RLFrameworkError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,10 @@ class Measurement:
 
 class ConformanceFailure(AssertionError):
     """An implementation violates a contract."""
+
+
+class NotApplicable(RLFrameworkError):
+    """A mutant cannot be made of this implementation, so it proves nothing about it."""
 
 
 def scalar(

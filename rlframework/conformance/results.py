@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.conformance.measure import ConformanceFailure
-from rlframework.conformance.report import Outcome, Result, SuiteRun, plain
+from rlframework.conformance.report import Outcome, Result, SuiteRun, not_written, plain
 from rlframework.conformance.sections import plain_paths, section_words
 from rlframework.errors import PluginError
 
@@ -50,6 +50,8 @@ def classify(report: Any, call: Any, suite: type[Suite], registered: Registered,
         return "passed"
     if isinstance(error, ConformanceFailure | PluginError):
         _fail(report, str(error), again)
+    elif text := not_written(error):
+        _fail(report, text, again)
     else:
         report.sections.append(("to repeat it", again))
     return "failed" if report.when == "call" else "error"

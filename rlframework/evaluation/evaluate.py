@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+import torch
 from torch import Tensor
 
 from rlframework.algorithm import Parts
@@ -105,6 +106,7 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
             "accuracy": round(float(scored.accuracies[row]), 6),
             "tokens": int(scored.completion_lengths[row]),
             "truncated": bool(scored.truncated[row]),
+            **({"metrics": dict(scored.parts[row])} if scored.parts and scored.parts[row] else {}),
             **({"turns": scored.turns(row, training=False)} if scored.transcripts else {}),
             **({"failure": scored.failures[row]} if scored.failures and scored.failures[row] else {}),
         }
@@ -119,17 +121,26 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
 
     right = (scored.accuracies >= 1.0).view(-1, attempts).sum(1).tolist()
     columns = {
+        **_own_metrics(scored, attempts),
         "accuracy": means(scored.accuracies),
         **{f"pass@{k}": [pass_at_k(attempts, number, k) for number in right] for k in plan.ks},
         "reward": means(scored.rewards),
         "truncated_fraction": means(scored.truncated),
         "completion_length": means(scored.completion_lengths),
     }
-    for name, values in columns.items():
-        result.values.setdefault(name, []).extend(values)
-    result.ids += [sample.id for sample in scored.samples[::attempts]]
+    result.add([sample.id for sample in scored.samples[::attempts]], columns)
     result.failures += int(scored.metrics.get("reward_failures", 0))
     result.failed_episodes += int(scored.failed.sum())
+
+
+def _own_metrics(scored: Rollout, attempts: int) -> dict[str, list[float]]:
+    """The environment's own metrics, such as several rewards by name: the mean for each prompt, or NaN without one."""
+    names = dict.fromkeys(name for metrics in scored.parts for name in metrics)
+    columns = {name: [metrics.get(name, float("nan")) for metrics in scored.parts] for name in names}
+    return {
+        name: torch.tensor(values, dtype=torch.float64).view(-1, attempts).nanmean(1).tolist()
+        for name, values in columns.items()
+    }
 
 
 @contextmanager

@@ -7,11 +7,11 @@ with a fixed seed for any other mean. They do not cover the variation between se
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from math import comb
+from math import comb, isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +51,8 @@ class Estimate:
 
 @dataclass
 class Evaluation:
-    """The result of an evaluation. `values` has one value per prompt for each metric, in the order of `ids`.
+    """The result of an evaluation. `values` has one value per prompt for each metric, in the order of `ids`: NaN for a
+    prompt that does not have it.
 
     `failures` counts the completions on which the user's reward function failed, `failed_episodes` the episodes whose
     environment failed.
@@ -66,7 +67,14 @@ class Evaluation:
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
         """The mean of each metric, once all values are there."""
-        return {name: estimate(values) for name, values in self.values.items()}
+        return {name: estimate(found) for name, values in self.values.items() if (found := _present(values))}
+
+    def add(self, ids: Sequence[str], columns: Mapping[str, Sequence[float]]) -> None:
+        """Add prompts with one value for each metric that they have."""
+        for name in dict.fromkeys([*self.values, *columns]):
+            missing = [float("nan")] * len(ids)
+            self.values.setdefault(name, [float("nan")] * len(self.ids)).extend(columns.get(name, missing))
+        self.ids += ids
 
 
 def pass_at_k(attempts: int, right: int, k: int) -> float:
@@ -94,13 +102,17 @@ def estimate(values: Sequence[float]) -> Estimate:
     return _resampled(values)
 
 
+def _present(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not isnan(value)]
+
+
 def paired_difference(first: Sequence[float], other: Sequence[float]) -> Estimate:
-    """The mean of `other - first` over prompts, with its bootstrap interval."""
-    return _resampled([b - a for a, b in zip(first, other, strict=True)])
+    """The mean of `other - first` over the prompts that have both values, with its bootstrap interval."""
+    return _resampled(_present([b - a for a, b in zip(first, other, strict=True)]))
 
 
 def _resampled(values: Sequence[float]) -> Estimate:
-    mean = float(np.mean(values))
+    mean = float(np.mean(values)) if values else float("nan")
     if not np.isfinite(mean) or max(values) - min(values) < 1e-12:  # all resamples are equal
         return Estimate(mean, None, None, None)
     return Estimate(mean, *bootstrap(values), "bootstrap")
@@ -149,7 +161,11 @@ def differences(first: Evaluation, other: Evaluation) -> dict[str, Estimate]:
         raise DataError(
             "the models were evaluated on different prompts, because the data changed in between. Evaluate again"
         )
-    return {name: paired_difference(values, other.values[name]) for name, values in first.values.items()}
+    return {
+        name: paired_difference(values, other.values[name])
+        for name, values in first.values.items()
+        if name in other.values
+    }
 
 
 def comparison(models: Sequence[ModelSource], results: Sequence[Evaluation]) -> dict[str, Any]:
@@ -183,8 +199,8 @@ def as_table(plan: EvaluationPlan, results: Sequence[Evaluation]) -> Group:
         table.add_column(Text(name), justify="right")
     between = "\n" if others else "  "  # a comparison fits into 80 columns
     for metric in results[0].estimates:
-        cells = [_cell(metric, result.estimates[metric]) for result in results]
-        cells += [_cell(metric, other[metric], signed=True) for other in others]
+        cells = [_cell(metric, result.estimates.get(metric)) for result in results]
+        cells += [_cell(metric, other.get(metric), signed=True) for other in others]
         table.add_row(metric, *(Text(between.join(cell)) for cell in cells))
     failed = [
         Text(f"the reward function failed on {result.failures:,} completions of {name}; they count as failed_reward")
@@ -202,8 +218,10 @@ def as_table(plan: EvaluationPlan, results: Sequence[Evaluation]) -> Group:
     return Group(Text(title), table, *failed)
 
 
-def _cell(metric: str, given: Estimate, *, signed: bool = False) -> tuple[str, str]:
-    """The texts of the value and its interval."""
+def _cell(metric: str, given: Estimate | None, *, signed: bool = False) -> tuple[str, str]:
+    """The texts of the value and its interval; empty if the model's completions do not have the metric."""
+    if given is None:
+        return "", ""
     share = metric.startswith("pass@") or metric in ("accuracy", "truncated_fraction")
     scale, digits = (100.0, 1) if share else (1.0, 1 if metric == "completion_length" else 3)
     unit = "" if not share else " points" if signed else " %"

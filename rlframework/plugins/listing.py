@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from rlframework.errors import UserError
+from rlframework.plugins.loading import did_you_mean
 from rlframework.plugins.types import RECORD_TYPES
 
 if TYPE_CHECKING:
@@ -35,6 +37,17 @@ class PluginListing:
     status: str
     reason: str = ""
     summary: str = ""
+
+
+def named(name: str, rows: Sequence[PluginListing]) -> list[PluginListing]:
+    """Return the rows of the plugin or the kind `name`; raise a `UserError` if there are none."""
+    found = [row for row in rows if name in (row.name, row.kind)]
+    if not found:
+        known = sorted({row.name for row in rows} | {row.kind for row in rows if row.kind})
+        raise UserError(
+            f"no plugin or kind is named {name!r}.{did_you_mean(name, known)} `rlframework plugins` lists all"
+        )
+    return found
 
 
 class PluginTable:

@@ -42,6 +42,9 @@ from rlframework.plugins.user_defined import algorithm_record, environment_recor
 _USER_DEFINED = {EnvironmentRecord.kind: environment_record, AlgorithmRecord.kind: algorithm_record}
 """Kinds of records whose name may be the import path `module:Class` of a class that no plugin registers."""
 
+_NOUNS = {PolicyWorkerRecord.kind: "backend"}
+"""Words for kinds whose name is not the word that users know."""
+
 _OWN = {PolicyWorkerRecord.kind: OWN_BACKENDS, GenerationEngineRecord.kind: OWN_ENGINES}
 """Names of records that extras of rlframework-core install, by kind."""
 
@@ -188,7 +191,7 @@ class PluginManager:
         installed = self.registered(kind)
         own = _OWN.get(kind, ())
         near = next(iter(difflib.get_close_matches(name, [*installed, *own], n=1)), "")
-        yield f"{key}: there is no {kind} {name!r}."
+        yield f"{key}: there is no {_NOUNS.get(kind, kind.replace('_', ' '))} {name!r}."
         if near and name not in own:
             yield f"Did you mean {near!r}?"
         listed = ", ".join(f"{known} ({entry.blame})" for known, entry in installed.items())

@@ -70,6 +70,7 @@ def check(batch, rows, like):
     assert batch.size == len(rows)
 
 
+@pytest.mark.slow
 @given(batches(), st.data())
 @settings(deadline=None, max_examples=100)
 def test_methods_act_on_a_batch_as_on_a_list_of_rows(batch, data):
@@ -102,6 +103,7 @@ def test_methods_act_on_a_batch_as_on_a_list_of_rows(batch, data):
         check(batch, rows, original)
 
 
+@pytest.mark.slow
 @given(batches(), st.data())
 @settings(deadline=None, max_examples=60)
 def test_reordering_and_repeating(batch, data):
@@ -117,6 +119,7 @@ def test_reordering_and_repeating(batch, data):
     check(repeated, [row for row in rows for _ in range(repeats)], batch)
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 4))
 @settings(deadline=None, max_examples=60)
 def test_joined_slices_are_the_batch(batch, each):
@@ -136,6 +139,7 @@ def test_joined_slices_are_the_batch(batch, each):
                 assert value.untyped_storage().data_ptr() == batch[key].untyped_storage().data_ptr()
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(2, pickle.HIGHEST_PROTOCOL))
 @settings(deadline=None, max_examples=60)
 def test_pickles_and_copies_are_equal(batch, protocol):
@@ -268,6 +272,7 @@ def test_wrong_arguments(name, data):
         list(made)  # an iterator that was given out works
 
 
+@pytest.mark.slow
 @given(st.one_of(st.integers(1, 3), JUNK), st.one_of(st.none(), st.integers(1, 2)), BATCHING, st.sampled_from("dp"))
 @settings(deadline=None, max_examples=100)
 def test_wrong_batching_arguments(shards, batch_size, args, kind):
@@ -275,6 +280,7 @@ def test_wrong_batching_arguments(shards, batch_size, args, kind):
     allowed(lambda: small_batch().shard_by_batch_size(shards, batch_size, **{name: args}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @given(data=st.data())
 @settings(deadline=None, max_examples=40)
@@ -300,6 +306,7 @@ def test_wrong_values(name, data):
         list(made)
 
 
+@pytest.mark.slow
 @given(
     st.one_of(JUNK, st.lists(st.one_of(JUNK, st.dictionaries(st.sampled_from("ab"), JUNK, max_size=2)), max_size=3)),
     st.one_of(st.none(), st.dictionaries(st.sampled_from("ab"), JUNK, max_size=2)),

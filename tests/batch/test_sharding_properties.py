@@ -109,6 +109,7 @@ def sharded(trial):
         return None
 
 
+@pytest.mark.slow
 @given(trials())
 @settings(deadline=None, max_examples=100)
 def test_joined_shards_reorder_to_the_input(trial):
@@ -123,6 +124,7 @@ def test_joined_shards_reorder_to_the_input(trial):
     assert_same(joined, batch_of(trial.lengths, trial.width))
 
 
+@pytest.mark.slow
 @given(trials())
 @settings(deadline=None, max_examples=100)
 def test_microbatches_contain_each_row_once_and_respect_the_cap(trial):
@@ -179,6 +181,7 @@ def check_microbatch(trial, whole, micro, length):
     assert_same(micro, expected)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_plain_shards(shards, per_shard, chunks, uneven):

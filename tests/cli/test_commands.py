@@ -55,6 +55,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rlframework {rlframework.__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_resolved_configuration_is_printed_and_loads_again(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_the_resolved_configuration_is_printed_and_loads_again(
     assert not (folder / "out").exists()
 
 
+@pytest.mark.slow
 def test_sections_of_backends_that_are_not_selected_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     printed = {}
     for backend in ("toy", "dtensor"):
@@ -92,6 +94,7 @@ def test_tables_have_the_width_of_the_terminal(
     assert max(map(len, lines)) == (columns or 200)
 
 
+@pytest.mark.slow
 def test_the_plugins_are_listed_and_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("plugins", "--json") == 0
     rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
@@ -105,7 +108,7 @@ MISTAKES = {
     "gone.yaml": "configuration file not found: gone.yaml\n",
     "run.yaml policy.lr=1": "`policy.lr`: unknown key (given 1 in override `policy.lr=1`). "
     "Did you mean `policy.optimizer.lr`?\n",
-    "run.yaml policy.backend=tow": "policy.backend: there is no policy_worker 'tow'. Did you mean 'toy'?",
+    "run.yaml policy.backend=tow": "policy.backend: there is no backend 'tow'. Did you mean 'toy'?",
     "run.yaml worker_group.name=ray worker_group.num_workers=3": (
         "`policy.train_global_batch_size`: must be a multiple of 3, the number of data-parallel workers "
         "(given 64). Try 63 or 66, or change worker_group.num_workers.\n"
@@ -170,6 +173,7 @@ class _Full(io.StringIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["schema"], ["plugins"]])
 def test_output_on_a_full_disk_is_one_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -212,6 +216,7 @@ def train_with(monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace
 
 
+@pytest.mark.slow
 def test_train_runs_the_resolved_configuration_and_sums_up(capsys: pytest.CaptureFixture[str], train_with: Any) -> None:
     seen = []
 
@@ -231,7 +236,11 @@ def test_train_runs_the_resolved_configuration_and_sums_up(capsys: pytest.Captur
         (UserError("take less"), 2, "error: take less\n"),
         (WorkerError("rank 1 failed"), 1, "error: rank 1 failed\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
-        (ZeroDivisionError("oh"), 1, "error: ZeroDivisionError: oh\nThis is an unexpected error. Use --debug to show"),
+        (
+            ZeroDivisionError("oh"),
+            1,
+            f"error: ZeroDivisionError: oh\nin {__file__}:LINE, run\nThis is an unexpected error. Use --debug to show",
+        ),
         (OSError(5, "disk"), 1, "error: cannot write a file or the output: the device reports an input/output error;"),
     ],
 )
@@ -244,7 +253,7 @@ def test_what_a_run_raises_becomes_a_message_and_a_code(
     train_with(run)
     assert call("train", "run.yaml") == code
     text = capsys.readouterr().err
-    assert text.startswith(message)
+    assert text.startswith(message.replace("LINE", str(run.__code__.co_firstlineno + 1)))
     assert "Traceback" not in text
     assert call("train", "run.yaml", "--debug") == code
     assert "in run\n    raise error\n" in capsys.readouterr().err
@@ -263,6 +272,7 @@ CALL = "from rlframework.cli import main\ntry: main({args!r})\nexcept SystemExit
 WITHOUT_TORCH = {"torch", "transformers", "ray", "datasets", "matplotlib"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "absent"),
     [
@@ -291,6 +301,7 @@ def test_the_exported_names_are_there() -> None:
         _ = rlframework.lode_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", ["from rlframework import build_parts", "import rlframework.cli, rlframework.runner.launch"]
 )

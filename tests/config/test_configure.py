@@ -115,6 +115,7 @@ def test_each_mistake_has_its_message(manager: Any, minimal: Any, override: str,
     assert "override" in text or override.startswith("~") or "num_steps" in text
 
 
+@pytest.mark.slow
 def test_many_and_long_mistakes_are_one_short_error_at_once(manager: Any, minimal: Any) -> None:
     begin = time.process_time()
     many = {f"key{number}": 1 for number in range(3000)}
@@ -259,6 +260,7 @@ configurations = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=20,
     phases=[Phase.explicit, Phase.generate],

@@ -54,6 +54,7 @@ def test_memory_is_not_extended_in_place_beside_an_engine_that_may_exclude_it():
     ]
 
 
+@pytest.mark.slow
 def test_the_command_gives_the_reasons(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(config_yaml(load_config(run_on("cpu"))).replace("device: cpu", "device: cuda"))

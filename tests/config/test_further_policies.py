@@ -67,6 +67,7 @@ def test_models_that_are_not_trained_share_nothing_of_training(real: Any) -> Non
         load(real, "critic={worker_group: {num_workers: 3}}")
 
 
+@pytest.mark.slow
 def test_the_resolved_configuration_loads_to_an_equal_one(real: Any) -> None:
     config = load(real, "critic={model_name: other}", "teacher={backend: deepspeed}", "reward_model={}")
     assert load_config(parse_yaml(config_yaml(config), "x"), manager=real) == config

@@ -151,6 +151,7 @@ def test_a_wrong_override_is_named(override: str, message: str) -> None:
     assert refused({"l": [1]}, [override]).startswith(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["x" * 1_000_000, "a=" + "[" * 1_000_000, "a={x: '" + "x" * 1_000_000])
 def test_a_long_override_is_shown_in_part(override: str) -> None:
     assert len(refused({}, [override])) < 2_000
@@ -162,6 +163,7 @@ def test_values_may_refer_to_values_and_to_the_environment(monkeypatch: pytest.M
     assert tree.values == {"a": {"b": 4}, "c": 4, "d": "x4y", "e": "from outside"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [
@@ -203,12 +205,14 @@ def test_the_mapping_that_was_given_is_left_as_it_was(tmp_path: Path) -> None:
 texts = st.text(alphabet="a\\${}:. '\"", max_size=12).filter(lambda text: text != "???")
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first interpolation builds OmegaConf's parser
 @given(st.dictionaries(st.sampled_from("abc"), texts | st.lists(texts, max_size=2)))
 def test_escaped_text_is_loaded_as_it_was(data: dict[str, object]) -> None:
     assert compose(escape_interpolation(data)).values == data
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), st.lists(texts | st.just("s3cr${t")).map("".join)))
 def test_values_of_variables_are_written_as_references(data: dict[str, str]) -> None:

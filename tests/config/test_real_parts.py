@@ -46,6 +46,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_on_a_backend_that_is_not_installed(config_file: Path) -> None:
     config = load_config(config_file, ["policy.toy.speed=5", "algorithm.loss.kl_coef=0.1"])
     assert config.policy.toy.speed == 5  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ def accepts(schema: dict[str, Any], data: Any) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(data)
 
 
+@pytest.mark.slow
 def test_it_is_a_valid_schema_that_can_be_written_as_json(schema: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     assert json.loads(json.dumps(schema)) == schema

@@ -91,6 +91,7 @@ def test_a_plain_run_and_its_defaults_need_no_trust(folder):
     load(folder, nested(values, "worker_group.address", "auto"))
 
 
+@pytest.mark.slow
 def test_an_override_counts_but_only_for_what_it_gives(folder):
     values = nested(PLAIN, "policy.trust_remote_code", True)
     assert load(folder, values, "policy.trust_remote_code=true").policy.trust_remote_code
@@ -131,6 +132,7 @@ def test_modules_in_the_runs_folder_are_not_imported(folder, tmp_path, key, name
         assert marker.exists()
 
 
+@pytest.mark.slow
 def test_keys_of_episodes_that_name_code_or_programs(folder, tmp_path):
     """Reward functions and tools by import path, also below a name, and programs that a run's file asks for."""
     marker = tmp_path / "marker"

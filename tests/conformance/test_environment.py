@@ -126,6 +126,7 @@ def failures_of(part, tmp_path):
     return found
 
 
+@pytest.mark.slow
 def test_a_right_reply_is_the_completion_or_the_answer_without_one(tmp_path):
     assert failures_of(Shown, tmp_path) == {}
     found = failures_of(Tagged, tmp_path)
@@ -133,6 +134,7 @@ def test_a_right_reply_is_the_completion_or_the_answer_without_one(tmp_path):
     assert "the sample's answer (it has no completion) is a correct reply" in next(iter(found.values()))
 
 
+@pytest.mark.slow
 def test_without_scores_the_tests_of_judging_ask_for_refusals(tmp_path):
     assert failures_of(Unscored, tmp_path) == {}
     found = failures_of(Careless, tmp_path)

@@ -56,6 +56,7 @@ def running(found):
     return [pid for pid in found if os.path.exists(f"/proc/{pid}")]
 
 
+@pytest.mark.slow
 def test_processes_of_a_group_that_ended_in_peace_serve_the_next_with_a_new_worker():
     first = start(word="one")
     found = where(first)
@@ -67,6 +68,7 @@ def test_processes_of_a_group_that_ended_in_peace_serve_the_next_with_a_new_work
     assert second.shutdown("shutdown")
 
 
+@pytest.mark.slow
 def test_those_of_another_layout_are_ended():
     first = start()
     old = pids(first)
@@ -77,6 +79,7 @@ def test_those_of_another_layout_are_ended():
     second.shutdown("shutdown")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["failed", "without its own end"])
 def test_those_of_a_group_that_did_not_end_in_peace_are_ended(how):
     group = start()
@@ -90,6 +93,7 @@ def test_those_of_a_group_that_did_not_end_in_peace_are_ended(how):
     assert running(old) == []
 
 
+@pytest.mark.slow
 def test_a_process_serves_a_limited_number_of_policies(monkeypatch):
     monkeypatch.setattr(worker_pool, "_MAX_USES", 2)
     served = []
@@ -100,6 +104,7 @@ def test_a_process_serves_a_limited_number_of_policies(monkeypatch):
     assert served[0] == served[1] != served[2]
 
 
+@pytest.mark.slow
 def test_end_idle_ends_them():
     group = start()
     old = pids(group)

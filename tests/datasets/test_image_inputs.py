@@ -143,6 +143,7 @@ def part(made: Image.Image) -> dict[str, Any]:
 A, B = part(image(16, 16, 20)), part(image(16, 16, 90))
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_processor(model_folder, tokenizer, images):
     """Ids and tensors are those of the model's own processor, called with the whole text and all images at once."""
     row = sample({"type": "text", "text": "first "}, A, {"type": "text", "text": " then "}, B)
@@ -165,6 +166,7 @@ def test_rows_are_those_of_the_processor(model_folder, tokenizer, images):
     assert set(columns) == set(whole) - {"input_ids", "attention_mask"}
 
 
+@pytest.mark.slow
 def test_the_model_makes_a_feature_for_each_token(model_folder, tokenizer, images):
     from rlframework.models.loading import auto_class
 

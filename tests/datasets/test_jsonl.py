@@ -31,6 +31,7 @@ objects = st.dictionaries(st.text(max_size=3), values, max_size=3)
 blanks = st.sampled_from(["", " ", "\t", " \r", "\r", "   \t "])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     st.lists(objects.map(json.dumps) | blanks, max_size=12),
@@ -111,6 +112,7 @@ def test_what_is_no_json_lines(tmp_path: Path, content: bytes, message: str) -> 
         list(JsonlRows([path]))
 
 
+@pytest.mark.slow
 def test_a_large_file_is_not_read_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes((b'{"a": "' + b"x" * 990 + b'"}\n') * (16 << 10))

@@ -24,6 +24,7 @@ def take(loader: PromptLoader, batches: int) -> list[list[str]]:
     return [[sample.id for sample in next(loader)] for _ in range(batches)]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 12), st.integers(1, 30), st.integers(1, 12), st.integers(0, 9))
 def test_every_epoch_has_every_sample_once(count: int, batch_size: int, batches: int, seed: int) -> None:
     loader = PromptLoader(samples(count), batch_size, seed)
@@ -35,6 +36,7 @@ def test_every_epoch_has_every_sample_once(count: int, batch_size: int, batches:
     assert loader.epoch == (len(stream) - 1) // count
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 20), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=6), st.integers(0, 9))
 def test_stopping_anywhere_changes_nothing_even_with_another_batch_size(count: int, parts, seed: int) -> None:
@@ -116,6 +118,7 @@ def test_each_row_of_a_mixture_is_of_the_source_furthest_behind() -> None:
     assert loader.pop_metrics()["train/rows/a"] == 1.0
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0.001, 1e6), st.integers(1, 9)), min_size=1, max_size=5), st.integers(1, 60))
 def test_shares_and_epochs_of_the_sources(sources: list[tuple[float, int]], count: int) -> None:
     mixture = [Source(f"s{number}", weight, rows) for number, (weight, rows) in enumerate(sources)]
@@ -132,6 +135,7 @@ def test_shares_and_epochs_of_the_sources(sources: list[tuple[float, int]], coun
             assert sorted(own[start : start + source.rows]) == list(range(source.rows))
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=6))
 def test_a_mixture_is_resumed_anywhere(parts: list[tuple[int, int]]) -> None:
     rows, taken, state = list(range(11)), list[int](), None

@@ -24,6 +24,7 @@ def run(patch: pytest.MonkeyPatch, *words: object) -> int:
     return int(runpy.run_path(str(SCRIPT))["main"]())
 
 
+@pytest.mark.slow
 def test_it_makes_saves_and_measures_pairs(tmp_path: Path) -> None:
     done = run_program(SCRIPT, SOLUTIONS, "--output", tmp_path / "pairs")
     assert done.returncode == 0, done.stderr

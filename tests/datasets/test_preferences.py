@@ -118,6 +118,7 @@ def test_shards_keep_pairs_together() -> None:
             assert torch.equal(shard[name], field + 2 * number if name == "group_ids" else field)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_there_and_back(data: st.DataObject) -> None:
@@ -179,6 +180,7 @@ def test_what_is_wrong_is_told(change: Callable[[Any], Any], kind: type[Exceptio
             use()
 
 
+@pytest.mark.slow
 def test_pairs_are_saved_and_mapped(tmp_path: Path) -> None:
     pairs = make()
     pairs.save(tmp_path / "a")

@@ -81,6 +81,7 @@ talks = st.lists(contents, min_size=2, max_size=9)
 TALK = turns("hi", "hello", "2+2?", "4", system="be brief")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(talks, st.none() | contents)
 def test_each_assistant_turn_and_its_end_are_trained_on_and_nothing_else(talk, system) -> None:
@@ -96,6 +97,7 @@ def test_each_assistant_turn_and_its_end_are_trained_on_and_nothing_else(talk, s
         assert trained(tokenizer, rendered) == what
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(talks, st.sampled_from([CHATML, TRIMS, DROPS_THOUGHTS, OPENS_THOUGHT, WITHOUT_END, ENDS_WITH_EOS, None]))
 def test_the_last_turn_follows_exactly_what_generation_sees(talk, template) -> None:

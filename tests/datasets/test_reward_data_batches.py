@@ -146,6 +146,7 @@ def test_lengths_and_back(lengths: list[int], more: int, ints: bool) -> None:
     assert data.input_lengths.tolist() == lengths
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=100)
 def test_masks_that_are_not_right_padding_are_refused(rows: list[list[bool]]) -> None:

@@ -55,6 +55,7 @@ def test_what_comes_back_maps_the_final_files(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded", [True, False])
 def test_refreshing_after_another_process_saved(tmp_path: Path, loaded: bool) -> None:
     saved = make().save(tmp_path / "a")
@@ -158,6 +159,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert data.input_ids[0, 0] == 70
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_saving_leaves_the_old_folder(tmp_path: Path) -> None:
     make().save(tmp_path / "a")
     script = (

@@ -297,6 +297,7 @@ def damaged(raw: bytes, rng: random.Random) -> bytes:
     return bytes(broken[: rng.randrange(1, len(broken))] if rng.random() < 0.2 else broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
 def test_damaged_files_are_errors_of_ours_or_readable(tmp_path: Path, kind: str) -> None:
     """Any bytes may have changed. A number may then be another; but nothing crashes, and nothing else is raised."""

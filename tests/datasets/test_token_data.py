@@ -115,6 +115,7 @@ def test_a_failure_on_the_way_leaves_what_was_there(tmp_path: Path) -> None:
     assert len(TokenData(tmp_path / "d")) == 3
 
 
+@pytest.mark.slow
 def test_writing_takes_memory_for_a_buffer_only(tmp_path: Path) -> None:
     """Eight million tokens from a generator: in one list they would take 64 MB."""
     tracemalloc.start()

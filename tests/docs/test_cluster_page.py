@@ -141,6 +141,7 @@ def test_shellcheck_finds_nothing(path):
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_ray_takes_the_cluster_s_description():
     code = (
         "import sys, yaml\nfrom ray.autoscaler._private.util import prepare_config, validate_config\n"

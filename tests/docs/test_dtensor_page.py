@@ -33,6 +33,7 @@ def test_the_keys_that_the_page_names_are_there(key):
         assert any(second in one.model_fields for one in sections)
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_gives_scores(tmp_path, monkeypatch):
     model, batch = cases.model("reward", tmp_path), cases.batch()
     run = {"algorithm": {"name": "sft"}, "environment": {"name": "addition"}, "device": "cpu"}

@@ -97,6 +97,7 @@ def test_your_own_reward_function(tmp_path: Path) -> None:
     ).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["tools.md", "bring_your_environment.md"])
 def test_environments_with_episodes(page: str, tmp_path: Path) -> None:
     execute(DOCS / page, tmp_path)
@@ -180,6 +181,7 @@ def test_optimizers(tmp_path: Path) -> None:
     execute(DOCS / "optimizers.md", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_smallest_plugin(tmp_path: Path) -> None:
     execute(DOCS / "plugins.md", tmp_path)
 

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 import rlframework
 from rlframework.algorithms.sft import SFT
 
@@ -46,6 +48,7 @@ def trace_second_step(monkeypatch, entered: list[str]) -> None:
     monkeypatch.setattr(SFT, "train_step", traced)
 
 
+@pytest.mark.slow
 def test_a_row_takes_the_way_that_the_page_describes(tiny_llama, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(40)))

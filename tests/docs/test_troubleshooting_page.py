@@ -41,6 +41,7 @@ def missing(message: str) -> list[str]:
     return [piece for piece in long if not any(piece in text for text in literals())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", MESSAGES, ids=[message[:50] for message in MESSAGES])
 def test_the_message_is_in_the_source(message):
     assert missing(message) == []

@@ -87,6 +87,7 @@ def test_the_ratio_and_the_staleness_that_hides_generation(run_config: Any) -> N
     assert "training and generation take turns" in staleness.text
 
 
+@pytest.mark.slow
 def test_steps_without_training_have_no_rates_and_groups_that_are_skipped_are_reported(
     run_config: Any, tmp_path: Path
 ) -> None:

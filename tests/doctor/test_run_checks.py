@@ -25,6 +25,7 @@ def test_without_a_configuration_that_loads_only_that_is_told(found, tmp_path):
         assert found("run", name, context) == [], name
 
 
+@pytest.mark.slow
 def test_the_estimate_is_that_of_a_dry_run(found, with_config, monkeypatch, tmp_path):
     memory, disk = found("run", "estimate", with_config())
     assert memory.level is Level.OK
@@ -129,6 +130,7 @@ def test_a_driver_without_a_gpu_takes_a_cluster_with_gpus_for_one_without(found,
     assert levels(found("run", "workers", with_config("worker_group.name=ray", "device=cuda"))) == [Level.OK]
 
 
+@pytest.mark.slow
 def test_another_python_must_have_the_same_versions(found, with_config, tmp_path):
     ray = "worker_group.name=ray"
     assert found("run", "python of the workers", with_config(ray)) == []

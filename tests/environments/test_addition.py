@@ -37,6 +37,7 @@ def test_default_is_two_terms_of_up_to_two_digits() -> None:
     assert 48 < sum(terms) / len(terms) < 51
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 20), st.integers(1, 30), st.integers(2, 3), st.integers(1, 60))
 def test_nothing_held_out_is_trained_on(seed: int, low: int, width: int, terms: int, held_out: int) -> None:
@@ -65,6 +66,7 @@ def test_large_numbers_are_drawn_not_listed() -> None:
     assert (len(environment.samples("train")), len(environment.samples("validation"))) == (50, 10)
 
 
+@pytest.mark.slow
 def test_the_seed_decides_in_every_process() -> None:
     code = (
         "from rlframework.config.environments import AdditionConfig as C\n"
@@ -143,6 +145,7 @@ def test_step_scores_the_last_turn_of_each() -> None:
         environment.step(samples[:1], [list(samples[0].messages)])
 
 
+@pytest.mark.slow
 def test_environments_are_light() -> None:
     code = (
         "import sys, rlframework.environments.addition, rlframework.environments.gsm8k\n"

@@ -156,6 +156,7 @@ def test_prompts_of_validation_leave_train(tmp_path: Path) -> None:
         make(test, validation_path=str(train))
 
 
+@pytest.mark.slow
 def test_splits_and_limits(tmp_path: Path) -> None:
     write(tmp_path / "own" / "train.jsonl", *sums(9))
     write(tmp_path / "own" / "dev.jsonl", *sums(5, start=100))
@@ -203,6 +204,7 @@ def test_of_many_rows_some_are_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
         make(write(tmp_path / "c.jsonl", *sums(8), {"a": "b"}))
 
 
+@pytest.mark.slow
 def test_hundreds_of_thousands_of_rows_are_not_read_to_begin_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def rewards(outcomes) -> list[float]:
     return [outcome.reward for outcome in outcomes]
 
 
+@pytest.mark.slow
 def test_the_request_and_the_reward(environment, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     replies = {"a{b}": completion("The score 3 is too low.\n**Score:** 7.5/10"), "c": completion("SCORE = 2")}
@@ -84,6 +85,7 @@ def test_a_scale_where_less_is_better(environment):
         assert rewards(score(environment(server, scale=[5, 1]), "x")) == [0.75]
 
 
+@pytest.mark.slow
 def test_equal_completions_are_scored_once_and_requests_are_limited(environment):
     together = threading.Barrier(3, timeout=30.0)
 
@@ -101,6 +103,7 @@ def test_equal_completions_are_scored_once_and_requests_are_limited(environment)
     assert server.most == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_rewards_without_requests(environment, tmp_path):
     replies = {"a": completion("Score: 5"), "b": completion("none"), "c": completion("\u2028Score: \u00fc 1")}
     with serving(by_completion(replies)) as server:
@@ -132,6 +135,7 @@ def test_the_folder_is_touched_only_when_scores_come(environment, tmp_path):
         assert (tmp_path / "run" / "judge" / "quality.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_too_many_requests_wait_as_long_as_the_server_says(environment):
     def reply(prompt: str, attempt: int) -> Answer:
         return failure(429, Retry_After="1.2") if attempt == 0 else completion("Score: 10")
@@ -144,6 +148,7 @@ def test_too_many_requests_wait_as_long_as_the_server_says(environment):
     assert len(server.asked()) == 2
 
 
+@pytest.mark.slow
 def test_errors_of_the_server_are_retried_with_growing_waits(environment):
     times = []
 
@@ -194,6 +199,7 @@ def test_too_many_failures_end_the_run(environment):
     assert len(server.asked()) < 8  # requests end with the run
 
 
+@pytest.mark.slow
 def test_a_reply_that_does_not_come_is_asked_for_again_until_the_deadline(environment):
     attempts = []
 
@@ -208,6 +214,7 @@ def test_a_reply_that_does_not_come_is_asked_for_again_until_the_deadline(enviro
     assert attempts == [0, 1]
 
 
+@pytest.mark.slow
 def test_the_deadline_covers_retries_and_waits(environment, caplog):
     with serving(lambda *_: failure(503, Retry_After="60")) as server:
         made = environment(server, deadline=0.8, max_reward_failures=1.0)
@@ -250,6 +257,7 @@ def test_only_the_named_key_is_sent(environment, monkeypatch):
     assert KEY not in str(server.requests)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_an_error_within_seconds(environment):
     server = Server(lambda *_: completion(""), url="http://127.0.0.1:9/v1")
     started = time.monotonic()
@@ -314,6 +322,7 @@ def test_the_configuration_of_the_page():
     assert "Question: 1=" in judge.prompt.format(question="1=", completion="", answer="")
 
 
+@pytest.mark.slow
 def test_a_judge_next_to_a_function(environment, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     code = 'def right(completion):\n    return {"reward": len(completion), "accuracy": 1.0}\n'

@@ -149,6 +149,7 @@ def test_a_server_that_cannot_be_connected_to(start):
                 play(environment, environment.samples("train")[0], [])
 
 
+@pytest.mark.slow
 def test_a_server_without_room_is_asked_again(start):
     full = [error("CAPACITY_REACHED")]
     url, log = start(full, full, [shown(), {"type": "observation", "data": DONE}])

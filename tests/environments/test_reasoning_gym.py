@@ -20,6 +20,7 @@ UNCLOSED = pytest.mark.filterwarnings(
 CALL = "__import__('pathlib').Path('marker').touch()"
 
 
+@pytest.mark.slow
 def test_a_task_is_scored_in_a_process():
     one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # so that questions repeat
     config = ReasoningGymConfig(

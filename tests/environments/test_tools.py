@@ -218,6 +218,7 @@ def test_a_failing_tool_is_logged_once(make, caplog):
     assert logged[0].exc_info
 
 
+@pytest.mark.slow
 def test_an_episode(make, module):
     environment = make(reward="calculator_tools:score")
     sample = next(each for each in environment.samples("train") if each.answer == "7")
@@ -267,6 +268,7 @@ def test_a_reward_of_the_class_that_fails_is_an_error_of_its_episode(make, caplo
     assert len([each for each in caplog.records if each.exc_info]) == int(completion == "raise")
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_fails_costs_its_answer(make):
     environment = make(reward="calculator_tools:broken", failed_reward=-1.0, max_reward_failures=0.5)
     sample = environment.samples("train")[0]

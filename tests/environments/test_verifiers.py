@@ -93,6 +93,7 @@ def test_an_attempt_that_fails(make, task, problem):
     assert asyncio.run(other).reward == 0.75
 
 
+@pytest.mark.slow
 def test_an_attempt_is_cancelled(make):
     with pytest.raises(TimeoutError):
         attempt(make("hangs"), timeout=1.0)
@@ -102,6 +103,7 @@ def test_an_attempt_is_cancelled(make):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_started_again(make):
     environment = make("ends", "means")
     with pytest.raises(
@@ -126,6 +128,7 @@ def test_an_environment_that_cannot_be_used(make, keys, problem):
         make("a", **keys).samples("train")
 
 
+@pytest.mark.slow
 def test_a_start_that_takes_too_long(make, monkeypatch, tmp_path):
     monkeypatch.setattr("rlframework.environments.verifiers_process._END_SECONDS", 0.5)  # it does not end by itself
     slow = tmp_path / "slow"
@@ -140,6 +143,7 @@ def test_a_system_prompt_is_the_tasksets():
         VerifiersConfig(python="python", settings={}, system_prompt="Think.")
 
 
+@pytest.mark.slow
 def test_only_named_variables_are_passed(make, monkeypatch):
     monkeypatch.setenv("SECRET", "kept")
     monkeypatch.setenv("GIVEN", "x")

@@ -69,6 +69,7 @@ def score(environment, *answers):
     return environment.step(samples, conversations)
 
 
+@pytest.mark.slow
 def test_the_weighted_sum_and_its_parts(environment):
     made = environment(TWO)
     answer = made.samples("train")[0].answer
@@ -82,6 +83,7 @@ def test_the_weighted_sum_and_its_parts(environment):
     assert (wrong.metrics["correct"], wrong.metrics["brief"], wrong.metrics["accuracy"]) == (0.0, -5.0, 0.0)
 
 
+@pytest.mark.slow
 def test_a_failing_part_fails_its_answer_alone(environment):
     failed, good = score(environment(TWO, failed_reward=-3.0, max_reward_failures=0.5), "fail", "x")
     assert (failed.reward, failed.metrics["reward_failures"], failed.metrics["accuracy"]) == (-3.0, 1.0, 0.0)

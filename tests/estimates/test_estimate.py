@@ -130,6 +130,7 @@ def test_a_backend_that_declares_no_layout_is_assumed_to_shard_everything_and_th
     assert {use.name: use.bytes for use in found.memory}["moments"] == 8 * found.parameters
 
 
+@pytest.mark.slow
 def test_a_run_says_it_before_its_first_step_and_warns(run_config, capsys, caplog, monkeypatch):
     monkeypatch.setattr("rlframework.estimates.estimate.available_memory", lambda: 1)
     run(run_config("sft", "algorithm.num_steps=1", "observers.console=true"))
@@ -155,6 +156,7 @@ def test_a_model_that_cannot_be_sized_does_not_end_the_run(run_config, caplog, m
 # -- the dry run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dry_run_checks_prints_and_writes_nothing(run_config, tmp_path, capsys):
     file = tmp_path / "config.yaml"
     config = run_config("grpo", "algorithm.loss.kl_coef=0.1")

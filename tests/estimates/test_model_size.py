@@ -53,6 +53,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("width", [4, 2])
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
@@ -68,6 +69,7 @@ def test_activations_are_what_a_model_saves(name, width, checkpointing, run_conf
     assert most == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [4, 2])
 def test_activations_of_experts_are_those_of_the_rows_that_are_routed_to_them(width, run_config, tmp_path):
     # routing depends on values, so these tensors are real

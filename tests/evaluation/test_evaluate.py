@@ -148,6 +148,25 @@ def test_a_model_alone_and_the_rows_of_one_file(tmp_path, folder):
     assert [row["answer"] for row in rows_of(folder / "out" / "completions.jsonl")] == ["18", "3", "70000"]
 
 
+def test_rewards_by_name_are_metrics_of_the_prompts_that_have_them(tiny_llama, folder, capsys):
+    (folder / "own_rewards.py").write_text(
+        "def length(completion, sample):\n    return float(len(completion))\n\n"
+        "def even(completions, answer, **kwargs):\n    return [1.0 if int(n) % 2 == 0 else None for n in answer]\n"
+    )
+    for name, numbers in (("train", [7]), ("rows", range(3))):
+        rows = (f'{{"prompt": "{n}+0=", "answer": "{n}"}}\n' for n in numbers)
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+    rewards = "environment.reward={length: {function: own_rewards:length}, even: {function: own_rewards:even}}"
+    data = ["environment.name=dataset", "environment.path=train.jsonl", "environment.validation_path=rows.jsonl"]
+    assert call("evaluate", tiny_llama, *data, rewards, SHORT, "--attempts", 2, "--out", "out") == 0
+    assert "even" in capsys.readouterr().out
+    lines = rows_of(folder / "out" / "completions.jsonl")
+    assert [line["metrics"].get("even") for line in lines] == [1.0, 1.0, None, None, 1.0, 1.0]
+    metrics = json.loads((folder / "out" / "summary.json").read_text())["metrics"]
+    assert metrics["even"]["value"] == 1.0
+    assert metrics["length"]["value"] == pytest.approx(sum(len(line["completion"]) for line in lines) / 6)
+
+
 def test_a_checkpoint_is_evaluated_with_its_runs_configuration(trained, folder):
     step = folder / "run" / "checkpoints" / "step-000010"
     shutil.copytree(trained / "model", step / "model")

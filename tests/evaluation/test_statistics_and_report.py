@@ -137,3 +137,19 @@ def test_attempts_by_default(temperature, attempts, ks, sampled, chosen):
 def test_attempts_that_contradict_each_other(attempts, ks, temperature, message):
     with pytest.raises(ConfigError, match=message):
         choose_attempts(temperature, attempts, ks, sampled=False)
+
+
+def test_a_metric_that_some_prompts_lack_is_a_mean_over_the_others():
+    first, other = Evaluation(), Evaluation()
+    first.add(["a", "b"], {"reward": [1.0, 2.0]})
+    first.add(["c"], {"reward": [6.0], "named": [4.0]})
+    other.add(["a", "b", "c"], {"reward": [1.0, 1.0, 1.0], "named": [5.0, math.nan, 6.0]})
+    assert first.estimates["reward"].value == 3.0
+    assert first.estimates["named"].value == 4.0
+    assert other.estimates["named"].value == 5.5
+    found = differences(first, other)
+    assert found["reward"].value == -2.0
+    assert found["named"].value == 2.0
+    other.values["lone"] = [math.nan, math.nan, math.nan]
+    assert "lone" not in other.estimates
+    assert "lone" not in differences(first, other)

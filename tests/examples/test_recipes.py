@@ -32,6 +32,7 @@ def shapes():
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", recipes_page.RECIPES, ids=lambda path: path.stem)
 def test_each_fits_the_hardware_that_it_states(path, shapes, monkeypatch):
     monkeypatch.syspath_prepend(path.parent)  # of the functions that it names

@@ -63,6 +63,7 @@ def test_rows_by_hand() -> None:
     assert free_bytes(torch.device("cpu")) is None
 
 
+@pytest.mark.slow
 def test_a_batch_is_what_fits(tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 7 rows 3 fit, and are those that are decoded together."""
     data, engine = batch([[3, 9, 4]] * 4 + [[5]] * 3), tiny.engine(max_new_tokens=12)

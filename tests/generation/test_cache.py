@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ _SHAPE = {
 _ACTIONS = st.lists(st.one_of(st.integers(1, 90), st.sampled_from(["reorder", "select", "crop"])), max_size=12)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(_ACTIONS)
 def test_it_holds_what_the_layer_of_transformers_holds(actions: list[int | str]) -> None:

@@ -30,6 +30,7 @@ def same_rows(left: Any, right: Any, order: list[int], completions: Callable[[An
         torch.testing.assert_close(one, same, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_greedy_equals_whole_forwards(tiny: Any, batch: Any, completions: Any, plain_greedy: Any) -> None:
     output = tiny.engine(max_new_tokens=24, temperature=0.7).generate(batch(RAGGED), greedy=True)
     expected = [plain_greedy(tiny.model, prompt, {EOS}, 24) for prompt in RAGGED]
@@ -38,6 +39,7 @@ def test_greedy_equals_whole_forwards(tiny: Any, batch: Any, completions: Any, p
     assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
 def test_logprobs_equal_a_whole_forward(tiny: Any, batch: Any, temperature: float) -> None:
     """At the sampling temperature before truncation; greedy at temperature 1; 0 on prompt and padding."""
@@ -56,6 +58,7 @@ def test_logprobs_equal_a_whole_forward(tiny: Any, batch: Any, temperature: floa
     assert output["logprobs"].dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 64])
 def test_rows_do_not_depend_on_the_batch_size(tiny: Any, batch: Any, completions: Any, batch_size: int) -> None:
     whole = tiny.engine(max_new_tokens=12, batch_size=256).generate(batch(RAGGED))
@@ -74,6 +77,7 @@ def shapes(tiny: Any) -> Iterator[list[tuple[int, ...]]]:
     handle.remove()
 
 
+@pytest.mark.slow
 def test_a_group_is_prefilled_once_and_its_rows_differ(tiny: Any, batch: Any, completions: Any, shapes: Any) -> None:
     prompts = [[3, 9, 4]] * 24 + [[6, 6]] * 24
     output = tiny.engine(max_new_tokens=8).generate(batch(prompts))
@@ -86,6 +90,7 @@ def test_a_group_is_prefilled_once_and_its_rows_differ(tiny: Any, batch: Any, co
         assert completions(alone)[0] == rows[row]
 
 
+@pytest.mark.slow
 def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any, shapes: Any) -> None:
     output = tiny.engine(max_new_tokens=60).generate(batch([[3, 9, 4]] * 64))
     widths = [tokens for _, tokens in shapes]
@@ -97,6 +102,7 @@ def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any, 
     assert len(widths) == max(lengths), "no forward after the last sampled token"
 
 
+@pytest.mark.slow
 def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plain_greedy: Any, tmp_path: Path) -> None:
     """Stop ids, stop strings, and the model's own end-of-sequence tokens, in a file beside it."""
     prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
@@ -136,6 +142,7 @@ def test_stops_that_are_not_tokens(tiny: Any, options: dict[str, Any], message: 
         tiny.engine(**options)
 
 
+@pytest.mark.slow
 def test_a_prompt_beyond_the_models_positions(tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny.model.config, "max_position_embeddings", 8)
     output = tiny.engine(max_new_tokens=24, stop_token_ids=()).generate(batch([[3] * 6, [4]]))
@@ -145,6 +152,7 @@ def test_a_prompt_beyond_the_models_positions(tiny: Any, batch: Any, monkeypatch
         tiny.engine(max_new_tokens=2).generate(batch([[3], [4] * 8]))
 
 
+@pytest.mark.slow
 def test_rows_that_run_out_of_positions_leave_the_others_alone(
     tiny: Any, batch: Any, completions: Any, plain_greedy: Any
 ) -> None:

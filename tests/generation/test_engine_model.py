@@ -30,6 +30,7 @@ def saved(path: str | Path) -> dict[str, Tensor]:
     return load_file(Path(path) / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_loaded_weights_generate_as_the_attached_model(
     tmp_path: Path, batch: Any, completions: Any, plain_greedy: Any, tied: bool
@@ -55,6 +56,7 @@ def test_loaded_weights_generate_as_the_attached_model(
     assert answers[0] != answers[1]
 
 
+@pytest.mark.slow
 def test_other_names_in_files_than_in_memory(tmp_path: Path, batch: Any, completions: Any, plain_greedy: Any) -> None:
     """Qwen3-MoE writes one tensor for each expert."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -95,6 +97,7 @@ def test_precision_of_the_own_module(tiny: Any, batch: Any) -> None:
     assert engine.generate(batch([[3]]))["logprobs"].dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("already_loaded", [False, True])
 def test_weights_that_do_not_fit(tiny: Any, batch: Any, already_loaded: bool) -> None:
     """Each mistake is named, the stream is exhausted, and the engine does not keep half of the weights."""

@@ -90,6 +90,7 @@ def require_logprobs(model: Any, rows: BatchedDataDict[Any], results: dict[str, 
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_greedy_is_generate(family, model, rows):
     engine = engine_of(model)
     engine.submit(requests_of(rows, GREEDY))
@@ -111,6 +112,7 @@ def test_greedy_is_generate(family, model, rows):
         assert results[request.request_id].token_ids.tolist() == expected[0, len(request.prompt_ids) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_logprobs_are_those_of_the_trainer(family, model, rows, batch_size):
     """With room for two rows, others join later; lengths and numbers of images differ."""
@@ -120,6 +122,7 @@ def test_logprobs_are_those_of_the_trainer(family, model, rows, batch_size):
     require_logprobs(model, rows, results, family)
 
 
+@pytest.mark.slow
 def test_each_image_is_encoded_once_per_group(family, model, rows):
     """Groups of four share their images, also where only three rows are decoded at a time."""
     engine = engine_of(model, batch_size=3)
@@ -154,6 +157,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [torch.cat([each.flatten(0, -2) for each in part]) for part in (output.pooler_output, *layers)]
 
 
+@pytest.mark.slow
 def test_rows_go_on_with_new_weights(family, rows):
     """After an update, rows with images begin again with the new encoder's features."""
     model = tiny_vlms.make_model(family)
@@ -170,6 +174,7 @@ def test_rows_go_on_with_new_weights(family, rows):
     require_logprobs(model, rows, results, family)
 
 
+@pytest.mark.slow
 def test_a_refit_covers_the_vision_tower(family, rows, tmp_path):
     """The engine's own module, with weights under their names in files; the second update changes the tower alone."""
     from safetensors.torch import load_file
@@ -197,6 +202,7 @@ def _tower(model: Any) -> list[torch.Tensor]:
     return [weight for name, weight in model.named_parameters() if "vision" in name or "visual" in name]
 
 
+@pytest.mark.slow
 def test_image_tokens_are_never_chosen(model, rows):
     """A row with more image tokens than features cannot be trained on."""
     engine = engine_of(model)

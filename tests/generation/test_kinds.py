@@ -62,6 +62,7 @@ def _row_by_row(model: Any, prompt: list[int], seed: int, greedy: bool) -> tuple
     return ids[first:].tolist(), logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WAYS)
 def test_rows_are_those_of_whole_forwards(kind: str, batch: Any, completions: Any) -> None:
     model, prompts = tiny_model(KINDS[kind]), _prompts()
@@ -76,6 +77,7 @@ def test_rows_are_those_of_whole_forwards(kind: str, batch: Any, completions: An
             torch.testing.assert_close(found, logprobs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_later_tokens_is_rejected_when_it_is_attached() -> None:
     with pytest.raises(NotSupported, match=r"XLNetLMHeadModel.*depend on the tokens after it"):
         _engine(tiny_model(KINDS["xlnet"]))

@@ -46,6 +46,7 @@ class Rows:
             self.require(self.forward.advance(torch.tensor(tokens)), self.ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 @torch.no_grad()
 def test_rows_with_own_and_with_shared_prompts_are_those_of_whole_forwards(kind: str) -> None:

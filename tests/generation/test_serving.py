@@ -60,6 +60,7 @@ def forwards(tiny: Any) -> Iterator[list[int]]:
     handle.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "bloom", "bart", "rwkv"])
 def test_rows_that_arrive_at_any_time_are_those_of_rows_alone(kind: str, tiny: Any) -> None:
     """Requests arrive after each poll, in other orders; kinds that are packed, padded, of equal length, and whole."""
@@ -107,6 +108,7 @@ def test_a_poll_returns_after_its_timeout_with_a_token_more(tiny: Any) -> None:
     assert engine.poll(None) == []
 
 
+@pytest.mark.slow
 def test_an_equal_prompt_is_computed_once_also_later(tiny: Any, forwards: list[int]) -> None:
     engine, prompt = tiny.engine().engine, [3, 9, 4, 7, 7, 2]
     engine.submit([request("a", prompt, 6, 1), request("b", prompt, 6, 2)])
@@ -118,6 +120,7 @@ def test_an_equal_prompt_is_computed_once_also_later(tiny: Any, forwards: list[i
         same(found[name], alone(tiny.engine().engine, request(name, prompt, 6, seed)))
 
 
+@pytest.mark.slow
 def test_the_next_turn_of_a_session_computes_its_new_tokens(tiny: Any, forwards: list[int]) -> None:
     engine, prompt = tiny.engine(session_cache_tokens=30).engine, list(range(2, 12))
     first = alone(engine, request("1", prompt, 4, session_id="s"))
@@ -136,6 +139,7 @@ def test_the_next_turn_of_a_session_computes_its_new_tokens(tiny: Any, forwards:
     assert forwards[0] == len(turn), "nothing computed with earlier weights may be used"
 
 
+@pytest.mark.slow
 def test_aborted_requests_return_what_they_have(tiny: Any) -> None:
     engine = tiny.engine(batch_size=2).engine
     engine.submit([request(name, [3 + row], 9, row) for row, name in enumerate("abc")])
@@ -162,6 +166,7 @@ def test_nothing_is_served_while_paused(tiny: Any) -> None:
     same(alone(engine, request("a", [3], 4)), alone(tiny.engine().engine, request("a", [3], 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
 def test_weights_change_between_tokens(tiny: Any, cache: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +210,7 @@ def test_weights_that_are_updated_in_place_are_those_that_are_used(tiny: Any) ->
     assert engine.release() >= sum(layer.weight.nbytes for layer in model.modules() if type(layer) is torch.nn.Linear)
 
 
+@pytest.mark.slow
 def test_a_long_row_with_a_window_sees_only_that(tiny: Any) -> None:
     """Prompts longer and shorter than the window, and rows that leave it behind."""
     from transformers import MistralConfig, MistralForCausalLM

@@ -44,6 +44,7 @@ def test_what_is_no_usable_template(text: str, message: str) -> None:
         check_chat_template(text, "here")
 
 
+@pytest.mark.slow
 def test_a_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     monkeypatch.setattr("rlframework.huggingface.chat_template._PATIENCE", 2.0)

@@ -103,6 +103,7 @@ def packings(draw):
     return ids, torch.tensor(lengths, dtype=length_dtype), sizes, draw(st.integers(0, 20))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(packings())
 def test_packing_equals_a_loop_over_tokens(case):
@@ -123,6 +124,7 @@ def test_packing_equals_a_loop_over_tokens(case):
             assert mask[p, q].nonzero()[:, 0].tolist() == seen
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(packings())
 def test_unpacking_is_the_inverse(case):
@@ -136,6 +138,7 @@ def test_unpacking_is_the_inverse(case):
     assert torch.equal(got, expected if len(ids) else ids[:, :0])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(packings())
 def test_grouping_tensors_is_packing_rows(case):

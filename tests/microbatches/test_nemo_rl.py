@@ -186,6 +186,7 @@ def test_packed_microbatches_are_the_planned_bins():
     assert sorted(part.processed_inputs.seq_len for part in found) == [16, 17]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=4, max_size=16).filter(lambda rows: len(rows) % 2 == 0),

@@ -96,6 +96,7 @@ VALUES = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     ids=VALUES,

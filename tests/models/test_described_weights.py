@@ -140,6 +140,7 @@ def loads(config: PolicyConfig) -> Any:
     return whole.score.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["score", "value"])
 @pytest.mark.parametrize("name", ["untied", "tied", "learned_positions"])
 def test_a_new_head_on_a_language_model_is_zeros(model, name, head):

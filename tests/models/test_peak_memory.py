@@ -43,6 +43,7 @@ def run(layers):
     return kept, live.peak
 
 
+@pytest.mark.slow
 def test_all_logits_never_exist_and_a_checkpointed_layer_keeps_its_input_in_bfloat16():
     """Each layer adds its input to what is kept, and its gradients to the peak; all logits would take 10 GB."""
     (kept, peak), (kept_by_more, peak_of_more) = run(2), run(4)
@@ -65,6 +66,7 @@ def test_the_head_takes_one_chunk_and_its_gradients():
     assert live.peak == pytest.approx((4 + 2) * chunk + gradients + 4 * TOKENS * HIDDEN, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_layer_of_qwen3_0_6b_keeps_and_moves_what_the_estimate_of_a_step_says():
     """In docs/gpu.md, by token and hidden size: 70 bytes kept; 946 moved by elementwise operations, 15.9 GB in all.
 

@@ -42,12 +42,14 @@ def peak(lengths, **limits):
     return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[16_384], [4096] * 4, [1024] * 16])
 def test_a_packed_row_of_16k_tokens_takes_the_bytes_that_the_page_says(lengths):
     """In docs/gpu.md: 1.3 to 1.5 GiB, where all scores of one sequence take 64.5."""
     assert 1.25 * GIB < peak(lengths) < 1.5 * GIB
 
 
+@pytest.mark.slow
 def test_a_window_takes_fewer(monkeypatch):
     assert peak([16_384], window=4096) < 0.6 * GIB
     monkeypatch.setattr(module, "BLOCK_SCORES", 1 << 50)

@@ -57,6 +57,7 @@ def test_seconds_are_summed_from_the_step_times():
     assert list(drawn.values())[-1].get_xlabel() == "training time (s)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "histories", [[], [("", [])], [("sft", SFT), ("grpo", GRPO)], [("x", [{"train/loss": math.nan}])]]
 )

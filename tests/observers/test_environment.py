@@ -38,6 +38,7 @@ def test_it_contains_no_unlisted_variables_and_no_user_names(tmp_path, monkeypat
     assert json.loads(text)["variables"]["OMP_NUM_THREADS"] == "3"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id_and_earlier_environments(tmp_path):
     first, second, third = (write_environment(tmp_path) for _ in range(3))
     assert first["run_id"] == second["run_id"] == third["run_id"] == run_id(tmp_path)

@@ -76,6 +76,7 @@ def call(*args: str) -> int:
     return int(end.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_pictures(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("report", str(run_dir)) == 0
     assert capsys.readouterr().out.startswith(f"wrote {run_dir / 'report.html'} (")
@@ -90,6 +91,7 @@ def test_the_command_writes_the_page_and_pictures(run_dir: Path, capsys: pytest.
     assert (run_dir / "report-figures" / "outcome.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_report_of_several_runs_is_written_where_the_options_say(run_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "runs" / "b"
     other.mkdir()
@@ -213,6 +215,7 @@ def test_text_of_a_run_never_becomes_markup(run_dir: Path) -> None:
     assert not {name for name in found.attributes if name.startswith("on")}
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first page takes longer
 @given(st.text(max_size=60))
 def test_any_text_survives_a_round_trip_through_the_page(text: str) -> None:
@@ -339,6 +342,7 @@ def test_settings_are_flat_and_without_secrets() -> None:
     assert settings_of(None) is None
 
 
+@pytest.mark.slow
 def test_the_page_of_three_long_runs_stays_small() -> None:
     history = [{"step": float(i), **{f"train/m{n}": math.sin(i * n) for n in range(1, 36)}} for i in range(1, 1001)]
     rows = [Sample(step=i, prompt="1+1=", completion="word " * 400) for i in range(1, 1001)]
@@ -350,6 +354,7 @@ def test_the_page_of_three_long_runs_stays_small() -> None:
     assert data["runs"][0]["samples"]["rows"][-1][0] == 1000
 
 
+@pytest.mark.slow
 def test_figures_of_names_that_no_font_can_show(tmp_path: Path) -> None:
     name = "\x1b[2J\ud800\u202e"
     run = Run(name, Path("r"), [{"step": 1.0, f"train/{name}": 1.0, f"time/{name}": 1.0, "time/step": 1.0}])

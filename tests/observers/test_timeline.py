@@ -162,6 +162,7 @@ def test_a_damaged_line_is_skipped_and_counted(folder: Path) -> None:
     assert run.notes == ["1 lines of timeline.jsonl could not be read and were skipped"]
 
 
+@pytest.mark.slow
 def test_the_page_has_the_timeline(folder: Path) -> None:
     page, _ = write_report([folder])
     found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)
@@ -169,6 +170,7 @@ def test_the_page_has_the_timeline(folder: Path) -> None:
     assert json.loads(found[1])["runs"][0]["timeline"] == json.loads(json.dumps(timeline_of(read_run(folder, "r"))))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
 def test_the_script_draws_a_lane_for_each_part(folder: Path, tmp_path: Path) -> None:
     """With a document that only keeps what is made: the rectangles of each lane lie where the seconds say."""

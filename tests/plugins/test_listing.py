@@ -11,7 +11,8 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from rlframework.plugins.listing import PluginTable
+from rlframework.errors import UserError
+from rlframework.plugins.listing import PluginTable, named
 from rlframework.plugins.manager import create_manager
 
 ENGINE = """
@@ -67,6 +68,7 @@ def test_a_narrow_table_fits_and_says_where_the_rest_is(install, width):
     assert "Capabilities are shown with --json" in text.getvalue()
 
 
+@pytest.mark.slow
 def test_listing_imports_nothing_heavy():
     code = (
         "import json, sys\n"
@@ -81,3 +83,11 @@ def test_listing_imports_nothing_heavy():
     names, heavy = json.loads(done.stdout)
     assert "dtensor" in names
     assert heavy == []
+
+
+def test_rows_are_selected_by_name_or_kind():
+    rows = create_manager().listing()
+    assert {row.name for row in named("environment", rows)} >= {"gsm8k", "tools"}
+    assert [(row.name, row.kind) for row in named("ray", rows)] == [("ray", "worker_group")]
+    with pytest.raises(UserError, match=r"named 'gsm9k'\. Did you mean 'gsm8k'"):
+        named("gsm9k", rows)

@@ -144,7 +144,7 @@ def test_an_unknown_name_gets_the_nearest_and_what_is_installed(install):
     install("acme-engine", "acme", version="2.0")
     install("sick-engine", "sick", code="1 / 0", version="4.0")
     message = choose_error(create_manager(), "policy_worker", "acne")
-    assert message.startswith("policy.backend: there is no policy_worker 'acne'. Did you mean 'acme'?")
+    assert message.startswith("policy.backend: there is no backend 'acne'. Did you mean 'acme'?")
     assert "Installed: acme (acme-engine 2.0)." in message
     assert "sick of sick-engine 4.0 is broken: ZeroDivisionError: division by zero." in message
     assert "`rlframework plugins` lists the plugins that are found" in message

@@ -38,6 +38,7 @@ def balancer(ranks: int, mode: str, tokens: int = 32) -> BatchBalancer:
     return BatchBalancer(ranks, mode, tokens, TokenCost())
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     data=st.data(),
@@ -133,6 +134,7 @@ def test_dynamic_microbatches_of_few_shapes_stay_within_the_limit(columns):
         assert {width for _, width in shapes} <= {1920, 2048}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),

@@ -192,6 +192,7 @@ def test_a_prompt_leaves_a_position() -> None:
         BatchLimits(positions=4).check_prompts(prompts)
 
 
+@pytest.mark.slow
 def test_the_limits_of_a_model_and_its_media(tiny_llama: Any, tmp_path: Any) -> None:
     limits = BatchLimits.of(PolicyConfig(model_name=str(tiny_llama)))
     assert (limits.vocabulary, limits.positions) == (len(load_tokenizer(str(tiny_llama))), 128)

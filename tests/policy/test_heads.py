@@ -41,6 +41,7 @@ class EntropyOfScores(ScoresLoss):
     wants_entropy = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "wrong"),
     [
@@ -76,6 +77,7 @@ def test_scores_are_those_of_rows_that_count_whatever_the_token_mask(make_policy
         assert policy.train(data, ScoresLoss())["grad_norm"].tolist() == [0.0]  # no row counts: no step
 
 
+@pytest.mark.slow
 def test_values_are_those_of_tokens_in_the_loss(make_policy):
     data: BatchedDataDict[Any] = cases.batch(8)
     counted = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]

@@ -124,6 +124,7 @@ def check_group(make_policy: Any, group: str, workers: int) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "workers"), [("inline", 1), pytest.param("processes", 2, marks=pytest.mark.slow)])
 def test_rejected_batches_leave_the_group_as_it_was(make_policy: Any, group: str, workers: int) -> None:
     check_group(make_policy, group, workers)
@@ -137,6 +138,7 @@ def test_rejected_batches_leave_a_group_on_ray_as_it_was(make_policy: Any) -> No
     check_group(make_policy, "ray", 1)
 
 
+@pytest.mark.slow
 def test_a_loss_that_raises_leaves_the_inline_group_as_it_was(make_policy: Any) -> None:
     data = BatchedDataDict({**batch(), "row": torch.arange(4)})
     with make_policy("inline") as policy:
@@ -148,6 +150,7 @@ def test_a_loss_that_raises_leaves_the_inline_group_as_it_was(make_policy: Any) 
         assert all(map(torch.equal, got, results(policy)))
 
 
+@pytest.mark.slow
 def test_calls_that_the_policy_was_not_built_for(make_policy: Any) -> None:
     with make_policy("inline", init_reference_model=False, init_optimizer=False) as policy:
         with pytest.raises(NotSupported, match="without an optimizer"):

@@ -31,6 +31,7 @@ def worker(tiny_llama):
     made.shutdown()
 
 
+@pytest.mark.slow
 def test_a_worker_reports_what_it_runs_on(worker, monkeypatch):
     monkeypatch.setenv("CUDA_MADE_UP", "1")
     monkeypatch.setenv("RANK", "0")
@@ -55,6 +56,7 @@ def test_a_worker_reports_what_it_runs_on(worker, monkeypatch):
     assert worker.is_alive()
 
 
+@pytest.mark.slow
 def test_the_peak_covers_allocations_since_the_reset(worker):
     worker.reset_peak_memory_stats()
     before = worker.get_gpu_info()
@@ -79,6 +81,7 @@ def test_the_peak_is_0_if_the_system_does_not_report_it(monkeypatch):
     reset_peak_resident_bytes()
 
 
+@pytest.mark.slow
 def test_a_range_of_the_cuda_profiler_needs_a_gpu(worker):
     for call in (worker.start_gpu_profiling, worker.stop_gpu_profiling):
         with pytest.raises(NotSupported, match=r"needs a GPU.*section `profiler`"):

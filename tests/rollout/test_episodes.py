@@ -96,6 +96,7 @@ def exchanged(parts: Any) -> list[list[tuple[str, int]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at_once", "sizes"), [(32, [32, 32]), (12, [12, 12, 12, 12, 8, 8])])
 def test_which_requests_reach_the_engine_together_does_not_depend_on_time(
     make_parts: Any, at_once: int, sizes: list[int]
@@ -161,6 +162,7 @@ def hashed(request: Any) -> list[int]:
     return [*(5 + (mixed >> shift) % 10 for shift in range(0, 4 * (1 + mixed % 5), 4)), END]
 
 
+@pytest.mark.slow
 def test_rows_depend_on_neither_the_other_episodes_nor_their_order_in_time(make_parts: Any) -> None:
     class Sleepy(Counter):
         async def step(self, message: Any) -> StepOutcome:

@@ -106,6 +106,7 @@ def check_reply(reply: Message, turn: Turn) -> None:
     assert reply.get("reasoning_content") == turn.reasoning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_hold_what_the_engine_returned(name: str) -> None:
     """110 episodes: each token and log-probability is in one row, once, unchanged."""

@@ -74,6 +74,7 @@ def leaves() -> None:
 SHORT = "environment.step_timeout=0.2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "fail", "says", "length"),
     [
@@ -118,6 +119,7 @@ def test_a_failing_episode_is_masked_out_counted_and_visible(
     assert result.metrics["completion_length"] == 4.0
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_cancelled_before_its_episode_is_closed(make_parts: Any) -> None:
     seen: list[str] = []
 
@@ -206,6 +208,7 @@ def test_an_error_of_the_engine_ends_the_rollout_and_closes_the_episodes(make_pa
     assert parts.generation.client.gather is None
 
 
+@pytest.mark.slow
 def test_an_environment_that_blocks_the_loop_is_named_with_the_line(
     make_parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +297,7 @@ def test_each_call_is_answered_once(make_parts: Any, monkeypatch: pytest.MonkeyP
         rollout(make_parts(Twice), samples(1), torch.arange(1))
 
 
+@pytest.mark.slow
 def test_wrong_tools_and_a_step_that_is_no_coroutine(make_parts: Any) -> None:
     for wrong in ([{"name": "add"}], [{"type": "function", "function": {"name": ""}}], "add",
                   [{"type": "function", "function": {"name": "add"}}] * 2):  # fmt: skip

@@ -43,6 +43,7 @@ def config(request, tmp_path):
     return load_config(tmp_path / "run.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["qwen2_vl", "llava"], indirect=True)
 def test_training_scores_what_was_sampled_from_the_images(config):
     """Groups of two; and the loss of supervised rows is that of a plain forward of each."""
@@ -119,6 +120,7 @@ def play(parts):
     return rollout(parts, samples, row_seeds(0, 1, len(samples)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["qwen2_vl", "llava", "idefics3"], indirect=True)
 def test_training_scores_the_turns_of_episodes_with_the_images_that_they_saw(looking):
     """As the engine did, also where the environment draws on the same image again; swapped images are noticed."""
@@ -141,6 +143,7 @@ def test_training_scores_the_turns_of_episodes_with_the_images_that_they_saw(loo
     assert float((scored - sampled).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["qwen2_vl"], indirect=True)
 def test_a_message_whose_image_cannot_be_used_ends_the_rollout(looking):
     where = "environment 'dataset', for sample '[12]' in turn 1"

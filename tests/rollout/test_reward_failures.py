@@ -81,6 +81,7 @@ def play(parts: Any, answers: Sequence[Sequence[int]]) -> tuple[SingleTurnPlayer
     return player, [(sample, len(group.texts), group) for sample, group in zip(samples, played, strict=False)]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_its_answer_and_is_counted_over_the_step(parts: Any) -> None:
     """2 of 16 answers are the allowed eighth, and would be half of the group whose answers are scored together."""
     answers = [[1, 2, 3, 4], [1, 9, 3, 8], [1, 1, 1, 1], [2, 2, 2, 2]]
@@ -92,6 +93,7 @@ def test_a_process_that_dies_costs_its_answer_and_is_counted_over_the_step(parts
     assert not result.failed.any()
 
 
+@pytest.mark.slow
 def test_too_many_failures_in_the_answers_of_a_step_end_the_run(parts: Any) -> None:
     player, groups = play(parts, [[8, 2, 3, 4], [1, 8, 3, 4], [1, 1, 1, 1], [2, 2, 2, 8]])
     with pytest.raises(UserError, match=r"failed for 3 of 16 answers.*environment\.max_reward_failures=0\.125 allows"):
@@ -99,6 +101,7 @@ def test_too_many_failures_in_the_answers_of_a_step_end_the_run(parts: Any) -> N
     player.close()
 
 
+@pytest.mark.slow
 def test_the_answers_of_a_failed_group_count_as_answers_of_the_step(parts: Any) -> None:
     """2 of 16 answers, including 4 that were never scored: a synchronous step has 16, too."""
     player, groups = play(parts, [[8, 2, 3, 4], [1, 8, 3, 4], [1, 1, 1, 1]])
@@ -107,6 +110,7 @@ def test_the_answers_of_a_failed_group_count_as_answers_of_the_step(parts: Any) 
     player.close()
 
 
+@pytest.mark.slow
 def test_validation_between_rollouts_uses_the_same_process_and_counts_its_own_answers(parts: Any) -> None:
     player, groups = play(parts, [[1, 2]])
     sample = groups[0][0]

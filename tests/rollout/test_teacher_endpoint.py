@@ -125,6 +125,7 @@ def scored(body: Any, change: Any = lambda token, entry: entry, others: int = 1)
     return completion(prompt_logprobs=rows)
 
 
+@pytest.mark.slow
 def test_requests_have_the_tokens_and_replies_are_read_by_id(key: None) -> None:
     bodies: list[Any] = []
 
@@ -152,6 +153,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_replies_that_are_not_those_of_a_teacher(case: str, key: None) -> None:
     reply, kind, message = WRONG[case]

@@ -63,6 +63,7 @@ def test_other_losses_take_their_steps(run_config: Any, tmp_path: Path, algorith
     assert ("train/kl_estimate" in result.metrics) == (algorithm == "kto")
 
 
+@pytest.mark.slow
 def test_mistakes_are_found_before_the_start(run_config: Any, tmp_path: Path) -> None:
     path = pairs_file(tmp_path, 12)
     with pytest.raises(

@@ -47,6 +47,7 @@ def test_a_resolved_configuration_keeps_every_value(old, phase):
     load_config(old / f"{phase}.yaml", ["policy.activation_checkpointing=true"])
 
 
+@pytest.mark.slow
 def test_a_supervised_run_has_the_numbers_of_0_1(old):
     run(load_config(old / "sft.yaml", ["output_dir=new", "observers.console=false"]))
     assert len(numbers(old / "sft")) == 3
@@ -54,6 +55,7 @@ def test_a_supervised_run_has_the_numbers_of_0_1(old):
         assert after == pytest.approx(before, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_0_1_trained_is_trained_on(old):
     result = run(load_config(old / "grpo.yaml", ["output_dir=new", "observers.console=false"]))
     assert result.metrics["step"] == 1

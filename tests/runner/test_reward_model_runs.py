@@ -99,6 +99,7 @@ def test_a_reward_model_resumes(run_config: Any, tmp_path: Path) -> None:
     assert resume(config.output_dir).metrics["train/loss"] == whole.metrics["train/loss"]
 
 
+@pytest.mark.slow
 def test_mistakes_are_found_before_the_start(run_config: Any, tmp_path: Path) -> None:
     pairs, steps = pairs_file(tmp_path, 12), steps_file(tmp_path, 12)
     with pytest.raises(ConfigError, match=r"reward_model trains a model with policy\.head=score, but it is language"):

@@ -91,6 +91,7 @@ def test_neither_out_nor_show(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "OUT is missing: give a new folder to write, or --show N" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_template_that_ends_no_turn_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "own.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
     assert call("tokenize", "run.yaml", "--show", "1", "policy.chat_template=own.jinja") == 0
@@ -131,6 +132,7 @@ def test_a_mistake_is_one_message_and_nothing_is_written(
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_an_empty_folder_may_be_there_already(folder: Path) -> None:
     (folder / "out").mkdir()
     assert call("tokenize", "run.yaml", "out") == 0

@@ -61,6 +61,7 @@ def with_bytes(row: dict[str, Any], dice: random.Random) -> bytes:
     return line[:start] + dice.choice(BYTES) + line[start + dice.randrange(4) :]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_row_is_read_or_named(soak: Any, tmp_path: Path) -> None:
     dice, counts = soak.random(), Counter[str]()

@@ -111,6 +111,7 @@ def hostile_run(soak: Any, tmp_path: Path, capsys: Any, caplog: Any) -> tuple[Pa
     return folder, texts, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_hostile_text_is_inert_in_every_output(hostile_run: Any, tmp_path: Path) -> None:
     folder, texts, printed = hostile_run
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]

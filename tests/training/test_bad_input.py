@@ -34,6 +34,7 @@ def gsm8k(folder: Path, train: str, validation: str) -> list[str]:
     return ["~environment", f"environment={{name: gsm8k, instruction: '', {paths}}}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "train", "validation", "told"),
     [
@@ -48,12 +49,14 @@ def test_a_character_that_the_tokenizer_lacks_is_found_before_the_first_step(
     assert refused(run_config(algorithm, *gsm8k(tmp_path, train, validation))).startswith(told)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_leaves_less_room_than_max_new_tokens_is_no_mistake(run_config):
     longest = ["policy.batching.tokens=128", "generation.max_new_tokens=50", *ONE_STEP]
     result = run(run_config("grpo", *addition(POSITIONS - 5), *longest))
     assert result.metrics["train/completion_length"] == 1.0  # 127 tokens of prompt
 
 
+@pytest.mark.slow
 def test_a_rollout_that_may_outgrow_a_microbatch_of_scoring(run_config, tmp_path):
     rows = [
         "policy.train_global_batch_size=32",
@@ -73,6 +76,7 @@ LONG_ROW = ("has 129 tokens with its completion", "takes 128 tokens in total")  
 SMALL_BATCH = ("has 65 tokens with its completion", "policy.batching.tokens=64", "at least 65")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "letters", "options", "kind", "words"),
     [
@@ -97,6 +101,7 @@ def test_a_row_that_is_too_long_is_refused(run_config, algorithm, letters, optio
         assert word in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("letters", "batching"),
     [
@@ -173,6 +178,7 @@ def test_an_output_directory_that_cannot_be_made_is_found_before_the_model_is(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_any_length_has_no_limit(run_config, tmp_path, monkeypatch):
     path = make_llama(tmp_path / "m", character_tokenizer("0123456789+=a"), hidden=16, layers=1, heads=2)
     monkeypatch.setattr(input_checks, "model_positions", lambda *arguments: None)

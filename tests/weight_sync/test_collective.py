@@ -67,6 +67,7 @@ def exchange(group, sent, engines, budget: float = 4096.0, weights=None, info=No
         return [sending.result(), *[result.result() for result in receiving]]
 
 
+@pytest.mark.slow
 def test_several_engines_get_all_weights_in_small_groups_and_again(sent, serve):
     engines = [ready_engine(sent), ready_engine(sent)]
     group = connect(engines)
@@ -80,6 +81,7 @@ def test_several_engines_get_all_weights_in_small_groups_and_again(sent, serve):
             weight.add_(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "packed"])
 def test_damage_is_reported_on_both_sides_and_the_group_stays_usable(sent, monkeypatch, alone):
     engine = ready_engine(sent)
@@ -134,6 +136,7 @@ def test_weights_of_any_size_layout_and_dtype_arrive(sent):
     assert sums == [checksum(as_bytes(arrived[name])) for name in info]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_fails_lets_the_engine_leave(sent):
     engine = ready_engine(sent)
     group = connect([engine])
@@ -155,6 +158,7 @@ def test_weights_other_than_announced_are_rejected(sent):
     assert isinstance(sender, RefitError)
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named_at_the_deadline(sent):
     begun = time.monotonic()
     with pytest.raises(
@@ -167,6 +171,7 @@ def test_a_missing_rank_is_named_at_the_deadline(sent):
         ready_engine(sent).update_weights_from_collective()
 
 
+@pytest.mark.slow
 def test_an_engine_joins_a_new_group_after_the_old_one_was_closed(sent):
     engine = ready_engine(sent)
     connect([engine]).close()
@@ -220,6 +225,7 @@ def strangers(first_bytes: bytes) -> Iterator[None]:
             each.close()
 
 
+@pytest.mark.slow
 def test_a_stranger_who_takes_the_place_of_a_rank_delays_the_group_and_does_not_prevent_it(monkeypatch):
     """gloo takes eight zero bytes for the trainer. Which rank listens for which depends on their ports: about half."""
     monkeypatch.setattr("rlframework.weight_sync.rendezvous._FIRST_ATTEMPT", 0.3)
@@ -242,6 +248,7 @@ def test_a_stranger_who_takes_the_place_of_a_rank_delays_the_group_and_does_not_
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.slow
 def test_a_group_waits_as_long_as_its_deadline_after_short_attempts_to_connect(monkeypatch):
     monkeypatch.setattr("rlframework.weight_sync.rendezvous._FIRST_ATTEMPT", 0.3)
     kept = bind_free_port("127.0.0.1")

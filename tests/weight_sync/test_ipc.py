@@ -175,6 +175,7 @@ def offered(sent, sender):
     return engine, buffer
 
 
+@pytest.mark.slow
 def test_offered_memory_is_written_once_and_not_copied(sent, sender, serve, monkeypatch):
     engine, buffer = offered(sent, sender)
     kept = engine._engine_model._module
@@ -197,6 +198,7 @@ def test_offered_memory_is_written_once_and_not_copied(sent, sender, serve, monk
     assert {name: weight.data_ptr() for name, weight in kept.state_dict().items()} == before
 
 
+@pytest.mark.slow
 def test_other_engines_copy_from_the_memory_of_the_one_that_offered_it(sent, sender):
     engine, _ = offered(sent, sender)
     other, new = sent.engine(), sent.engine()
@@ -242,6 +244,7 @@ def test_damaged_bytes_in_offered_memory_are_reported_by_weight(sent, sender, se
     assert sent.loaded_by(engine)
 
 
+@pytest.mark.slow
 def test_a_receive_buffer_for_other_weights_is_rejected_and_weights_sent_outside_it_are_received(sent, sender):
     engine, buffer = offered(sent, sender)
     name = next(iter(sent.weights))

@@ -69,6 +69,7 @@ def test_bad_targets(target, message):
         start(target)
 
 
+@pytest.mark.slow
 def test_needs_neither_ray_nor_torch():
     code = (
         "import sys, rlframework.workers.inline as i; "

@@ -69,6 +69,7 @@ def test_reserved_ports_are_bound_and_below_the_ephemeral_range():
         other.bind(address)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_session")
 def test_workers_have_the_priority_of_the_driver():

@@ -65,6 +65,7 @@ def test_a_folder_of_the_user_with_a_similar_name_stays(tmp_path: Path, name: st
     assert (work / "file").exists()
 
 
+@pytest.mark.slow
 def test_folders_made_at_the_same_time_do_not_take_each_other(tmp_path: Path) -> None:
     def make(_: int) -> TemporaryFolder:
         return TemporaryFolder(str(tmp_path))

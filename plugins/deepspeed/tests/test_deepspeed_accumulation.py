@@ -44,6 +44,7 @@ def worker(tmp_path):
         each.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bucket", "reduced"), [(None, None), (500, "fp32")])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_of_microbatches_are_added_in_fp32(worker, monkeypatch, stage, bucket, reduced):

@@ -180,6 +180,7 @@ def test_a_file_without_a_stage_is_of_stage_0_as_deepspeed_takes_it(run, file):
     assert run().policy.deepspeed.zero_optimization.stage == 2
 
 
+@pytest.mark.slow
 def test_the_resolved_configuration_needs_the_file_no_more(run, file, tmp_path):
     config = run(config=file(HUGGING_FACE))
     (tmp_path / "ds_config.json").unlink()

@@ -44,6 +44,7 @@ def test_what_deepspeed_does_not_do_here_is_not_declared(record):
     assert Capability.DATA_PARALLEL in record.capabilities
 
 
+@pytest.mark.slow
 def test_a_configuration_is_checked_without_torch_and_deepspeed():
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ def ranges(draw):
     return shape, first, draw(st.integers(first, math.prod(shape)))
 
 
+@pytest.mark.slow
 @given(ranges())
 def test_range_slices_cover_the_range(case):
     shape, first, end = case
@@ -37,6 +38,7 @@ def test_range_slices_cover_the_range(case):
     assert len(list(range_slices(shape, first, end))) <= max(1, 2 * len(shape) - 1)
 
 
+@pytest.mark.slow
 @given(ranges())
 def test_a_range_is_read_of_the_whole(case):
     shape, first, end = case

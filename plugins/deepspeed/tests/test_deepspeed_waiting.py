@@ -32,6 +32,7 @@ def waits(tmp_path):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(("stage", "precision"), [(0, "float32"), *((s, "bfloat16") for s in (1, 2, 3))])
 def test_a_step_waits_once(waits, rows, stage, precision):

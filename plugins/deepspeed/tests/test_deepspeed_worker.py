@@ -88,6 +88,7 @@ class FailsAt(NLLLoss):
         return super().__call__(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_a_call_that_failed_are_not_in_the_next(worker, model_path, stage):
     made, oracle = worker(stage), Oracle(model_path, lr=1e-3)
@@ -99,6 +100,7 @@ def test_gradients_of_a_call_that_failed_are_not_in_the_next(worker, model_path,
         assert result["global_loss"][0] == pytest.approx(right.loss, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_in_half_precision_are_those_of_the_files(worker, model_path, stage, tmp_path):
     """DeepSpeed makes its fp32 weights of rounded ones; these are read again."""
@@ -110,6 +112,7 @@ def test_weights_in_half_precision_are_those_of_the_files(worker, model_path, st
     assert all(torch.equal(got[name], weight) for name, weight in right.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_first_step_is_the_first(worker, model_path, stage, precision):
@@ -122,6 +125,7 @@ def test_the_first_step_is_the_first(worker, model_path, stage, precision):
     assert float((after - before[name]).abs().mean()) == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_reference_comes_back_to_the_bit(worker, stage, precision):
@@ -135,6 +139,7 @@ def test_the_reference_comes_back_to_the_bit(worker, stage, precision):
     assert torch.equal(made.get_logprobs(data)["logprobs"], moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_nothing_of_deepspeed_stays_in_the_process(worker, monkeypatch, stage):
     monkeypatch.setenv("LOCAL_RANK", "7")
@@ -154,6 +159,7 @@ def test_nothing_of_deepspeed_stays_in_the_process(worker, monkeypatch, stage):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_on_a_cpu(worker, monkeypatch):
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -164,6 +170,7 @@ def test_nothing_is_compiled_on_a_cpu(worker, monkeypatch):
     worker(2).train(batch(), NLLLoss())
 
 
+@pytest.mark.slow
 def test_several_policies_live_in_one_process(worker):
     """Made, used and ended in any order: they share a process group and DeepSpeed's communication."""
     first, second = worker(3), worker(2)
@@ -174,6 +181,7 @@ def test_several_policies_live_in_one_process(worker):
     assert second.train(batch(1), NLLLoss())["skipped"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_worker_without_an_optimizer_scores(worker, model_path, stage):
     made = worker(stage, init_optimizer=False, reference=False)

@@ -140,6 +140,7 @@ def test_losses_and_gradients_do_not_depend_on_microbatches_order_or_padding(
     assert distance(worker.engine.gradients, gradients) < 1e-5
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=batches(),

@@ -136,6 +136,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_gathered_in_bf16_once_a_pass_and_gradients_reduced_once_in_fp32(model, layout, checkpointing):
@@ -147,6 +148,7 @@ def test_weights_are_gathered_in_bf16_once_a_pass_and_gradients_reduced_once_in_
     assert counted.number("reduce-scatter", FP32, 4 * layer) == EACH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_tensor_parallelism_sums_activations_twice_a_layer_and_pass(model, checkpointing):
     """Of `2 * tokens * hidden` bytes: after attention and MLP, and in the backward before them.
@@ -160,6 +162,7 @@ def test_tensor_parallelism_sums_activations_twice_a_layer_and_pass(model, check
     assert counted.number("all-reduce", BF16, AT_HEAD, backward=True) == MICROBATCHES
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_gathers_and_scatters_in_place_of_each_sum(model):
     """A gather and a scatter move as many bytes as one sum.
 
@@ -175,6 +178,7 @@ def test_sequence_parallelism_gathers_and_scatters_in_place_of_each_sum(model):
     assert counted.number("all-reduce", BF16, 2 * HIDDEN, backward=True) == (2 * LAYERS + 1) * MICROBATCHES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_context_parallelism_gathers_keys_and_values_together(model, checkpointing):
     """One gather a layer, again where the backward recomputes it, and one scatter of their gradients."""
@@ -185,12 +189,14 @@ def test_context_parallelism_gathers_keys_and_values_together(model, checkpointi
     assert counted.number("reduce-scatter", BF16, size, backward=True) == EACH
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once_per_step_on_request(model):
     counted = collectives(model, reduce_gradients="step")
     assert counted.number("reduce-scatter", FP32, 4 * (MATRICES + 2 * HIDDEN)) == LAYERS
     assert counted.number("all-gather", BF16, 2 * (MATRICES + 2 * HIDDEN)) == 2 * EACH
 
 
+@pytest.mark.slow
 def test_replicas_sum_their_shards_once_per_step(model):
     """Shards of half the gradient each, of the layers and of the rest of the model."""
     counted = collectives(model, replicate=2)
@@ -199,6 +205,7 @@ def test_replicas_sum_their_shards_once_per_step(model):
     assert counted.number("all-reduce", FP32, whole // 2) == LAYERS
 
 
+@pytest.mark.slow
 def test_embedding_and_head_are_gathered_and_reduced_on_their_own_unless_tied(tmp_path, model):
     untied = make_llama(tmp_path, cases.tokenizer(), **SIZES, tied=False)
     for path, units in ((model, 1), (untied, 3)):  # beside the layers: the rest; embedding, head and last norm

@@ -51,6 +51,7 @@ def test_separated_sequences_of_equal_length_do_not_share_a_call():
     assert query_blocks([0, 4, 20, 24], [(0, 4), (20, 24)]) == (QueryBlock(4, 4, 0), QueryBlock(4, 4, 20))
 
 
+@pytest.mark.slow
 @given(
     size=st.integers(1, 4),
     chunk=st.integers(1, 5),
@@ -116,6 +117,7 @@ def test_packed_step_matches_the_oracle(harness, name):
     )
 
 
+@pytest.mark.slow
 def test_window_across_ranks_matches_the_oracle(harness):
     harness.first_step(harness.batch(), "padded", kind="nll", model="mistral, sliding window")
 

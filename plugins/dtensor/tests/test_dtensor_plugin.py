@@ -138,6 +138,7 @@ def test_unknown_keys_of_the_section_are_rejected():
         DTensorConfig(reshard=True)
 
 
+@pytest.mark.slow
 def test_the_plugin_imports_no_torch():
     code = f"import sys, {plugin.__name__} as p; p.rlframework_policy_workers(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -72,6 +72,7 @@ def test_a_shard_of_rows_is_a_view_with_its_place_in_the_weight():
         assert whole.flatten()[-6:].abs().sum() == 0
 
 
+@pytest.mark.slow
 def test_a_refit_updates_an_engines_experts_in_place(models):
     """The second refit goes into the existing module; its output must be that of the new weights."""
     path = cases.model("experts", models)
@@ -88,6 +89,7 @@ def test_a_refit_updates_an_engines_experts_in_place(models):
         engine.load((name, weight) for name, weight in right.items() if name != f"{path}.gate_proj.weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
 def test_expert_files_are_read_without_a_whole_model(models, tmp_path, monkeypatch, together):
     """Also if the files hold experts in the model's own layout, which transformers reads too."""
@@ -122,6 +124,7 @@ def test_expert_files_are_read_without_a_whole_model(models, tmp_path, monkeypat
         process_groups.leave()
 
 
+@pytest.mark.slow
 def test_qwen2_moe_training_matches_the_oracle(tmp_path):
     """Qwen2-MoE, whose blocks also have a shared expert for all tokens."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM

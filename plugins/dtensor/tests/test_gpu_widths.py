@@ -90,6 +90,7 @@ def rows_of(sizes):
     )
 
 
+@pytest.mark.slow
 @SIZES
 @pytest.mark.parametrize("mode", ["packed", "dynamic"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
@@ -106,6 +107,7 @@ def test_log_probabilities_and_a_step_are_those_of_fp32(tmp_path, sizes, mode, p
     assert float(result["grad_norm"][0]) == pytest.approx(right.grad_norm, rel=tolerance)
 
 
+@pytest.mark.slow
 @SIZES
 @pytest.mark.parametrize("mode", ["packed", "dynamic", "padded"])
 @pytest.mark.parametrize("checkpointing", [False, "full"])

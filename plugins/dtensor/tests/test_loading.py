@@ -52,6 +52,7 @@ def model(tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_files_in_half_precision_are_read_as_fp32(loaded, model, monkeypatch):
     path, saved = model("untied", lambda weights: {name: value.bfloat16() for name, value in weights.items()})
     monkeypatch.setattr(loading, "load_model", None)  # no whole model is made
@@ -62,6 +63,7 @@ def test_files_in_half_precision_are_read_as_fp32(loaded, model, monkeypatch):
         assert torch.equal(weight, saved[name].float()), name
 
 
+@pytest.mark.slow
 def test_files_may_omit_the_prefix_of_the_base_model(loaded, model, monkeypatch):
     path, saved = model(
         "learned_positions", lambda weights: {name.removeprefix("transformer."): w for name, w in weights.items()}
@@ -71,6 +73,7 @@ def test_files_may_omit_the_prefix_of_the_base_model(loaded, model, monkeypatch)
         assert torch.equal(weight, saved[name.removeprefix("transformer.")]), name
 
 
+@pytest.mark.slow
 def test_files_may_store_a_tied_embedding_under_the_heads_name(loaded, model, monkeypatch):
     old, new = "model.embed_tokens.weight", "lm_head.weight"
     path, saved = model("tied", lambda weights: {new if name == old else name: w for name, w in weights.items()})
@@ -87,6 +90,7 @@ def test_a_file_that_lacks_a_weight_is_rejected(model):
         load_model(config, None)
 
 
+@pytest.mark.slow
 def test_rotary_frequencies_are_those_of_the_model(model):
     """They are buffers that no file contains."""
     path, _ = model("untied")

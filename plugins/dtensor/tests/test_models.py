@@ -46,6 +46,7 @@ def worker(path: Any, mode: str) -> DTensorPolicyWorker:
     return DTensorPolicyWorker(config, TOKENIZER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_logprobs_and_loss_match_transformers(tmp_path, batch, kind):
     plain = save_model(tmp_path, *MODELS[kind])

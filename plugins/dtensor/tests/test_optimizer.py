@@ -29,6 +29,7 @@ def test_an_update_is_the_orthogonalized_average(shape):
     assert (halves - expected).norm() > 0.2 * expected.norm()  # what sharded matrices would give
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_muon_takes_the_matrices_of_the_layers(tmp_path, kind):
     from transformers import AutoModelForCausalLM
@@ -42,6 +43,7 @@ def test_muon_takes_the_matrices_of_the_layers(tmp_path, kind):
     assert decays == {id(one): 0.3 if one.ndim > 1 else 0.0 for one in model.parameters()}
 
 
+@pytest.mark.slow
 def test_both_take_the_learning_rate_of_the_step(tmp_path):
     from transformers import AutoModelForCausalLM
 

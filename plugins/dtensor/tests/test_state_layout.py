@@ -16,6 +16,7 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -52,6 +53,7 @@ def test_what_is_offloaded_is_in_host_memory_but_for_the_step_of_the_optimizer(m
     assert found["weights"] == ("device", ("always",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gibibytes", "whole"), [(31, False), (32, True)])
 def test_gradients_stay_whole_where_the_engine_reduces_them_once(model, gibibytes, whole):
     # 2**30 parameters: 4 GiB of gradients, 8 times of which must fit the GPU

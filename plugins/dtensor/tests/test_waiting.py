@@ -44,6 +44,7 @@ def mixture(tmp_path_factory):
     return cases.model("experts", tmp_path_factory.mktemp("mixture"))
 
 
+@pytest.mark.slow
 def test_routing_and_its_loss_wait_for_nothing(mixture, batches):
     """The load-balancing loss counts the choices of all layers and microbatches on the device."""
     (rows,) = batches(1)
@@ -56,6 +57,7 @@ def test_routing_and_its_loss_wait_for_nothing(mixture, batches):
     assert step["norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_expert_parallelism_waits_once_for_a_block(mixture):
     done = run_forked(exchange, mixture)
     assert done.returncode == 0, done.stderr
@@ -63,6 +65,7 @@ def test_expert_parallelism_waits_once_for_a_block(mixture):
     assert len(waits) == 1, "\n".join(waits)
 
 
+@pytest.mark.slow
 def test_a_move_to_the_host_waits_once_for_the_model_and_once_for_the_moments_and_keeps_its_memory(model, batches):
     done = run_forked(move, model, batches(1)[0])
     assert done.returncode == 0, done.stderr
@@ -76,6 +79,7 @@ def test_a_move_to_the_host_waits_once_for_the_model_and_once_for_the_moments_an
     assert len(set(first["addresses"])) == len(first["addresses"])
 
 
+@pytest.mark.slow
 def test_swapping_the_reference_and_the_policy_does_not_wait(model, batches):
     done = run_forked(swap, model, batches(1)[0])
     assert done.returncode == 0, done.stderr

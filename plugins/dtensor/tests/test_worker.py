@@ -54,6 +54,7 @@ def worker(model_path, tokenizer):
         each.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["train", "save_checkpoint", "load_checkpoint", "save_pretrained"])
 def test_what_needs_the_policy_is_rejected_inside_use_reference_model(worker, batches, tmp_path, call):
     """It would train, save or replace the weights of the reference. Evaluating them is fine."""
@@ -68,6 +69,7 @@ def test_what_needs_the_policy_is_rejected_inside_use_reference_model(worker, ba
     made.train(batch, NLLLoss())
 
 
+@pytest.mark.slow
 def test_the_trainer_waits_for_receivers_less_long_than_the_driver_for_the_trainer(worker):
     """So the error says who is missing, and the trainer survives it."""
     made = worker(generation=GenerationConfig(refit={"deadline": 60}))
@@ -77,6 +79,7 @@ def test_the_trainer_waits_for_receivers_less_long_than_the_driver_for_the_train
         made.init_collective("127.0.0.1", port, 2)
 
 
+@pytest.mark.slow
 def test_bfloat16_restores_the_reference_after_scoring(worker, batches):
     """FSDP keeps unsharded copies after a forward without gradients; a swap must not leave them stale."""
     first, second = batches(2)
@@ -95,6 +98,7 @@ def test_a_worker_without_an_optimizer_only_evaluates(worker, batch):
         made.train(batch, NLLLoss())
 
 
+@pytest.mark.slow
 def test_large_models_are_saved_in_several_files(worker, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
@@ -109,12 +113,14 @@ def test_large_models_are_saved_in_several_files(worker, tmp_path, monkeypatch):
         assert torch.equal(dict(loaded.named_parameters())[name], weight)
 
 
+@pytest.mark.slow
 def test_indivisible_rows_are_an_error(worker, batches):
     made = worker()
     with pytest.raises(BatchError, match=r"8 rows.*not a multiple of 5"):
         made.train(batches(1)[0], NLLLoss(), gbs=5)
 
 
+@pytest.mark.slow
 def test_missing_masks_are_named(worker, batch):
     made = worker()
     del batch["sample_mask"]
@@ -144,6 +150,7 @@ def test_a_missing_model_is_named(worker):
         worker(model_name="/no/such/model")
 
 
+@pytest.mark.slow
 def test_calls_onload_what_they_gather(worker, tmp_path, monkeypatch):
     """GPU collectives do not accept tensors in CPU memory."""
     made = worker()
@@ -182,6 +189,7 @@ def test_state_dict_is_the_modules_own(worker, precision):
     assert torch.equal(dict(made.engine.gather_weights([name]))[name], torch.full(weight.shape, 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_noise_has_the_stated_distribution_and_changes_the_next_forward(worker, batch, precision):
     """The scoring beforehand leaves FSDP2's root unsharded; noise behind that copy would not reach the embedding."""
@@ -204,6 +212,7 @@ def test_noise_has_the_stated_distribution_and_changes_the_next_forward(worker, 
     assert all(not torch.equal(again[name] - after[name], after[name] - before[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_noise_leaves_gradients_the_optimizer_and_random_numbers_alone(worker, batch):
     made = worker(optimizer={"lr": 1e-3})
     made.train(batch, NLLLoss())
@@ -219,6 +228,7 @@ def test_noise_leaves_gradients_the_optimizer_and_random_numbers_alone(worker, b
         assert torch.equal(state.exp_avg, moments[name][1])
 
 
+@pytest.mark.slow
 def test_noise_reaches_trainable_parameters_only(worker):
     made = worker(lora={"rank": 2})
     before = {name: parameter.clone() for name, parameter in made.engine.model.named_parameters()}
@@ -253,6 +263,7 @@ def test_cpu_state_dict_copies_local_shards_in_dtype_and_shape():
     assert copies["sharded"].tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_unsharding_a_model_lasts_for_the_context_also_after_an_error(worker):
     made = worker(precision="bfloat16")
     made.return_state_dict()  # everything is sharded
@@ -269,6 +280,7 @@ def test_unsharding_a_model_lasts_for_the_context_also_after_an_error(worker):
     assert unsharded() == {False}
 
 
+@pytest.mark.slow
 def test_shards_move_without_changing_the_models_parameters(worker, batches):
     """To a device without memory, for want of another: what the optimizer, ties and FSDP refer to must stay."""
     made = worker(precision="bfloat16")

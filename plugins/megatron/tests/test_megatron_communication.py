@@ -46,6 +46,7 @@ def collectives(path, rows, section):
     return counted.counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "reductions", "gathers"),
     [

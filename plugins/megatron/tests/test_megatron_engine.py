@@ -88,6 +88,7 @@ def test_one_process_has_one_layout_at_a_time():
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_last_policy_ends_the_threads_of_its_groups():
     """Gloo runs threads for each group."""
     process_groups.join(WorkerContext(), CPU)

@@ -146,6 +146,7 @@ def test_shards_reassemble_the_weights(kind, layout):
     assert torch.equal(copies[EMBEDDING], weights[EMBEDDING]) == tied_apart
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), layout=LAYOUTS)
 def test_tensor_ranks_share_without_overlap(kind, layout):
@@ -240,6 +241,7 @@ def test_other_models_are_rejected():
 # -- flat ranges ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_flat_range_splits_into_blocks_in_order(data):
@@ -252,6 +254,7 @@ def test_a_flat_range_splits_into_blocks_in_order(data):
     assert flat == list(range(start, stop))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(tensor=st.sampled_from([1, 2, 4]), cuts=st.lists(st.integers(0, 600), max_size=4))
 def test_ranges_of_a_fused_matrix_cover_its_weights(tensor, cuts):

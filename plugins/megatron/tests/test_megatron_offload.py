@@ -66,6 +66,7 @@ def test_offloaded_memory_is_restored_under_every_view():
     assert half[1] == 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("section", [{}, DISTRIBUTED], ids=["plain", "distributed"])
 def test_training_continues_to_the_bit_after_offloading(make_worker, section, precision):
@@ -85,6 +86,7 @@ def test_training_continues_to_the_bit_after_offloading(make_worker, section, pr
         assert torch.equal(weight, weights_of(leaves)[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("section", [{}, DISTRIBUTED], ids=["plain", "distributed"])
 def test_the_optimizer_has_moments_and_the_fp32_weights_that_are_no_memory_of_the_model(
@@ -103,6 +105,7 @@ def test_the_optimizer_has_moments_and_the_fp32_weights_that_are_no_memory_of_th
     assert move_state([optimizer], META, HostBuffers(), of_model=[*weights, *storages(own)]) == 0
 
 
+@pytest.mark.slow
 def test_on_a_cpu_nothing_moves(make_worker):
     worker = make_worker(DISTRIBUTED)
     worker.train(cases.batch(), NLLLoss())

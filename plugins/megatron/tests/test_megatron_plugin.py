@@ -58,6 +58,7 @@ def test_the_record_names_the_worker_and_the_section(registered):
     assert registered.record.api_version == 1
 
 
+@pytest.mark.slow
 def test_the_plugin_imports_neither_torch_nor_megatron():
     found = "import sys, rlframework_megatron.plugin; print({'torch', 'megatron'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,6 +61,7 @@ def step(path, mode):
     return bytes_kept[0], sum(operators.counts[name] for name in PRODUCTS), weights
 
 
+@pytest.mark.slow
 def test_selective_recomputes_no_matrix_product(tmp_path):
     path = cases.model("norms_of_heads", tmp_path)
     found = {mode: step(path, mode) for mode in (False, "selective", "full")}

@@ -13,6 +13,7 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

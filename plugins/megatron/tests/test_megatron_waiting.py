@@ -34,6 +34,7 @@ def waits(tmp_path):
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
     ("section", "checkpointing"), [({}, False), ({}, "selective"), (OVERLAPPED, "full")], ids=["", "selective", "full"]

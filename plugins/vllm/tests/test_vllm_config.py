@@ -86,6 +86,7 @@ def problems(tmp_path, engines):
     return find
 
 
+@pytest.mark.slow
 def test_the_record_and_the_checks_import_neither_torch_nor_vllm():
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -124,6 +125,7 @@ def test_only_given_keys_are_passed_on():
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_can_start_has_no_problems(problems):
     assert problems() == {}
     assert problems(model={"model_type": "qwen2_vl", **VISION}) == {}
@@ -163,6 +165,7 @@ def test_what_keeps_it_from_starting_is_one_error_before_anything_starts(problem
     assert said in found[key]
 
 
+@pytest.mark.slow
 def test_the_python_of_the_engines_is_found_as_workers_find_it(problems, engines, monkeypatch):
     monkeypatch.setenv("HOME", str(engines.parent))
     monkeypatch.chdir(engines.parent)
@@ -184,6 +187,7 @@ def test_without_workers_the_missing_key_is_named():
     assert "generation.workers is not set" in str(problem)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_all_head_sizes_are_left_to_vllm(problems):
     assert problems(model={"head_dim": 8}, device="cuda") == {}
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlframework.errors import PluginError
 from rlframework.files import replacing_directory
 from rlframework.huggingface.image_processor import copy_processor
 from rlframework.huggingface.vision_models import scoring_architecture
@@ -61,18 +62,25 @@ def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
 
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
+    places: dict[int, str] = {}  # names of the pending tensors, by address
     size = total = 0
 
     def close() -> None:
         save_file(pending, folder / f"part-{len(files)}", metadata={"format": "pt"})
         files.append(list(pending))
         pending.clear()
+        places.clear()
 
     for name, weight in weights:
         if pending and size + weight.nbytes > SHARD_BYTES:
             close()
             size = 0
         pending[name] = weight.detach().cpu().contiguous()
+        if weight.numel() and (same := places.setdefault(pending[name].data_ptr(), name)) != name:
+            raise PluginError(
+                f"`{same}` and `{name}` are one tensor: `weight_specs` must list a tied weight once, an output "
+                "head that is tied to the embedding under the embedding's name"
+            )
         size += weight.nbytes
         total += weight.nbytes
     close()

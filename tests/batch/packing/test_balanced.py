@@ -47,6 +47,7 @@ def check(bins, lengths, capacity):
     assert all(lengths[a] >= lengths[b] for rows in bins for a, b in itertools.pairwise(rows))
 
 
+@pytest.mark.slow
 @MANY
 @given(
     st.lists(st.integers(0, 30), max_size=80),
@@ -78,6 +79,7 @@ def test_small_batches_respect_the_cap_and_need_no_more_bins(lengths, capacity, 
     assert packer.pack(lengths) == bins
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(SHAPES)), st.integers(513, 1500), st.integers(0, 10**6), st.sampled_from([1, 2, 8, 48]))
 def test_large_batches_respect_the_cap_and_need_no_more_bins(shape, rows, seed, multiple):
@@ -109,6 +111,7 @@ def test_balancing_can_need_fewer_bins_than_first_fit():
     check(get_packer("balanced", 1000).pack(lengths), lengths, 1000)
 
 
+@pytest.mark.slow
 @MANY
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(100, 250))
 def test_no_packing_has_fewer_bins_than_the_bound(lengths, capacity):
@@ -224,6 +227,7 @@ def test_bad_assignments_are_rejected(bins, lengths, shards, error, message):
         get_packer("balanced", 9).assign_to_shards(bins, lengths, shards)
 
 
+@pytest.mark.slow
 @MANY
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 6))
 def test_every_bin_is_assigned_once_and_all_shards_get_equally_many(lengths, shards):

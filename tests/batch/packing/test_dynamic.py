@@ -96,6 +96,7 @@ def fewest(lengths, most, multiple, width):
     return 0
 
 
+@pytest.mark.slow
 @MANY
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=9),
@@ -116,6 +117,7 @@ def test_as_few_microbatches_as_the_cap_allows(lengths, shards, multiple, most, 
         assert sum(map(len, assigned)) == wanted
 
 
+@pytest.mark.slow
 @MANY
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=120),

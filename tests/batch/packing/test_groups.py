@@ -49,6 +49,7 @@ def test_groups_are_in_the_order_of_their_first_rows():
     assert RowGroups.of([], 0).expand([]) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(rows=grouped_rows(), shards=st.integers(1, 4))
 def test_balanced_packs_have_whole_groups(rows, shards):
@@ -66,6 +67,7 @@ def test_balanced_packs_have_whole_groups(rows, shards):
     assert all(any(members for members in own) for own in by_shard)  # no rank without rows
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(rows=grouped_rows(shortest=1), algorithm=st.sampled_from(PackingAlgorithm))
 def test_every_packer_keeps_groups(rows, algorithm):
@@ -75,6 +77,7 @@ def test_every_packer_keeps_groups(rows, algorithm):
     assert max(sum(lengths[row] for row in members) for members in bins) <= LIMIT
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(rows=grouped_rows(), shards=st.integers(1, 4), multiple=st.sampled_from([1, 5]))
 def test_dynamic_microbatches_have_whole_groups(rows, shards, multiple):
@@ -93,6 +96,7 @@ def test_dynamic_microbatches_have_whole_groups(rows, shards, multiple):
             assert len(counted) * -(-max(counted, default=0) // multiple) * multiple <= LIMIT
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(per_shard=st.integers(1, 6), shards=st.integers(1, 3), data=st.data())
 def test_groups_of_one_row_are_packed_as_rows(per_shard, shards, data):

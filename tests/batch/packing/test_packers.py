@@ -118,6 +118,7 @@ def test_modified_first_fit_puts_remaining_rows_into_the_emptiest_new_bin():
     assert [sorted(rows) for rows in bins] == [[0, 1, 5], [2, 3, 4]]
 
 
+@pytest.mark.slow
 @MANY
 @given(problems())
 def test_first_fit_decreasing_is_first_fit(problem):
@@ -133,6 +134,7 @@ def test_first_fit_decreasing_is_first_fit_with_many_rows_and_no_two_alike():
     assert get_packer("first_fit_decreasing", 10_000).pack(lengths) == naive_first_fit(order, lengths, 10_000)
 
 
+@pytest.mark.slow
 @MANY
 @given(problems(), st.integers(0, 5))
 def test_first_fit_shuffle_is_first_fit_of_the_shuffled_rows(problem, seed):
@@ -147,6 +149,7 @@ def test_first_fit_shuffle_is_first_fit_of_the_shuffled_rows(problem, seed):
     assert [sorted(rows) for rows in get_packer("first_fit_shuffle", capacity).pack(lengths)] == expected
 
 
+@pytest.mark.slow
 @MANY
 @given(problems())
 def test_modified_first_fit_decreasing_follows_its_rules(problem):
@@ -155,6 +158,7 @@ def test_modified_first_fit_decreasing_follows_its_rules(problem):
     assert as_lengths(bins, lengths) == sorted(map(sorted, naive_modified(lengths, capacity)))
 
 
+@pytest.mark.slow
 @MANY
 @given(problems(), st.sampled_from(NAMES), st.integers(0, 12), st.integers(1, 5))
 def test_every_row_is_packed_once_within_the_cap_into_the_requested_number_of_bins(problem, name, least, multiple):
@@ -284,6 +288,7 @@ def test_metrics_by_hand():
     assert get_packer("first_fit_decreasing", 10).metrics is None
 
 
+@pytest.mark.slow
 @MANY
 @given(st.lists(st.integers(1, 30), max_size=60), st.lists(st.integers(0, 60), max_size=8))
 def test_each_bin_is_filled_with_the_longest_rows_that_fit(lengths, rooms):

@@ -21,6 +21,7 @@ from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_outp
 COMPILERS = ("c++", "g++", "clang++")
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     count=st.integers(0, 9),

@@ -52,6 +52,7 @@ def agent_parts(run_config: Any, tmp_path: Path):
     return make
 
 
+@pytest.mark.slow
 def test_the_rewards_of_agents(agent_parts: Any) -> None:
     result = rollout(agent_parts("digits"), samples(3), torch.arange(3))
     assert result.data["token_mask"].sum(1).tolist() == [3, 3, 3]

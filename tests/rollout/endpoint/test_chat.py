@@ -30,6 +30,7 @@ def test_a_reply_has_text_usage_logprobs_and_is_recorded(serving: Any) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_with_the_sampled_tokens(serving: Any) -> None:
     async def run() -> None:
         async with serving() as served, served.client() as client:
@@ -109,6 +110,7 @@ def test_calls_that_no_tool_can_take_are_counted(serving: Any) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_seeds_depend_on_the_session_and_the_prompt_and_not_on_the_order_of_requests(serving: Any) -> None:
     async def seeds(order: str, seed: int, asked: int | None = None) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -213,6 +215,7 @@ def test_a_stream_has_the_same_reply(serving: Any) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [

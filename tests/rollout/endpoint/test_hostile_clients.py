@@ -254,6 +254,7 @@ def effects() -> Iterator[list[str]]:
     watching = False
 
 
+@pytest.mark.slow
 def test_what_a_client_sends_is_neither_executed_nor_written(serving: Any, effects: list[str], tmp_path: Any) -> None:
     marker = tmp_path / "marker"
     texts = [

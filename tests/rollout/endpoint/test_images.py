@@ -61,6 +61,7 @@ def vision(folder: Path) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_images_are_tokens_once_and_inputs_of_the_model(serving: Any, vision: Any) -> None:
     """Both APIs, in one conversation: the image of the first turn is in the prompt of the second, at its place."""
     tokenizer, _, inputs = vision
@@ -92,6 +93,7 @@ def test_images_are_tokens_once_and_inputs_of_the_model(serving: Any, vision: An
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_image_that_is_sent_again_is_stored_once(serving: Any, vision: Any) -> None:
     """Ten turns, each with all images so far: the session holds the bytes of the different images."""
 
@@ -114,6 +116,7 @@ def test_an_image_that_is_sent_again_is_stored_once(serving: Any, vision: Any) -
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_conversations_with_other_images_are_other_conversations(serving: Any, vision: Any) -> None:
     async def run() -> None:
         async with serving(vision=vision) as served, served.client() as client:
@@ -162,6 +165,7 @@ def test_an_image_that_cannot_be_used_is_400_with_its_place(serving: Any, vision
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_images_where_none_can_be(serving: Any, vision: Any) -> None:
     from openai import BadRequestError
 
@@ -226,6 +230,7 @@ def agents(folder: Path, tmp_path: Path, monkeypatch: Any) -> Any:
         yield parts
 
 
+@pytest.mark.slow
 def test_training_scores_what_agents_sampled_with_the_images_that_they_sent(agents: Any) -> None:
     """Contract 11: exact tokens, and log-probabilities within rounding; with images swapped they differ."""
     samples = [sample for sample in agents.environment.samples("train") for _ in range(2)]

@@ -11,6 +11,7 @@ TOOL = {"type": "function", "name": "add", "description": "Add.", "parameters": 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
+@pytest.mark.slow
 def test_function_calls_are_answered_and_the_row_grows(serving: Any) -> None:
     async def run() -> None:
         async with serving() as served, served.client() as client:
@@ -37,6 +38,7 @@ def test_function_calls_are_answered_and_the_row_grows(serving: Any) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_last_responses_are_kept(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlframework.rollout.endpoint.sessions.MOST_RESPONSES", 2)
 
@@ -53,6 +55,7 @@ def test_the_last_responses_are_kept(serving: Any, monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["hello", CALL])
 def test_a_stream_has_the_events_of_each_item(serving: Any, answer: str) -> None:
     async def run() -> None:

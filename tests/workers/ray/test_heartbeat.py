@@ -31,6 +31,7 @@ def test_a_loss_is_noticed_within_thirty_seconds():
     assert (heartbeat.PERIOD + heartbeat.TIMEOUT) * heartbeat.ATTEMPTS < 20  # ending the others takes up to 10 more
 
 
+@pytest.mark.slow
 def test_silent_are_those_that_accept_connections_and_say_nothing(hasty):
     """As the kernel does for a stopped process. One that closes is alive, and one that refuses is left to Ray."""
     mute, closing, refusing = (socket.create_server(("127.0.0.1", 0)) for _ in range(3))

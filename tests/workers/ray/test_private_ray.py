@@ -43,6 +43,7 @@ def ended(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_the_end_kills_its_processes_and_removes_its_folder_alone(parent):
     private, other = PrivateRay(), PrivateRay()
     (private.temp_dir / "session").mkdir(parents=True)
@@ -85,6 +86,7 @@ def ignores_sigterm(pid):
     return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_killed_drivers_ray_is_gone_within_seconds(parent, driver):
     pid, watcher, child = driver
@@ -95,6 +97,7 @@ def test_a_killed_drivers_ray_is_gone_within_seconds(parent, driver):
     assert soon(lambda: ended(watcher))
 
 
+@pytest.mark.slow
 def test_what_a_killed_watcher_left_is_removed_by_the_next_start(parent, driver):
     pid, watcher, child = driver
     (abandoned,) = parent.iterdir()

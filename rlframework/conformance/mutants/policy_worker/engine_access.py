@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rlframework.conformance.measure import NotApplicable
 from rlframework.policy.head.patch import HeadPatch
 
 T = TypeVar("T")
@@ -45,11 +46,11 @@ def optimizer_of(engine: Any) -> torch.optim.Optimizer:
 
 
 def _attribute(engine: Any, kind: type[T]) -> T:
-    """Return the first attribute of the engine that is a `kind`; raise `TypeError` if it has none."""
+    """Return the first attribute of the engine that is a `kind`; raise `NotApplicable` if it has none."""
     for value in vars(engine).values():
         if isinstance(value, kind):
             return value
-    raise TypeError(
+    raise NotApplicable(
         f"this mutant changes an attribute of {type(engine).__name__} that is a {kind.__module__}.{kind.__name__}, and "
         "there is none: it says nothing about this backend"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlframework.conformance.measure import NotApplicable
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, optimizer_of
 
@@ -80,7 +81,10 @@ def evaluation_wants_an_optimizer(worker_class: Any) -> Any:
 
     class Broken(worker_class):  # type: ignore[misc]
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            optimizer_of(self.engine)
+            try:
+                optimizer_of(self.engine)
+            except NotApplicable as error:
+                raise AttributeError("optimizer") from error
             return super().train(*args, **kwargs)
 
     return Broken
