@@ -46,6 +46,7 @@ def test_messages_have_no_secrets_and_no_control_characters(monkeypatch: pytest.
     assert done.stderr == "50% \\u001b[2J \\u202e *** of it\n"
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_printable_json_is_the_same_value(text: str) -> None:
     shown = printable(json.dumps(text, ensure_ascii=False))

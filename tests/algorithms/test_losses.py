@@ -156,6 +156,7 @@ def test_mismatch_counts_completions_of_valid_rows_only():
 LOSSES: list[LossFunction] = [NLLLoss(), pg(), pg(level="sequence", kl_coef=0.2, importance_correction="truncated")]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(loss_fn=st.sampled_from(LOSSES), cut=st.integers(1, 5), seed=st.integers(0, 1000))
 def test_the_sum_over_microbatches_is_the_loss_of_the_batch(loss_fn, cut, seed):

@@ -154,6 +154,7 @@ def test_pickles_and_copies_are_equal(batch, protocol):
     check(batch, rows, batch)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=4), st.data())
 @settings(deadline=None, max_examples=60)
 def test_from_batches_pads_rows_on_the_right(shapes, data):
@@ -261,6 +262,7 @@ def small_batch():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
@@ -317,6 +319,7 @@ def test_wrong_batches(given_, pads, allow):
     allowed(lambda: BatchedDataDict.from_batches(given_, pads, allow_missing_packed_tensors=allow))
 
 
+@pytest.mark.slow
 @given(JUNK)
 @settings(deadline=None, max_examples=60)
 def test_wrong_pads(pad):

@@ -118,6 +118,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "config"])
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_one_message_and_nothing_is_written(
@@ -156,6 +157,7 @@ def test_arguments_that_are_no_text_end_with_2(capsys: pytest.CaptureFixture[str
         assert capsys.readouterr().err.startswith("error: the argument '")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["new-backend", "x", "--directory"], ["report"], ["report", ".", "--out"]])
 def test_a_path_that_no_file_can_have_ends_with_2(
     capsys: pytest.CaptureFixture[str], folder: Path, words: list[str]
@@ -193,6 +195,7 @@ def test_characters_that_the_locale_lacks_are_escaped(monkeypatch: pytest.Monkey
     assert b"output_dir: caf\\xe9\n" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "width"), [("0", 20), ("1", 20), ("999999999", 1000)])
 def test_no_width_of_the_terminal_empties_or_fills_a_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, width: int
@@ -230,6 +233,7 @@ def test_train_runs_the_resolved_configuration_and_sums_up(capsys: pytest.Captur
     assert capsys.readouterr().out == "done: train/reward=0.1235, validation/accuracy=0.5; in out\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -315,6 +319,7 @@ def test_every_exported_name_can_be_had_in_any_order(first: str) -> None:
     assert "rlframework" in modules_after(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

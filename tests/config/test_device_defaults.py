@@ -33,6 +33,7 @@ def test_what_the_user_sets_is_kept():
     assert not load_config(run_on("cuda"), ["policy.tf32=false"]).policy.tf32
 
 
+@pytest.mark.slow
 def test_the_configuration_of_a_run_has_the_values(tmp_path):
     """Resuming on another device must not change them."""
     file = tmp_path / "config.yaml"

@@ -56,6 +56,7 @@ def test_another_model_shares_no_keys_that_describe_a_model(real: Any) -> None:
     assert (critic.precision, critic.worker_group.num_workers) == ("bfloat16", 1)
 
 
+@pytest.mark.slow
 def test_models_that_are_not_trained_share_nothing_of_training(real: Any) -> None:
     config = load(real, "teacher={}", "reward_model={weight: 2.0}")
     assert config.teacher.lora is config.reward_model.lora is None

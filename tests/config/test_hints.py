@@ -83,6 +83,7 @@ def test_the_error_names_our_key(written: str, ours: str) -> None:
     assert "Did you mean" not in message or ours == "policy.max_grad_norm"
 
 
+@pytest.mark.slow
 def test_the_message_in_full() -> None:
     assert error_of("algorithm.num_generations=8") == (
         "`algorithm.num_generations`: unknown key (given 8 in override `algorithm.num_generations=8`). "

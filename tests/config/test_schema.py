@@ -38,6 +38,7 @@ def test_it_is_a_valid_schema_that_can_be_written_as_json(schema: dict[str, Any]
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
 
 
+@pytest.mark.slow
 def test_every_resolved_configuration_is_accepted(schema: dict[str, Any], manager: Any, minimal: Any) -> None:
     for overrides in (
         [],
@@ -48,6 +49,7 @@ def test_every_resolved_configuration_is_accepted(schema: dict[str, Any], manage
         jsonschema.Draft202012Validator(schema).validate(parse_yaml(resolved, "resolved").values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
     [
@@ -88,6 +90,7 @@ def test_what_does_not_load_is_refused(schema: dict[str, Any], wrong: Any) -> No
     assert not accepts(schema, wrong)
 
 
+@pytest.mark.slow
 def test_descriptions_travel_for_editors(schema: dict[str, Any]) -> None:
     text = json.dumps(schema)
     assert "how far a step goes" in text
@@ -96,6 +99,7 @@ def test_descriptions_travel_for_editors(schema: dict[str, Any]) -> None:
     assert schema["properties"]["algorithm"]["description"] == "Settings that all algorithms share."
 
 
+@pytest.mark.slow
 def test_sections_of_one_class_name_do_not_mix(manager: Any) -> None:
     """Two plugins may both call a model `LossConfig`."""
     from pydantic import create_model

@@ -85,6 +85,7 @@ def test_a_runs_own_file_may_not_set(folder, key):
     assert Path("marker").exists() == (key == "algorithm.loss")
 
 
+@pytest.mark.slow
 def test_a_plain_run_and_its_defaults_need_no_trust(folder):
     values = load_config(PLAIN | RAY).model_dump(mode="json")
     load(folder, values)

@@ -81,6 +81,7 @@ def test_sinks_show_in_the_suites_rows(tmp_path):
     assert (oracle.logprobs(batch) - right).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_frequencies_of_the_suites_rows_differ_by_length(tmp_path):
     """The oracle computes each row alone; together, transformers takes those of the longest row for all."""
     oracle, batch = Oracle(cases.model("lengths", tmp_path)), cases.batch()
@@ -97,6 +98,7 @@ def test_frequencies_of_the_suites_rows_differ_by_length(tmp_path):
     assert (together > 0.01).tolist() == [int(length) <= cases.SHORT for length in batch["input_lengths"]]
 
 
+@pytest.mark.slow
 def test_routers_are_noisy_in_training_only(tmp_path):
     oracle, batch = Oracle(cases.model("router_noise", tmp_path)), cases.batch()
     right = oracle.logprobs(batch)

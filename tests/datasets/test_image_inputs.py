@@ -194,6 +194,7 @@ def test_rows_with_the_same_images_share_their_tensors(tokenizer, images):
     assert images.columns([()], torch.zeros(1, 3, dtype=torch.int64)).keys() == columns.keys()
 
 
+@pytest.mark.slow
 def test_each_different_image_is_processed_once(model_folder, tokenizer):
     """The turns of an episode have all images so far; joined, they are what the processor makes of all at once."""
     images = ImageInputs(str(model_folder), read_config(str(model_folder)), tokenizer)
@@ -210,6 +211,7 @@ def test_each_different_image_is_processed_once(model_folder, tokenizer):
         assert (list(made.texts), made.features) == (list(together.texts), together.features)
 
 
+@pytest.mark.slow
 def test_placeholders_in_texts_and_images_that_are_cut_off_are_errors(tokenizer, images):
     placeholder = tokenizer.convert_ids_to_tokens(images.token)
     written: Message = {"role": "user", "content": f"a {placeholder}"}

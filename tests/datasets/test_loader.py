@@ -64,6 +64,7 @@ def test_the_order_is_the_same_for_ever() -> None:
     assert sorted(shuffled(2, -3, 0).tolist()) == [0, 1]
 
 
+@pytest.mark.slow
 def test_every_order_is_as_likely() -> None:
     """The six orders of three rows over 6,000 epochs: 1,000 each, and 5 standard deviations are 144."""
     orders = Counter(tuple(shuffled(3, 0, epoch).tolist()) for epoch in range(6000))

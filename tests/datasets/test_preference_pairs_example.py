@@ -39,6 +39,7 @@ def test_it_makes_saves_and_measures_pairs(tmp_path: Path) -> None:
     assert int(table["chosen"][-1]) == (pairs.chosen.input_lengths - pairs.prompt_lengths).max()
 
 
+@pytest.mark.slow
 def test_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     letters = set(SOLUTIONS.read_text()) | set("\n’é")  # noqa: RUF001 # as in the file, where it is escaped
     character_tokenizer(sorted(letters)).save_pretrained(tmp_path / "tokenizer")

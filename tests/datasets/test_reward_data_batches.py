@@ -132,6 +132,7 @@ def test_a_large_mask_is_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
         data.check()
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 5), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_lengths_and_back(lengths: list[int], more: int, ints: bool) -> None:

@@ -106,6 +106,7 @@ def test_loading_into_what_does_not_fit(tmp_path: Path) -> None:
     assert data.input_ids.flatten().tolist() == list(range(12))
 
 
+@pytest.mark.slow
 def test_a_field_is_added_to_a_saved_folder(tmp_path: Path) -> None:
     make().save(tmp_path / "a")
     data = RewardData.load(tmp_path / "a")

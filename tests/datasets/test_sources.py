@@ -165,6 +165,7 @@ def test_subsets_as_the_readme_of_a_folder_says(tmp_path: Path) -> None:
     assert "['first', 'second']" in refused(tmp_path / "own")
 
 
+@pytest.mark.slow
 def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     both = DatasetDict({"train": Dataset.from_list(ROWS[:3]), "test": Dataset.from_list(ROWS[3:])})
     both.save_to_disk(tmp_path / "both")
@@ -247,6 +248,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, me
     assert message in refused(str(tmp_path / name))
 
 
+@pytest.mark.slow
 def test_other_things_that_cannot_be_read(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROWS)
     assert "a file has no split; remove split" in refused(path, split="train")

@@ -230,6 +230,7 @@ def test_the_slurm_job_starts_a_head_and_workers_looks_and_trains(stage):
     assert "python - 3" in calls  # waits for as many nodes
 
 
+@pytest.mark.slow
 def test_the_slurm_job_s_token_is_its_own_and_goes_with_it(stage):
     sbatch(stage, "run.yaml")
     calls = calls_of(stage)
@@ -237,6 +238,7 @@ def test_the_slurm_job_s_token_is_its_own_and_goes_with_it(stage):
     assert list(Path(stage["HOME"], ".ray").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_slurm_job_goes_on_from_a_checkpoint(stage):
     Path(stage["OUT"], "checkpoints", "step-000020").mkdir(parents=True)
     assert sbatch(stage, "run.yaml").returncode == 0

@@ -120,6 +120,7 @@ TRANSLATED = {
 """The numbers that the pages call equal; advantages, of the rewards 1, 0, 0, 0, are of the first and of the others."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", TRANSLATED)
 def test_the_translated_example_is_planned_and_has_the_numbers_of_the_page(page, tmp_path, monkeypatch):
     model, gpus, rows_of_step, lr, kl, clips, wanted = TRANSLATED[page]

@@ -103,6 +103,7 @@ def test_steps_without_training_have_no_rates_and_groups_that_are_skipped_are_re
     assert rates_of(written(tmp_path / "all", trained, rows, zero_variance_groups=3.0), "it").skipped == 0.0
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_generates_several_times_the_rows(run_config: Any, tmp_path: Path) -> None:
     config = run_config("grpo", "algorithm.dynamic_sampling=3")
     rows = [row(1, 9.0, [9.0], 9.0), row(2, 7.0, [4.0], 4.0)]

@@ -149,6 +149,7 @@ def test_another_python_must_have_the_same_versions(found, with_config, tmp_path
     assert finding.text.startswith(f"the generation engines' Python {other} has Python 3.9.1 and Ray 2.40.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["worker_group", "generation.workers"])
 def test_another_python_is_found_as_workers_find_it(found, with_config, tmp_path, monkeypatch, key):
     other = tmp_path / "home" / "envs" / "python"

@@ -24,6 +24,7 @@ def unordered(samples: Any) -> list[tuple[int, ...]]:
     return [tuple(sorted(sample.metadata["terms"])) for sample in samples]
 
 
+@pytest.mark.slow
 def test_default_is_two_terms_of_up_to_two_digits() -> None:
     environment = make()
     train, validation = environment.samples("train"), environment.samples("validation")
@@ -86,6 +87,7 @@ def test_holding_out_everything() -> None:
     assert len(make(operands=(0, 1), validation_samples=2).samples("train")) in (1, 2)
 
 
+@pytest.mark.slow
 def test_prompt_template_and_system_prompt() -> None:
     environment = make(terms=3, prompt="What is {a} plus {b} plus {c}?", system_prompt="You add.")
     sample = environment.samples("train")[0]

@@ -180,6 +180,7 @@ def test_sources_in_the_configuration() -> None:
         Gsm8kConfig(dataset="openai/gsm8k", validation_path=TEST)
 
 
+@pytest.mark.slow
 def test_a_datasets_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The `datasets` library reads a local directory by name as it reads the hub's."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

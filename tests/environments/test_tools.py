@@ -349,6 +349,7 @@ def test_schemas_accept_what_calls_accept():
     assert isinstance(Toolbox(Typed)._tools["copy"].arguments, TypeAdapter)
 
 
+@pytest.mark.slow
 def test_a_synchronous_call_blocks_no_other():
     async def both():
         done = []

@@ -75,6 +75,7 @@ def test_the_reward_is_the_mean_of_the_agents_that_train(make):
     assert (outcome.reward, dict(outcome.metrics)) == (0.75, {"turns": 3.5, "right": 0.75})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "problem"),
     [

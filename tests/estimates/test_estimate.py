@@ -200,6 +200,7 @@ def planned(run_config, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_on_eight_gpus_is_planned_on_a_machine_without_any(planned):
     out = planned("8xH100")
     assert "planned for 8 x H100 with device=cuda worker_group.num_workers=8 worker_group.name=processes" in out

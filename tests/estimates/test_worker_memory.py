@@ -149,6 +149,7 @@ QWEN3_30B_A3B = Qwen3MoeConfig(
 TOKENS = 16_384
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "parameters", "activations", "unit"),
     [

@@ -24,6 +24,7 @@ from rlframework.evaluation.report import (
 )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 8), st.data())
 def test_pass_at_k_counts_all_choices(attempts, data):
     right, k = data.draw(st.integers(0, attempts)), data.draw(st.integers(1, attempts))

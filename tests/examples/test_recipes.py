@@ -50,6 +50,7 @@ def test_each_fits_the_hardware_that_it_states(path, shapes, monkeypatch):
         assert (workers.name, found.config.generation.workers.group) == ("ray", "ray")
 
 
+@pytest.mark.slow
 def test_one_that_does_not_fit_is_found(shapes, monkeypatch):
     path = next(path for path in recipes_page.RECIPES if path.stem == "sft_8b_8gpus")
     monkeypatch.setattr(recipes_page, "hardware", lambda _: recipes_page.PlannedGpus.parse("8xA100 40GB"))

@@ -83,6 +83,7 @@ def test_a_model_that_sees_later_tokens_is_rejected_when_it_is_attached() -> Non
         _engine(tiny_model(KINDS["xlnet"]))
 
 
+@pytest.mark.slow
 def test_no_row_crosses_the_limit_of_a_rotary_embedding_with_two_regimes(batch: Any, completions: Any) -> None:
     """Beyond 12 tokens all of a row are computed otherwise, so shorter prompts end there and longer ones go on."""
     torch.manual_seed(0)

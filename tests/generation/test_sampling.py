@@ -33,6 +33,7 @@ def allowed_set(probabilities: list[float], top_k: int | None, top_p: float) -> 
     return {token for token, p in enumerate(probabilities) if p >= least * (1 - 1e-6)}
 
 
+@pytest.mark.slow
 @given(finite_logits, uniform, st.none() | st.integers(1, 25), st.floats(0.01, 1.0))
 def test_never_outside_the_allowed_set(logits: list[float], u: float, top_k: int | None, top_p: float) -> None:
     logprobs = torch.log_softmax(torch.tensor([logits], dtype=torch.float32), -1)
@@ -40,6 +41,7 @@ def test_never_outside_the_allowed_set(logits: list[float], u: float, top_k: int
     assert token in allowed_set(logprobs[0].double().exp().tolist(), top_k, top_p)
 
 
+@pytest.mark.slow
 @given(finite_logits, uniform, st.integers(0, 19))
 def test_a_token_without_probability_never_comes(logits: list[float], u: float, banned: int) -> None:
     row = torch.tensor([logits], dtype=torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 
 from rlframework.errors import WorkerLost
@@ -52,6 +53,7 @@ def looks_per_request(lanes: int) -> float:
     return counted.looks / answered
 
 
+@pytest.mark.slow
 def test_the_work_for_a_request_does_not_grow_with_the_engines() -> None:
     assert looks_per_request(512) < 1.2 * looks_per_request(32)
 

@@ -154,6 +154,7 @@ def test_aborted_requests_return_what_they_have(tiny: Any) -> None:
     same(found["b"], alone(tiny.engine().engine, request("b", [4], 9, 1)))
 
 
+@pytest.mark.slow
 def test_nothing_is_served_while_paused(tiny: Any) -> None:
     engine = tiny.engine().engine
     engine.submit([request("a", [3], 4), request("b", [4], 4)])
@@ -194,6 +195,7 @@ def test_weights_change_between_tokens(tiny: Any, cache: str, kind: str, monkeyp
     same(alone(engine, rest), alone(tiny.engine(model=other).engine, rest))
 
 
+@pytest.mark.slow
 def test_weights_that_are_updated_in_place_are_those_that_are_used(tiny: Any) -> None:
     """The packed copy of a linear layer's weight is made again."""
     model = tiny_model(KINDS["llama"])

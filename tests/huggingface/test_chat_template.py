@@ -11,6 +11,7 @@ from rlframework.errors import DataError
 from rlframework.huggingface.chat_template import check_chat_template, read_chat_template
 
 
+@pytest.mark.slow
 def test_a_template_with_the_tags_of_transformers(tmp_path: Path) -> None:
     text = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     assert read_chat_template(text) == text
@@ -30,6 +31,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         read_chat_template(str(tmp_path / "pipe"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

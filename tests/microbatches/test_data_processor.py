@@ -95,6 +95,7 @@ def test_a_packed_microbatch_by_hand():
     assert made.scatter.tolist() == [1, 2, 4]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),

@@ -66,6 +66,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_images_matter(model, rows, expected):
     """Otherwise the other tests would prove nothing."""
     others = BatchedDataDict(rows)

@@ -76,6 +76,7 @@ def run_on_the_counting_device() -> None:
     print(json.dumps([events, counts.waits]))
 
 
+@pytest.mark.slow
 def test_the_next_is_made_after_the_launch_of_the_one_before_and_nothing_waits():
     done = run_forked(run_on_the_counting_device)
     assert done.returncode == 0, done.stderr

@@ -74,6 +74,7 @@ def put(name: str, index: int, value: float) -> Any:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite(model: Any, value: float) -> None:
     config = model("tied", put(EMBEDDING, 7, value))

@@ -45,6 +45,7 @@ def methods(text):
     return {node.name: ast.get_source_segment(text, node) for node in of.body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 def test_a_whole_distribution_is_written(folder, capsys):
     assert call("new-backend", "my_engine") == 0
     made = folder / "rlframework-my-engine"
@@ -67,6 +68,7 @@ def test_a_whole_distribution_is_written(folder, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_whole_distribution_of_a_generation_engine_is_written(folder, capsys):
     assert call("new-backend", "my_engine", "--kind", "generation_engine") == 0
     made = folder / "rlframework-my-engine"
@@ -117,6 +119,7 @@ def test_every_primitive_is_there_and_says_what_to_write_and_where_the_page_tell
         assert any(chapter in heading for heading in chapters), (name, chapter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [BACKEND, ENGINE])
 @pytest.mark.parametrize("name", ["x", LONG])
 def test_linter_and_formatter_of_the_project_are_content_with_it(name, kind, folder):

@@ -57,6 +57,7 @@ def test_without_a_readable_file_the_id_is_the_name_of_the_directory(tmp_path, t
     assert read_environment(folder) == {}
 
 
+@pytest.mark.slow
 def test_the_commit_of_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

@@ -247,6 +247,7 @@ def test_a_long_series_keeps_its_ends_and_extremes() -> None:
     assert thin([1.0, 2.0], [5.0, 6.0], 2) == [[1.0, 2.0], [5.0, 6.0]]
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(4, 60))
 def test_thinning_preserves_extremes(values: list[float], points: int) -> None:
     at, *found = thin([float(i) for i in range(len(values))], values, points)

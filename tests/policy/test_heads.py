@@ -64,6 +64,7 @@ def test_a_loss_that_reads_another_head_is_rejected_by_the_driver(make_policy, h
         policy._calls = calls
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_rows_that_count_whatever_the_token_mask(make_policy):
     """A new head scores 0, so the loss is the mean square of the rows' targets: here 1, 4 and 9, one row masked."""
     data = cases.batch(8)

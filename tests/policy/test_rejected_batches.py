@@ -160,6 +160,7 @@ def test_calls_that_the_policy_was_not_built_for(make_policy: Any) -> None:
         assert policy.train(batch(), NLLLoss(), eval_mode=True)["loss"] > 0
 
 
+@pytest.mark.slow
 def test_columns_with_gradients_and_from_inference_mode(make_policy: Any) -> None:
     """As from another process: they reach the loss without gradients, and it can use them in its own."""
     with make_policy("inline") as policy:

@@ -49,6 +49,7 @@ def _resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc can trim its heap")
 def test_freed_memory_leaves_the_process() -> None:
     trimmer = MallocTrimmer(min_interval=0.0)

@@ -33,6 +33,7 @@ def seen(parts: Any, request: Any) -> str:
     return text if text.count("=") == 1 else text[text.index("=") + 1 :]
 
 
+@pytest.mark.slow
 def test_an_episode_is_one_row_of_prompt_turns_and_observations(make_parts: Any) -> None:
     parts = make_parts(Counter)
     parts.engine.answer = right(parts)
@@ -118,6 +119,7 @@ def test_which_requests_reach_the_engine_together_does_not_depend_on_time(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_an_exchange_waits_for_a_slow_episode_no_longer_than_its_deadline(make_parts: Any) -> None:
     """The slow one waits for the second turn of the other, which would wait for it."""
     passed = asyncio.Event()
@@ -136,6 +138,7 @@ def test_an_exchange_waits_for_a_slow_episode_no_longer_than_its_deadline(make_p
     assert [len(exchange) for exchange in parts.engine.exchanges if exchange] == [2, 1, 1]
 
 
+@pytest.mark.slow
 def test_the_next_episode_begins_before_one_ends(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two, an exchange would not wait for it."""
     begin, end, now = Bridge.begin, Bridge.end, list[int]([0])
@@ -147,6 +150,7 @@ def test_the_next_episode_begins_before_one_ends(make_parts: Any, monkeypatch: p
     assert max(now) == 3
 
 
+@pytest.mark.slow
 def test_attempts_at_a_sample_begin_with_the_same_task(make_parts: Any) -> None:
     parts, (one, two) = make_parts(Counter), samples(2)
     rollout(parts, [one, one, two, two], torch.tensor([1, 2, 3, 4]))
@@ -256,6 +260,7 @@ def test_an_episode_that_is_done_with_its_last_turn_is_not_truncated(make_parts:
     assert result.truncated.tolist() == [False, False]
 
 
+@pytest.mark.slow
 def test_the_budget_of_tokens_bounds_the_conversation(make_parts: Any) -> None:
     """4 tokens of prompt, 2 sampled and 3 observed leave 1 of 10: the second turn has one token, which is no end."""
     parts = make_parts(Endless, None, "environment.max_episode_tokens=10")
@@ -269,6 +274,7 @@ def test_the_budget_of_tokens_bounds_the_conversation(make_parts: Any) -> None:
     assert result.truncated.tolist() == [True]
 
 
+@pytest.mark.slow
 def test_the_budget_of_the_model_s_positions(make_parts: Any) -> None:
     parts = make_parts(Endless, lambda request: [5] * 40 + [END], "generation.max_new_tokens=1000")
     positions = parts.generation._limits.positions

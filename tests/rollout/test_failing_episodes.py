@@ -237,6 +237,7 @@ WRONG_MESSAGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("messages", "says"), WRONG_MESSAGES)
 def test_wrong_messages_name_environment_sample_and_turn(make_parts: Any, messages: Any, says: str) -> None:
     class WrongReset(Counter):

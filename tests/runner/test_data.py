@@ -34,6 +34,7 @@ def of_epochs(config: Any, algorithm: Any = SFT) -> Any:
     return with_steps(config, algorithm, Samples())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_steps_of_epochs_are_rounded_up(run_config) -> None:
     """13 samples, 8 rows a step: two steps an epoch, 39 rows and 5 steps for three; GRPO takes 4 prompts a step."""
     for epochs, steps in ((1, 2), (3, 5)):
@@ -66,6 +67,7 @@ def test_steps_after_the_last_epoch_are_found_when_the_data_is_open(run_config) 
     of_epochs(load_config(config, ["algorithm.num_epochs=2"]))
 
 
+@pytest.mark.slow
 def test_a_configuration_takes_rows_in_place_of_a_path(run_config) -> None:
     config = run_config("sft", *OWN)
     given = with_data(config, ROWS)

@@ -40,6 +40,7 @@ def differences(old: object, new: object, key: str = "") -> list[str]:
     return [] if old == new else [key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["sft", "grpo"])
 def test_a_resolved_configuration_keeps_every_value(old, phase):
     values = read_yaml(old / phase / "config.yaml").values

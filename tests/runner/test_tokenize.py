@@ -26,6 +26,7 @@ def folder(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path
 
 
+@pytest.mark.slow
 def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each row has six tokens, two of them trained on: a sum of four characters, its result, end of sequence."""
     assert call("tokenize", "run.yaml", "out/tokens") == 0
@@ -39,12 +40,14 @@ def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixt
     assert data.meta["source"]["seed"] == 0
 
 
+@pytest.mark.slow
 def test_overrides_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("tokenize", "run.yaml", "out", "algorithm.train_on=all", "algorithm.max_tokens=5") == 0
     assert "9 rows of at most 5 tokens, 45 in total, 45 of them trained on" in capsys.readouterr().out
     assert TokenData(folder / "out").meta["train_on"] == "all"
 
 
+@pytest.mark.slow
 def test_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained tokens are in brackets, or in green on a terminal; nothing is written."""
     before = sorted(folder.rglob("*"))
@@ -57,6 +60,7 @@ def test_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], monkey
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_the_prompts_of_rollouts_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "own.jinja").write_text(
         "{% for m in messages %}={{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}+{% endif %}"
@@ -98,6 +102,7 @@ def test_a_template_that_ends_no_turn_is_warned_of(folder: Path, caplog: pytest.
     assert "the chat template ends an assistant turn with no special token" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -150,6 +150,7 @@ def test_a_trainer_that_fails_lets_the_engine_leave(sent):
     assert not engine.get_refit_state()["joined"]
 
 
+@pytest.mark.slow
 def test_weights_other_than_announced_are_rejected(sent):
     engine = ready_engine(sent)
     group = connect([engine])

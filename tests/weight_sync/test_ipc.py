@@ -257,6 +257,7 @@ def test_a_receive_buffer_for_other_weights_is_rejected_and_weights_sent_outside
     assert sent.loaded_by(engine)
 
 
+@pytest.mark.slow
 def test_weights_unlike_the_modules_own_are_sent_through_the_trainers_memory(sent, sender):
     """They are announced in another dtype: the engine offers nothing and releases the memory of its module."""
     engine, _ = offered(sent, sender)

@@ -39,6 +39,7 @@ def test_rank_0_only_listens_at_the_address_of_its_context(contexts):
     assert listening() - before == set()
 
 
+@pytest.mark.slow
 def test_an_early_rank_waits_until_rank_0_serves(contexts):
     got = []
 

@@ -83,6 +83,7 @@ def test_files_may_store_a_tied_embedding_under_the_heads_name(loaded, model, mo
     assert new not in found
 
 
+@pytest.mark.slow
 def test_a_file_that_lacks_a_weight_is_rejected(model):
     path, _ = model("untied", lambda weights: {name: w for name, w in weights.items() if "layers.1.mlp" not in name})
     config = PolicyConfig(model_name=str(path))

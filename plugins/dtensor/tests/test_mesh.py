@@ -120,6 +120,7 @@ def test_a_closed_mesh_keeps_no_process_group(on_rank):
     assert [group() for group in groups] == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_local_slices_match_fsdp_over_tensor_parallelism(on_rank, layout):
     """With uneven sizes: 23 rows over two, three or six ranks. The shards together cover the whole."""
@@ -150,6 +151,7 @@ def test_local_slices_match_fsdp_over_tensor_parallelism(on_rank, layout):
     assert (seen["copied"] == replicate * tensor).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_noise_covers_each_weight_and_is_equal_on_replicas(on_rank, layout):
     """Ranks do not communicate: each must draw the same noise for a weight, and add its own slice of it."""

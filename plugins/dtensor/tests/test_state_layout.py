@@ -44,6 +44,7 @@ def test_the_estimate_is_what_exists(model, case):
     assert 0.98 < most < 1.3
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_is_in_host_memory_but_for_the_step_of_the_optimizer(model):
     config = Case("dtensor", policy={"offload": {"optimizer": True}}).config(model)
     states = state_layout(config, PlannedWorker("cuda", 1000)).states

@@ -91,6 +91,7 @@ def test_bfloat16_restores_the_reference_after_scoring(worker, batches):
     assert torch.equal(made.get_logprobs(first)["logprobs"], moved)
 
 
+@pytest.mark.slow
 def test_a_worker_without_an_optimizer_only_evaluates(worker, batch):
     made = worker(init_optimizer=False)
     assert made.train(batch, NLLLoss(), eval_mode=True)["grad_norm"] is None
@@ -128,6 +129,7 @@ def test_missing_masks_are_named(worker, batch):
         made.train(batch, NLLLoss())
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_another_model_is_rejected(worker, model_path):
     from rlframework.huggingface.tokenizer import character_tokenizer
 
@@ -176,6 +178,7 @@ def test_calls_onload_what_they_gather(worker, tmp_path, monkeypatch):
 # -- names of NeMo-RL -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_state_dict_is_the_modules_own(worker, precision):
     """Live tensors in fp32: a plain module in one process, DTensors as soon as FSDP shards it."""

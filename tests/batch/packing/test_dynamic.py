@@ -36,6 +36,7 @@ def test_round_robin_by_hand():
     )
 
 
+@pytest.mark.slow
 @MANY
 @given(st.lists(st.integers(0, 20), max_size=40), st.integers(1, 4), st.integers(1, 6), st.integers(24, 80))
 def test_round_robin_is_a_walk_over_positions(lengths, shards, multiple, most):

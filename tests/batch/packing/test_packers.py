@@ -127,6 +127,7 @@ def test_first_fit_decreasing_is_first_fit(problem):
     assert get_packer("first_fit_decreasing", capacity).pack(lengths) == naive_first_fit(order, lengths, capacity)
 
 
+@pytest.mark.slow
 def test_first_fit_decreasing_is_first_fit_with_many_rows_and_no_two_alike():
     rng = np.random.default_rng(3)
     lengths = rng.choice(np.arange(1, 10_001), 700, replace=False).tolist()

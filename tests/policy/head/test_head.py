@@ -204,6 +204,7 @@ def test_a_head_with_a_formula_of_its_own_is_rejected_even_where_it_changes_noth
         require_known_formula(model)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     count=st.integers(0, 9),

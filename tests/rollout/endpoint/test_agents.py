@@ -124,6 +124,7 @@ def test_an_attempt_that_was_given_up_is_told_so() -> None:
         assert session.closed.status == status
 
 
+@pytest.mark.slow
 def test_a_token_ends_with_its_attempt(agent_parts: Any) -> None:
     SESSIONS.clear()
     parts = agent_parts("comes_back", "environment.max_concurrent_episodes=1")

@@ -12,6 +12,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
+@pytest.mark.slow
 def test_a_reply_has_text_usage_logprobs_and_is_recorded(serving: Any) -> None:
     async def run() -> None:
         async with serving() as served, served.client() as client:
@@ -60,6 +61,7 @@ def _ids(served: Any, text: str) -> list[int]:
     return ids
 
 
+@pytest.mark.slow
 def test_choices_are_sampled_with_different_seeds_after_one_prompt(serving: Any) -> None:
     async def run() -> None:
         async with serving() as served, served.client() as client:
@@ -78,6 +80,7 @@ def test_choices_are_sampled_with_different_seeds_after_one_prompt(serving: Any)
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_events_of_a_stream_name_their_choices(serving: Any) -> None:
     async def run() -> None:
         async with serving() as served, served.client() as client:
@@ -99,6 +102,7 @@ def test_the_events_of_a_stream_name_their_choices(serving: Any) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_calls_that_no_tool_can_take_are_counted(serving: Any) -> None:
     async def run() -> None:
         async with serving() as served, served.client() as client:
@@ -131,6 +135,7 @@ def test_seeds_depend_on_the_session_and_the_prompt_and_not_on_the_order_of_requ
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
 def test_a_client_may_choose_any_64_bits_as_seed(serving: Any, seed: int) -> None:
     async def run() -> None:
@@ -157,6 +162,7 @@ def test_clients_choose_seed_and_temperature_where_nothing_is_trained(serving: A
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreign", ["reject", "override"])
 def test_another_temperature_than_the_runs(serving: Any, foreign: str) -> None:
     async def run() -> None:

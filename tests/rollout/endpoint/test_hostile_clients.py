@@ -55,6 +55,7 @@ def test_a_wrong_token_gets_401_and_nothing_else(serving: Any, path: str, author
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_body_that_is_too_large_is_rejected_before_it_is_read(serving: Any) -> None:
     async def run() -> None:
         async with serving(max_body=1000) as served:
@@ -156,6 +157,7 @@ def test_a_body_that_ends_after_its_session_is_not_served(serving: Any, path: st
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_turn_has_the_room_that_its_conversation_leaves(serving: Any) -> None:
     async def run() -> None:
         async with serving() as served:
@@ -169,6 +171,7 @@ def test_a_turn_has_the_room_that_its_conversation_leaves(serving: Any) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_session_has_a_limit_of_turns_and_of_tokens(serving: Any) -> None:
     async def run() -> None:
         async with serving(max_turns=2) as served:
@@ -184,6 +187,7 @@ def test_a_session_has_a_limit_of_turns_and_of_tokens(serving: Any) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", ["NaN", "1e400", '"1"', "true", "null", "1e13", '1, "metrics": {"a": "1"}'])
 def test_a_reward_that_is_no_number_is_rejected(serving: Any, reward: str) -> None:
     async def run() -> None:

@@ -147,6 +147,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", BROKEN, ids=lambda address: address[:30] + address[-8:])
 def test_an_image_that_cannot_be_used_is_400_with_its_place(serving: Any, vision: Any, address: str) -> None:
     from openai import BadRequestError

@@ -85,6 +85,7 @@ def test_a_turn_that_is_cut_off_is_incomplete(serving: Any) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [

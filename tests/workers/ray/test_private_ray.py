@@ -113,6 +113,7 @@ def test_what_a_killed_watcher_left_is_removed_by_the_next_start(parent, driver)
     private.end()
 
 
+@pytest.mark.slow
 def test_the_end_does_what_a_killed_watcher_could_not(parent):
     private = PrivateRay()
     child = ray_process(private)
@@ -122,6 +123,7 @@ def test_the_end_does_what_a_killed_watcher_could_not(parent):
     assert list(parent.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_log_folder_stays_however_long_its_path_is(parent, tmp_path):
     private = PrivateRay(tmp_path / "logs")
     (private.temp_dir / "session").mkdir()
