@@ -13,7 +13,6 @@ _WORDS: Mapping[str, str] = {
     "policy.tokenizer_name": "tokenizer.name",
     "policy.chat_template": "tokenizer.chat_template",
     "policy.backend": "strategy",
-    "policy.precision": "bf16 fp16",
     "policy.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "policy.offload.parameters": "param_offload cpu_offload",
     "policy.offload.optimizer": "optimizer_offload",
@@ -52,7 +51,8 @@ _WORDS: Mapping[str, str] = {
     "worker_group.workers_per_node": "n_gpus_per_node gpus_per_node",
     # rollouts and generation
     "algorithm.samples_per_prompt": "n rollout.n n_samples_per_prompt num_generations num_generations_per_prompt",
-    "generation.name": "use_vllm vllm_mode",
+    "generation.name": "use_vllm",
+    "generation.workers": "vllm_mode",
     "generation.top_k": "algorithm.top_k",
     "generation.max_new_tokens": (
         "max_completion_length max_response_length response_length generate_max_len "
@@ -71,9 +71,11 @@ _WORDS: Mapping[str, str] = {
     "algorithm.loss.kl_correction": "use_bias_correction_kl use_on_policy_kl_approximation",
     "algorithm.loss.constant_length": "loss_scale_factor",
     "algorithm.loss.level": "loss_agg_mode token_level_loss",
-    "algorithm.loss.importance_correction": "use_importance_sampling_correction",
+    "algorithm.loss.importance_correction": "use_importance_sampling_correction vllm_importance_sampling_correction",
     "algorithm.loss.importance_level": "rollout_is vllm_importance_sampling_mode",
-    "algorithm.loss.importance_cap": "rollout_is_threshold truncated_importance_sampling_ratio",
+    "algorithm.loss.importance_cap": (
+        "rollout_is_threshold truncated_importance_sampling_ratio vllm_importance_sampling_cap"
+    ),
     "algorithm.loss.ratio": "importance_sampling_level sequence_level_importance_ratios",
     "algorithm.loss.surrogate": "loss_mode use_cispo disable_ppo_ratio",
     "algorithm.reward_kl": "use_kl_in_reward",
@@ -88,7 +90,7 @@ _WORDS: Mapping[str, str] = {
     # supervised training and data
     "algorithm.max_tokens": "max_seq_length max_length",
     "algorithm.train_on": "assistant_only_loss completion_only_loss",
-    "environment.path": "train_files prompt_data",
+    "environment.path": "train_files prompt_data dataset_name",
     "environment.validation_path": "val_files",
     "environment.columns.prompt": "prompt_key input_key",
     "environment.columns.answer": "label_key",
@@ -161,6 +163,17 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
         "In rlframework this is `algorithm.normalize_std`: TRL's group is true, batch is batch, and none is false."
     ),
     "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
+    "bf16": "Set `policy.precision` to bfloat16; weights and optimizer stay fp32.",
+    "fp16": "Set `policy.precision` to float16; weights and optimizer stay fp32.",
+    "use_liger_kernel": "The output head always works in chunks, without whole logits: remove the key.",
+    "disable_dropout": "Dropout is always off: remove the key.",
+    "shuffle_dataset": "Rows are always shuffled, by `seed`: remove the key.",
+    "dataloader_num_workers": _NONE,
+    "model_init_kwargs": "`policy.precision` is the dtype, and the attention is chosen for the device: remove the key.",
+    "push_to_hub": "Upload the model that the run saves with `hf upload`: remove the key.",
+    "top_entropy_quantile": _NONE,
+    "vllm_gpu_memory_utilization": "With vLLM it is generation.vllm.gpu_memory_utilization.",
+    "vllm_tensor_parallel_size": "With vLLM it is generation.vllm.tensor_parallel_size.",
     "rollout.tensor_model_parallel_size": (
         "The embedded engine holds the whole model; with vLLM it is generation.vllm.tensor_parallel_size."
     ),

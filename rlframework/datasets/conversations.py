@@ -209,3 +209,19 @@ def lone_surrogate(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return f"\\u{ord(text[error.start]):04x}"
     return None
+
+
+def with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:
+    """Append `instruction` to the last user turn, and put `system` first unless there is a system message."""
+    turns = list(messages)
+    users = [number for number, message in enumerate(turns) if message["role"] == "user"]
+    if users and instruction:
+        content = turns[users[-1]]["content"]
+        if isinstance(content, str):
+            content += instruction
+        else:
+            content = [*content, TextPart(type="text", text=instruction)]
+        turns[users[-1]] = {"role": "user", "content": content}
+    if system is not None and turns and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    return tuple(turns)

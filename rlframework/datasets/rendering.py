@@ -409,11 +409,21 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[l
                 ) from error
         if "Missing [UNK] token" not in str(error):
             raise
-        unknown = []
-        for character in sorted(set("".join(texts))):
-            try:
-                tokenizer(character, add_special_tokens=False)
-            except Exception:  # noqa: BLE001 - as above
-                unknown.append(character)
-        text = next((text for text in texts if set(text) & set(unknown)), texts[0])
-        raise DataError(f"the tokenizer has no token for {unknown} in {text!r}; add them to its alphabet") from error
+        raise DataError(_no_token(tokenizer, texts)) from error
+
+
+def _no_token(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> str:
+    """Return the message about characters of `texts` that are in no token; those of added tokens are left out."""
+
+    def is_unknown(character: str) -> bool:
+        try:
+            tokenizer(character, add_special_tokens=False)
+        except Exception:  # noqa: BLE001 - the tokenizers library raises bare Exception
+            return True
+        return False
+
+    added = "|".join(re.escape(token) for token in sorted(tokenizer.get_added_vocab(), key=len, reverse=True))
+    plain = [re.sub(added, "", text) if added else text for text in texts]
+    unknown = list(filter(is_unknown, sorted(set("".join(plain)))))
+    shown = next(text for text, rest in zip(texts, plain, strict=True) if not unknown or set(rest) & set(unknown))
+    return f"the tokenizer has no token for {unknown} in {shown!r}; add them to its alphabet"

@@ -9,6 +9,7 @@ row, and copies of its rows may stay in training.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlframework.config.environments import DatasetConfig
-from rlframework.datasets.conversations import conversation_of
+from rlframework.datasets.conversations import conversation_of, with_texts
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import Source, shuffled
 from rlframework.datasets.pictures import decoded, log_left_out, reader_of
@@ -33,7 +34,9 @@ from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
 from rlframework.errors import DataError, ImageError
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
-from rlframework.interfaces.messages import Message, TextPart, pictures_of, text_of
+from rlframework.interfaces.messages import Message, pictures_of, text_of
+
+_LOG = logging.getLogger(__name__)
 
 SCANNED = 100_000
 PROBED = 2_000
@@ -104,7 +107,15 @@ class DatasetEnvironment(VerifiableEnvironment):
             kept = np.flatnonzero(~np.isin(keys, np.array(out if known else [], np.uint64)))
         kept = numbers[kept]
         if not len(kept):
-            raise DataError(f"{config.source}: no training row is left, because every prompt is also in validation")
+            raise DataError(
+                f"{config.source}: no training row is left, because every prompt is also in validation. Rows are "
+                "compared by their prompts alone; give the two different prompts"
+            )
+        if validation is not train and len(kept) < len(numbers):
+            _LOG.warning(
+                "%d of %d rows of %s are left out of training, because their prompts are also in validation",
+                len(numbers) - len(kept), len(numbers), config.source,
+            )  # fmt: skip
         kept, mixture = self._limited(train, kept)
         self._samples: dict[Split, Sequence[Sample]] = {
             "train": LazySamples(train, kept, self._sample, self._unanswered, mixture),
@@ -276,19 +287,3 @@ def _key(sample: Sample) -> int:
         decoded(picture)
         text += f" {picture.digest}"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def with_texts(messages: tuple[Message, ...], system: str | None, instruction: str) -> tuple[Message, ...]:
-    """Append `instruction` to the last user turn, and put `system` first unless there is a system message."""
-    turns = list(messages)
-    users = [number for number, message in enumerate(turns) if message["role"] == "user"]
-    if users and instruction:
-        content = turns[users[-1]]["content"]
-        if isinstance(content, str):
-            content += instruction
-        else:
-            content = [*content, TextPart(type="text", text=instruction)]
-        turns[users[-1]] = {"role": "user", "content": content}
-    if system is not None and turns and turns[0]["role"] != "system":
-        turns.insert(0, {"role": "system", "content": system})
-    return tuple(turns)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -69,18 +69,19 @@ class OwnReward:
         self._name, self._required = f"{key}={path!r} ({form.place})", form.required
         self._counted = CountedFailures(config, self._name, optional=optional)
         timeout, limit = config.reward_timeout, config.reward_concurrency
+        self._columns = {"prompt": config.columns.prompt, "answer": config.columns.answer}
         self._calls: RewardCalls | RewardProcess
         self._thread: ThreadPoolExecutor | None = None
         if timeout is not None:
-            self._calls = RewardProcess(path, timeout=timeout, concurrency=limit, is_async=form.is_async)
+            self._calls = RewardProcess(path, self._columns, timeout=timeout, concurrency=limit, is_async=form.is_async)
         else:
-            self._calls = RewardCalls(path, timeout=None, concurrency=limit)
+            self._calls = RewardCalls(path, timeout=None, concurrency=limit, function=None, **self._columns)
             if form.is_async:  # in a thread, because this one may run another event loop
                 self._thread = ThreadPoolExecutor(1, "reward")
 
     def check_columns(self, columns: Collection[str], source: str) -> None:
         """See `Reward`."""
-        given = columns_given(columns)
+        given = columns_given(columns, self._columns["answer"])
         if missing := [name for name in self._required if name not in given]:
             raise ConfigError(f"{self._name} {missing_columns(missing, given, source)}")
 
@@ -115,8 +116,13 @@ class RewardProcess:
     only those fail, and a new process scores the others. It leads a process group, which is killed with it.
     """
 
-    def __init__(self, path: str, *, timeout: float, concurrency: int, is_async: bool) -> None:
-        """Raise a `ConfigError` if the function is defined in the program itself and cannot be pickled."""
+    def __init__(
+        self, path: str, columns: Mapping[str, str], *, timeout: float, concurrency: int, is_async: bool
+    ) -> None:
+        """`columns`: the names of prompt and answer, as in `RewardCalls`.
+
+        Raises a `ConfigError` if the function is defined in the program itself and cannot be pickled.
+        """
         import cloudpickle  # type: ignore[import-untyped]
 
         self._path, self._timeout, self._is_async = path, timeout, is_async
@@ -126,7 +132,7 @@ class RewardProcess:
         function = load_reward(path)[0] if path.startswith("__main__:") else None
         setup = {"path": path, "timeout": timeout if is_async else None, "concurrency": concurrency}
         try:
-            self._setup: bytes = cloudpickle.dumps({**setup, "function": function})
+            self._setup: bytes = cloudpickle.dumps({**setup, **columns, "function": function})
         except Exception as error:
             raise ConfigError(
                 f"environment.reward={path!r} is defined in the program itself and uses values that cannot be sent to "

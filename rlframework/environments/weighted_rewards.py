@@ -42,7 +42,8 @@ class WeightedRewards:
     """Scores answers with several rewards: functions, each in a process of its own, and judges. Theirs are summed.
 
     The metric NAME of an answer is the reward NAME, without its weight; its own metrics become `NAME_METRIC`.
-    `accuracy` is that of the first reward that gives one. An answer for which any reward fails gets `failed_reward`,
+    `accuracy` is that of the first reward that gives one; without one, an answer counts as right if each of its rewards
+    with the largest weight is at least 1. An answer for which any reward fails gets `failed_reward`,
     and counts once as failed. A function that returns None for an answer is left out of its sum and metrics; if all do,
     the answer has failed.
     """
@@ -93,7 +94,10 @@ class WeightedRewards:
                     metrics[f"{name}_{metric}"] = value
         if failed:
             return StepOutcome(self._failed, metrics=metrics | {"accuracy": 0.0})
-        return StepOutcome(sum(self._weights[name] * part.reward for name, part in parts.items()), metrics=metrics)
+        largest = max(self._weights[name] for name in parts)
+        right = all(part.reward >= 1.0 for name, part in parts.items() if self._weights[name] == largest)
+        total = sum(self._weights[name] * part.reward for name, part in parts.items())
+        return StepOutcome(total, metrics={"accuracy": float(right), **metrics})
 
 
 def _part_of(config: DatasetConfig, name: str, part: WeightedReward) -> Reward:

@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.config.environments import ColumnsConfig
-from rlframework.datasets.conversations import conversation_of
+from rlframework.datasets.conversations import conversation_of, with_texts
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.errors import DataError, UserError
@@ -81,7 +81,10 @@ def _prompt_of_row(row: dict[str, Any], where: str) -> Prompt:
 
 
 class Answerer:
-    """Prints answers of `generation`'s model, `samples` for each prompt; without the chat template if `raw`.
+    """Prints answers of `generation`'s model, `samples` for each prompt.
+
+    Prompts get the system prompt and the instruction of the run's environment, as its own prompts do. With `raw` they
+    get neither, nor the chat template.
 
     An answer depends on the seed, its number and the number of earlier prompts, so the same calls give the same
     answers.
@@ -101,14 +104,21 @@ class Answerer:
         self._samples, self._as_json = samples, as_json
         self._prompts_seen = 0
         self._positions = model_positions(config.policy.model_name, config.policy.trust_remote_code)
+        self._system, self._instruction = None, ""
         if raw:
             tokenizer.chat_template = None
+        else:
+            self._system = getattr(config.environment, "system_prompt", None)
+            self._instruction = getattr(config.environment, "instruction", "")
 
     def answer(self, prompts: Sequence[Prompt]) -> None:
         """Print the answers; with several prompts, each one after `>` and above its answers.
 
         Invalid prompts raise a `DataError` before any generation.
         """
+        prompts = [
+            replace(prompt, messages=with_texts(prompt.messages, self._system, self._instruction)) for prompt in prompts
+        ]
         rendered = [self._rendered(prompt) for prompt in prompts]
         batch_size = max(1, self._config.generation.batch_size // self._samples)
         cut = 0

@@ -72,8 +72,9 @@ def scored_samples(parts: Parts, split: Split, count: int | None) -> Sequence[Sa
     name = parts.config.environment.name
     if not parts.environment.scores:
         raise DataError(
-            f"environment {name!r} does not score completions as configured, so it cannot be evaluated; choose another "
-            "one (environment.name=...), or set how answers are checked (environment.check=exact)"
+            f"environment {name!r} does not score completions as configured, so it cannot be evaluated; set a "
+            "reward (environment.reward=MODULE:FUNCTION) or a check (environment.check=exact), or name a configuration "
+            "that has one (--config FILE)"
         )
     samples = parts.environment.samples(split)[:count]
     if not len(samples):

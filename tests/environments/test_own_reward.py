@@ -76,7 +76,7 @@ def test_failures_are_counted_printed_once_and_get_their_reward(make, caplog, ti
     assert printed.count("own_rewards:act") == 6  # nan and huge are both not finite
     assert "own_rewards.py" in printed
     assert "reward_calls.py" not in printed
-    assert "it returned None, which is not a number: NoneType" in printed
+    assert "it returned None, which is not a number" in printed
     assert "reward is not finite" in printed
     assert "it returned a dict without 'reward': {'accuracy': 1.0}" in printed
     caplog.clear()
@@ -161,7 +161,7 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
     (folder / "driver.py").write_text(
         "from rlframework.environments.own_reward import RewardProcess\n"
         "from rlframework.interfaces.environment import Sample\n"
-        "process = RewardProcess('own_rewards:act', timeout=600.0, concurrency=1, is_async=False)\n"
+        "process = RewardProcess('own_rewards:act', {}, timeout=600.0, concurrency=1, is_async=False)\n"
         "sample = Sample('a', (), 'A')\n"
         "process.score([sample], ['ok'], lambda *_: None)\n"
         "print(process._process.pid, flush=True)\n"
@@ -188,10 +188,21 @@ def test_functions_of_trl(make, timeout: float | None) -> None:
     assert rewards(make("trl_async", reward_timeout=timeout), ["x", "xy"]) == [1.0, 2.0]
 
 
-def test_functions_of_trl_get_messages_where_the_prompt_is_messages(make, folder: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "level": str(n)} for n in range(4)]
+@pytest.mark.parametrize("column", ["prompt", "asked"])
+def test_functions_of_trl_get_messages_where_the_prompt_is_messages(make, folder: Path, column: str) -> None:
+    rows = [{column: [{"role": "user", "content": f"{n}?"}], "level": str(n)} for n in range(4)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert rewards(make("trl_messages", reward_timeout=None), ["same", "other"]) == [1.0, 0.0]
+    made = make("trl_messages", reward_timeout=None, columns={"prompt": column})
+    assert rewards(made, ["same", "other"]) == [1.0, 0.0]
+
+
+@here_and_in_a_process
+def test_functions_of_trl_get_the_answer_under_both_names(make, folder: Path, timeout: float | None) -> None:
+    rows = [{"prompt": f"{n}?", "solution": str(n)} for n in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = make("trl_answers", reward_timeout=timeout, columns={"answer": "solution"})
+    answer = made.samples("train")[0].answer
+    assert rewards(made, [answer, "x"]) == [1.0, 0.0]
 
 
 class Spiteful:

@@ -20,6 +20,12 @@ def short(completion):
         raise ValueError("no")
     return -float(len(completion))
 
+def is_right(completion, answer):
+    return float(completion.strip() == answer)
+
+def is_short(completion):
+    return float(len(completion) < 5)
+
 def only_right(completions, level, **kwargs):
     return [1.0 if level_ == text else None for level_, text in zip(level, completions)]
 
@@ -99,10 +105,23 @@ SOME = {
 def test_a_function_that_returns_none_is_left_out_of_the_sum_and_none_of_all_is_a_failure(environment, caplog):
     made = environment(SOME, failed_reward=-3.0, max_reward_failures=0.5)
     first, second, neither = score(made, made.samples("train")[0].answer, "fail", "x")
-    assert (first.reward, dict(first.metrics)) == (2.0, {"right": 1.0, "reward_failures": 0.0})
-    assert (second.reward, dict(second.metrics)) == (0.5, {"failed": 0.5, "reward_failures": 0.0})
+    assert (first.reward, dict(first.metrics)) == (2.0, {"right": 1.0, "accuracy": 1.0, "reward_failures": 0.0})
+    assert (second.reward, dict(second.metrics)) == (0.5, {"failed": 0.5, "accuracy": 0.0, "reward_failures": 0.0})
     assert (neither.reward, neither.metrics["reward_failures"]) == (-3.0, 1.0)
     assert caplog.text.count("every function returned None for an answer") == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "accuracies"),
+    [({"right": 1.0, "short": 1.0}, [1.0, 0.0, 0.0, 0.0]), ({"right": 1.0, "short": 0.5}, [1.0, 1.0, 0.0, 0.0])],
+)
+def test_without_an_accuracy_the_rewards_with_the_largest_weight_decide(environment, weights, accuracies):
+    made = environment(
+        {name: {"function": f"two_rewards:is_{name}", "weight": weight} for name, weight in weights.items()}
+    )
+    answer = made.samples("train")[0].answer
+    outcomes = score(made, answer, answer + " " * 20, "x", "x" * 20)
+    assert [outcome.metrics["accuracy"] for outcome in outcomes] == accuracies
 
 
 def test_none_of_the_only_function_is_a_failure(environment):

@@ -149,14 +149,14 @@ def test_a_model_alone_and_the_rows_of_one_file(tmp_path, folder):
 
 
 def test_rewards_by_name_are_metrics_of_the_prompts_that_have_them(tiny_llama, folder, capsys):
-    (folder / "own_rewards.py").write_text(
+    (folder / "named_rewards.py").write_text(
         "def length(completion, sample):\n    return float(len(completion))\n\n"
         "def even(completions, answer, **kwargs):\n    return [1.0 if int(n) % 2 == 0 else None for n in answer]\n"
     )
     for name, numbers in (("train", [7]), ("rows", range(3))):
         rows = (f'{{"prompt": "{n}+0=", "answer": "{n}"}}\n' for n in numbers)
         (folder / f"{name}.jsonl").write_text("".join(rows))
-    rewards = "environment.reward={length: {function: own_rewards:length}, even: {function: own_rewards:even}}"
+    rewards = "environment.reward={length: {function: named_rewards:length}, even: {function: named_rewards:even}}"
     data = ["environment.name=dataset", "environment.path=train.jsonl", "environment.validation_path=rows.jsonl"]
     assert call("evaluate", tiny_llama, *data, rewards, SHORT, "--attempts", 2, "--out", "out") == 0
     assert "even" in capsys.readouterr().out
@@ -327,6 +327,15 @@ def test_the_chat_template_is_used_unless_raw(tiny_llama, folder, capsys):
     assert plain != written_out
     assert answers(capsys, "chat", "1+1=", *options)[0]["completion"] == written_out
     assert answers(capsys, "chat", "1+1=", *options, "--raw")[0]["completion"] == plain
+
+
+def test_prompts_are_those_of_the_runs_environment_unless_raw(trained, capsys):
+    asked = [trained, "1+1=", "--greedy", "--set", "environment.system_prompt='0'"]
+    (row,) = answers(capsys, *asked)
+    system, user = {"role": "system", "content": "0"}, {"role": "user", "content": "1+1="}
+    assert row["prompt"] == [system, user]
+    (row,) = answers(capsys, *asked, "--raw")
+    assert row["prompt"] == [user]
 
 
 def test_typed_lines_are_answered_until_the_end(tiny_llama, capsys, monkeypatch):

@@ -128,7 +128,7 @@ FAILS = {
     "raises": "ValueError: ",
     "spiteful": "Spiteful",
     "interrupts": "",
-    "text": "which is not a number: str",
+    "text": "which is not a number",
     "not_finite": "reward is not finite",
     "hangs": "took more than environment.reward_timeout, which is 1 s",
     "hangs_without_the_lock_of_python": "took more than environment.reward_timeout, which is 1 s",

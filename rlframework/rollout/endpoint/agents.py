@@ -117,7 +117,7 @@ class AgentRunner:
         if end.raised and session.refusal and session.trajectory.turns:
             return _episode(sample, session, await self._at_budget(sample, session))
         if not end.failure and not session.trajectory.turns:
-            end = _End("the agent has sampled no turn")
+            end = _End("the agent ended without a call of the endpoint, so there is no token to train on")
         if not end.failure:
             end = await self._rewarded(sample, session, end.outcome)
         return _episode(sample, session, end)
@@ -157,7 +157,7 @@ class AgentRunner:
             self._warned = True
             _LOG.warning(
                 "the agent raised when a turn was refused, so that its attempt at sample %r counts as truncated, with "
-                "the reward %g; later ones are not logged: %s", sample.id, outcome.reward, session.refusal,
+                "the reward %g: %s. Others in this rollout are not logged", sample.id, outcome.reward, session.refusal,
             )  # fmt: skip
         return _End(outcome=outcome)
 

@@ -67,8 +67,8 @@ class Session:
         """Count `count` new turns. `ApiError` if that exceeds `max_turns`."""
         if self.max_turns is not None and self.started + count > self.max_turns:
             raise self.refused(
-                f"this session has had {self.started} turns, and {count} more exceed environment.max_turns="
-                f"{self.max_turns}",
+                f"this session has had {self.started} turns, and this request for {count} exceeds "
+                f"environment.max_turns={self.max_turns}",
                 "max_turns",
             )
         self.started += count

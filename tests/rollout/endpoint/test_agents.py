@@ -73,7 +73,7 @@ def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
     assert result.rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert "RuntimeError in the agent: no sandbox" in result.failures[0]
     assert "environment.agent_timeout=3" in result.failures[1]
-    assert "sampled no turn" in result.failures[2]
+    assert "without a call of the endpoint" in result.failures[2]
     assert result.data["sample_mask"].tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
@@ -106,7 +106,7 @@ def test_an_agent_that_raises_at_a_budget_is_truncated(agent_parts: Any, caplog:
     assert result.truncated.tolist() == [True] * 3
     assert result.metrics["episode_turns"] == 2.0
     assert caplog.text.count("counts as truncated") == 1
-    assert "more exceed environment.max_turns=2" in caplog.text
+    assert "this request for 1 exceeds environment.max_turns=2. Others" in caplog.text
     assert result.records(1, "train", 1)[0].truncated
 
 
