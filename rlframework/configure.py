@@ -332,6 +332,6 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
         more = ", ..." if len(names) > _OWNERS else ""
         hints[section, key] = (
             f"It is a key of {', '.join(names[:_OWNERS])}{more}, but {section}.name is "
-            f"`{selected[section].record.name}`. The override `~{section}.{key}` removes it."
+            f"`{selected[section].record.name}`. Remove it; the override `~{section}.{key}` does that, too."
         )
     return hints

@@ -165,6 +165,7 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
     "bf16": "Set `policy.precision` to bfloat16; weights and optimizer stay fp32.",
     "fp16": "Set `policy.precision` to float16; weights and optimizer stay fp32.",
+    "eos_token": "The end of an answer is the chat template's or the tokenizer's: remove the key.",
     "use_liger_kernel": "The output head always works in chunks, without whole logits: remove the key.",
     "disable_dropout": "Dropout is always off: remove the key.",
     "shuffle_dataset": "Rows are always shuffled, by `seed`: remove the key.",
@@ -172,6 +173,7 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "model_init_kwargs": "`policy.precision` is the dtype, and the attention is chosen for the device: remove the key.",
     "push_to_hub": "Upload the model that the run saves with `hf upload`: remove the key.",
     "top_entropy_quantile": _NONE,
+    "neftune_noise_alpha": _NONE,
     "vllm_gpu_memory_utilization": "With vLLM it is generation.vllm.gpu_memory_utilization.",
     "vllm_tensor_parallel_size": "With vLLM it is generation.vllm.tensor_parallel_size.",
     "rollout.tensor_model_parallel_size": (

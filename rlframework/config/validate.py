@@ -86,7 +86,7 @@ def _problems(
         if kind == "extra_forbidden" and len(by_key) < MOST:
             other = elsewhere.get(keys)  # a word of another framework may be a key of another plugin too
             if other and (meant := peer_hint(path, value, model)):
-                other = f"{other} If you mean the key of another framework: {meant}"
+                other = f"{other} If it is a key of another framework: {meant[0].lower()}{meant[1:]}"
             problem = replace(problem, hint=other or unknown_key_hint(path, value, model))
         elif kind == "missing":
             info = key_paths(model).get(path)

@@ -7,6 +7,7 @@ is 8. Here scalars follow YAML 1.2: only `true` and `false` are booleans, `1e-6`
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -115,7 +116,10 @@ def read_yaml(path: Path) -> Tree:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST + 1)  # a device such as /dev/zero has no end
     except FileNotFoundError:
-        raise ConfigError(f"configuration file not found: {path}") from None
+        beside = [other.name for other in path.parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(path.name, beside, n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"configuration file not found: {path}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}") from None
     except (OSError, ValueError) as error:  # a ValueError for a NUL character

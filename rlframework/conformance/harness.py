@@ -13,7 +13,7 @@ from rlframework.conformance import measure
 from rlframework.conformance.contracts import CONTRACTS, FP32
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.measure import ConformanceFailure, Measurement, NotApplicable
-from rlframework.conformance.report import not_written
+from rlframework.conformance.unfinished import not_written
 from rlframework.plugins.types import Record
 
 if TYPE_CHECKING:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import re
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +20,7 @@ from pydantic import TypeAdapter
 
 from rlframework.conformance.contracts import CONTRACTS
 from rlframework.conformance.sections import section_words
-from rlframework.errors import WorkerError
+from rlframework.conformance.unfinished import NOT_WRITTEN
 from rlframework.files import write_atomically
 from rlframework.observers.host import cpu_name, package_version
 from rlframework.workers.machine import cpu_count
@@ -41,7 +39,6 @@ OF_DEVICES = ("policy_worker", "generation_engine")
 
 Outcome = Literal["passed", "failed", "known_failure", "error"]
 _WORST: tuple[Outcome, ...] = ("passed", "known_failure", "failed", "error")
-_NOT_WRITTEN = re.compile(r"NotImplementedError: (.+)")
 _WORDS = {"passed": "passed", "failed": "failed", "error": "error", "known_failure": "known failure"}
 
 
@@ -226,27 +223,10 @@ def lines_of(verdicts: Sequence[Verdict]) -> list[str]:
     return [verdict.line(widths) for verdict in verdicts]
 
 
-def not_written(error: BaseException) -> str:
-    """Return what is not implemented yet, if `error` is a `NotImplementedError` of this process or of a worker.
-
-    `NotSupported`, which says that something will not be, is another class. The place in the code is appended.
-    """
-    if type(error) is NotImplementedError:
-        text = "".join(traceback.format_exception(error))
-    elif isinstance(error, WorkerError) and re.match(r"[^:]+ failed in [^:]+: NotImplementedError: ", str(error)):
-        text = str(error)
-    else:
-        return ""
-    what = _NOT_WRITTEN.findall(text) or [""]
-    places = re.findall(r'^ *File "(.+)", line (\d+), in (\w+)', text, re.MULTILINE)
-    where = [f"\n  in        {file}:{line}, {function}" for file, line, function in places[-1:]]
-    return f"NotImplementedError: {what[-1]}" + "".join(where)
-
-
 def unwritten_of(verdicts: Iterable[Verdict]) -> list[str]:
     """Summarize the texts of `NotImplementedError`, with the number of tests that raised each."""
     texts = (result.message for verdict in verdicts for result in verdict.results)
-    found = Counter(match[1].rstrip('"') for text in texts if (match := _NOT_WRITTEN.search(text)))
+    found = Counter(match[1].rstrip('"') for text in texts if (match := NOT_WRITTEN.search(text)))
     return [f"not implemented yet, required by {_tests(count)}: {text}" for text, count in found.most_common()]
 
 

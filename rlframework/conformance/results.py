@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.conformance.measure import ConformanceFailure
-from rlframework.conformance.report import Outcome, Result, SuiteRun, not_written, plain
+from rlframework.conformance.report import Outcome, Result, SuiteRun, plain
 from rlframework.conformance.sections import plain_paths, section_words
+from rlframework.conformance.unfinished import not_written
 from rlframework.errors import PluginError
 
 if TYPE_CHECKING:

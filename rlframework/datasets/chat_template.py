@@ -149,9 +149,16 @@ def _arguments_of(call: ToolCall) -> Mapping[str, Any] | None:
 
 
 def _rejected(messages: Sequence[Message], error: Exception | None) -> DataError:
+    from jinja2 import TemplateSyntaxError, UndefinedError
+
     roles = [message["role"] for message in messages]
-    return DataError(
-        f"the model's chat template rejects a conversation with the roles {roles}: {error or type(error).__name__}. "
+    remedy = (
         "If it has no system role, remove environment.system_prompt and the system turns in the data, or set another "
         "policy.chat_template"
+    )
+    if isinstance(error, (TemplateSyntaxError, UndefinedError)):
+        remedy = "Correct the template: policy.chat_template, or that of the tokenizer"
+    return DataError(
+        f"the model's chat template rejects a conversation with the roles {roles}: {error or type(error).__name__}. "
+        f"{remedy}"
     )

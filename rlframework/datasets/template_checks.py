@@ -17,19 +17,28 @@ _LOG = logging.getLogger(__name__)
 
 
 def warn_of_template(tokenizer: PreTrainedTokenizerBase, *, rows: bool) -> None:
-    """Log what is wrong with the chat template; `rows`: also what matters only for rows with their answers."""
-    for problem in (start_of_turn_problem(tokenizer), end_of_turn_problem(tokenizer) if rows else None):
+    """Log what is wrong with the chat template, for `rows` that have answers or for prompts."""
+    for problem in (start_of_turn_problem(tokenizer), end_of_turn_problem(tokenizer, rows=rows)):
         if problem is not None:
             _LOG.warning("%s", problem)
 
 
-def end_of_turn_problem(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return why no token ends the assistant turns of the chat template, and what to do; None if one does."""
+def end_of_turn_problem(tokenizer: PreTrainedTokenizerBase, *, rows: bool = True) -> str | None:
+    """Return why no token ends the assistant turns of the chat template, and what to do; None if one does.
+
+    `rows`: rows with answers are rendered; otherwise the model samples the answers.
+    """
     try:
         if not tokenizer.chat_template or end_of_turn(tokenizer):
             return None
     except DataError:  # raised for the first row
         return None
+    if not rows:
+        return (
+            f"the chat template ends an assistant turn with no special token, so only {tokenizer.eos_token!r} ends an "
+            "answer: a model that has learned another end writes on to generation.max_new_tokens. Set "
+            "policy.chat_template to one that ends turns as the model does"
+        )
     return (
         f"the chat template ends an assistant turn with no special token, so rows end with {tokenizer.eos_token!r} "
         "instead, which the template does not write, and earlier turns with nothing: the model would not learn to end "

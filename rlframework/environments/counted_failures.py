@@ -71,7 +71,7 @@ class CountedFailures:
     def _first(self, sample_id: str, failure: Failure) -> str:
         """The end of the error for too many failures: the text of the first one, unless the log has it."""
         if failure.cause in self._logged:
-            return f"One like the first, for sample {sample_id!r}, is in the log: {failure.text.splitlines()[-1]}"
+            return f"One like the first, for sample {sample_id!r}, is logged above: {failure.text.splitlines()[-1]}"
         return f"The first, for sample {sample_id!r}:\n{failure.text}"
 
 

@@ -16,7 +16,7 @@ import os
 import signal
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -130,7 +130,8 @@ class RewardCalls:
 
     def _results(self, returned: Any, count: int) -> list[RewardResult]:
         if isinstance(returned, Failure):
-            return [returned] * count
+            together = "\nThe function takes all answers in one call, so its error fails all of them."
+            return [replace(returned, text=returned.text + together) if count > 1 else returned] * count
         if not self._form.batched:
             return [read_result(returned)]
         if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):

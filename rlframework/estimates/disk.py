@@ -24,8 +24,8 @@ def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
         return {}
     found = {
         "trained model": 4 * parameters,
-        f"{kept} checkpoints": kept * CHECKPOINT_BYTES * trained,
-        f"{recorded} recorded steps": recorded * 4 * parameters,
+        "1 checkpoint" if kept == 1 else f"{kept} checkpoints": kept * CHECKPOINT_BYTES * trained,
+        "1 recorded step" if recorded == 1 else f"{recorded} recorded steps": recorded * 4 * parameters,
     }
     return {name: size for name, size in found.items() if size}
 

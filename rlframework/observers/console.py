@@ -80,7 +80,9 @@ class ConsoleObserver:
     def rlframework_run_started(self, run: RunInfo) -> None:
         """Print the opening line, and start the live display on a terminal."""
         self._name, self._total = run.config.algorithm.name, run.config.algorithm.num_steps
-        self._print(f"{self._name}: up to {self._total} steps, writing to {run.output_dir}")
+        self._print(
+            f"{self._name}: up to {self._total} step{'s' if self._total != 1 else ''}, writing to {run.output_dir}"
+        )
         self._began, self._printed = self._clock(), -math.inf
         self._pace = Pace(self._total, self._began)
         if self._stream.isatty() and os.environ.get("TERM") != "dumb":

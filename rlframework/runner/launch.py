@@ -328,10 +328,11 @@ def resume(
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
         model = Path(run_dir) / "model"
-        trained = f". Its trained model is another run's policy.model_name={model}" if model.is_dir() else ""
+        trained = f". To train its final model further, start a run with policy.model_name={model}"
         raise ConfigError(
-            f"{str(run_dir)!r} has no checkpoint to resume from: the run ended before it wrote one. Start it again "
-            f"with --overwrite or in another output_dir; checkpoints.every=N writes one every N steps{trained}"
+            f"{str(run_dir)!r} has no checkpoint to resume from. Start the run again with --overwrite, or in another "
+            "output_dir, and set checkpoints.every=N to write one every N steps"
+            f"{trained if model.is_dir() else ''}"
         )
     source = None if trust_run else Path(run_dir)
     if source is not None:

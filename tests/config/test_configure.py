@@ -64,7 +64,10 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
         "generation: 3\n"
     )
     message = refused(path, ["observers.console=5", "policy.train_micro_batch_size=-1"], manager=manager)
-    suits = "It is a key of `cards`, but environment.name is `dice`. The override `~environment.suits` removes it."
+    suits = (
+        "It is a key of `cards`, but environment.name is `dice`. Remove it; the override "
+        "`~environment.suits` does that, too."
+    )
     rows = "policy.train_micro_batch_size"
     assert sorted(message.splitlines()[1:]) == sorted(
         [

@@ -18,13 +18,11 @@ from rlframework.conformance.report import (
     as_json,
     largest_errors,
     lines_of,
-    not_written,
     unwritten_of,
     verdicts_of,
     write_json,
 )
-from rlframework.errors import DataError, NotSupported, WorkerError
-from rlframework.workers.failures import HostFailure, as_exception
+from rlframework.errors import DataError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SUBJECT = SuiteRun(
@@ -322,38 +320,3 @@ def test_a_shortened_report_gives_the_same_page(tmp_path):
     short = read(tmp_path / "short.json")
     assert {test["measurements"] for verdict in short["verdicts"] for test in verdict["tests"]} == {3}
     assert markdown_of([tmp_path / "short.json"]) == markdown_of([tmp_path / "whole.json"])
-
-
-# -- what is not implemented yet ---------------------------------------------------------------------------------------
-
-
-def error_of(call):
-    with pytest.raises((NotImplementedError, ValueError)) as found:
-        call()
-    return found.value
-
-
-def unfinished():
-    raise NotImplementedError("build: load the model")
-
-
-def test_an_unfinished_method_is_named_with_its_place():
-    line = unfinished.__code__.co_firstlineno + 1
-    text = f"NotImplementedError: build: load the model\n  in        {__file__}:{line}, unfinished"
-    error = error_of(unfinished)
-    assert not_written(error) == text
-    sent = as_exception({0: HostFailure.of(error)}, 2, "build")
-    assert type(sent) is WorkerError
-    assert not_written(sent) == text
-
-
-def test_other_errors_are_not_unfinished_methods():
-    def refused():
-        raise NotSupported("adapters")
-
-    def wrong():
-        raise ValueError("NotImplementedError: no")
-
-    for error in map(error_of, (refused, wrong)):
-        assert not_written(error) == ""
-        assert not_written(as_exception({0: HostFailure.of(error)}, 2, "build")) == ""

@@ -72,8 +72,8 @@ def test_the_request_and_the_reward(environment, monkeypatch):
         sample = made.samples("train")[0]
     assert rewards(outcomes) == [0.5 * 0.75, 0.5 * 0.2]
     assert [dict(each.metrics) for each in outcomes] == [
-        {"quality": 0.75, "reward_failures": 0.0}, {"quality": 0.2, "reward_failures": 0.0}
-    ]  # fmt: skip
+        {"quality": value, "accuracy": 0.0, "reward_failures": 0.0} for value in (0.75, 0.2)
+    ]
     prompt, body, headers = next(each for each in server.requests if "a{b}" in each[0])
     assert prompt == f"Question: {sample.messages[-1]['content']} Completion: a{{b}} Reference: {sample.answer}"
     assert body == {"model": "m", "messages": [{"role": "user", "content": prompt}], "max_tokens": 9, "seed": 3}

@@ -138,7 +138,7 @@ def test_a_run_says_it_before_its_first_step_and_warns(run_config, capsys, caplo
     assert lines[0].startswith("estimate: ")
     assert "weights" in lines[0]
     assert "trains on about" in lines[1]
-    assert lines[2].startswith("sft: up to 1 steps")
+    assert lines[2].startswith("sft: up to 1 step")
     assert any(message.startswith("warning: the run may need ") for message in caplog.messages)
 
 

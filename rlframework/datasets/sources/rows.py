@@ -145,8 +145,9 @@ class JsonlRows(Rows):
         except UnicodeDecodeError as error:
             raise DataError(f"{self.where(index)}: not UTF-8 text ({error.reason}); is it compressed?") from error
         except (ValueError, RecursionError) as error:  # ValueError alone: a number with thousands of digits
+            why = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
             raise DataError(
-                f"{self.where(index)}: not JSON ({error}); each line must be one JSON object{hint}"
+                f"{self.where(index)}: not JSON ({why}); each line must be one JSON object{hint}"
             ) from error
         if not isinstance(found, dict):
             given = type(found).__name__

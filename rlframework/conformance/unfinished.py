@@ -1,0 +1,29 @@
+"""Failures of an implementation that is not finished yet: the `NotImplementedError`s of its methods."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from rlframework.errors import WorkerError
+
+NOT_WRITTEN = re.compile(r"NotImplementedError: (.+)")
+"""Finds what is not implemented in the text of an error."""
+_OF_WORKER = re.compile(r"[^:]+ failed in [^:]+: NotImplementedError: ")
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\w+)', re.MULTILINE)
+
+
+def not_written(error: BaseException) -> str:
+    """Return what is not implemented yet, if `error` is a `NotImplementedError` of this process or of a worker.
+
+    `NotSupported`, which says that something will not be, is another class. The place in the code is appended.
+    """
+    if type(error) is NotImplementedError:
+        text = "".join(traceback.format_exception(error))
+    elif isinstance(error, WorkerError) and _OF_WORKER.match(str(error)):
+        text = str(error)
+    else:
+        return ""
+    what = NOT_WRITTEN.findall(text) or [""]
+    where = [f"\n  in        {file}:{line}, {function}" for file, line, function in _FRAME.findall(text)[-1:]]
+    return f"NotImplementedError: {what[-1]}" + "".join(where)
