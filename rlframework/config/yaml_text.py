@@ -116,9 +116,9 @@ def read_yaml(path: Path) -> Tree:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST + 1)  # a device such as /dev/zero has no end
     except FileNotFoundError:
-        beside = [other.name for other in path.parent.glob("*.y*ml")]
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f". Did you mean {near[0]!r}?" if near else ""
+        beside = {other.stem: other.name for other in path.parent.glob("*.y*ml")}
+        near = difflib.get_close_matches(path.stem, beside, n=1)
+        hint = f". Did you mean {beside[near[0]]!r}?" if near else ""
         raise ConfigError(f"configuration file not found: {path}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}") from None

@@ -93,7 +93,7 @@ def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:
         if row.get(name) is not None:
             return name
     if empty := next((name for name in columns.starts if name in row), None):
-        raise DataError(f"{where}: the column {empty!r} has no value; remove such rows")
+        raise DataError(f"{where}: the column {empty!r} has no value; remove such rows, or set environment.columns")
     raise DataError(
         f"{where}: no conversation in the columns {sorted(row)}; one of {list(columns.starts)} must have a value. Set "
         "environment.columns to the names of your columns"

@@ -106,6 +106,7 @@ def test_the_plugins_are_listed_and_the_schema_is_printed(capsys: pytest.Capture
 
 MISTAKES = {
     "gone.yaml": "configuration file not found: gone.yaml\n",
+    "rum.yml": "configuration file not found: rum.yml. Did you mean 'run.yaml'?",
     "run.yaml policy.lr=1": "`policy.lr`: unknown key (given 1 in override `policy.lr=1`). "
     "Did you mean `policy.optimizer.lr`?\n",
     "run.yaml policy.backend=tow": "policy.backend: there is no backend 'tow'. Did you mean 'toy'?",

@@ -90,7 +90,7 @@ def test_columns_of_other_names_come_first() -> None:
     ("row", "message"),
     [
         ({"a": 1, "b": 2}, r"no conversation in the columns \['a', 'b'\].*one of \['messages', .*environment\.columns"),
-        ({"prompt": None}, "no conversation"),
+        ({"prompt": None}, "the column 'prompt' has no value"),
         ({}, r"no conversation in the columns \[\]"),
         ({"messages": "hi"}, "column 'messages': must be a list of messages, not str"),
         ({"messages": []}, "column 'messages': must be a list of messages, not an empty list"),
@@ -113,7 +113,7 @@ def test_columns_of_other_names_come_first() -> None:
         ({"prompt": "hi", "completion": True}, "column 'completion': must be text or a number, not bool"),
         ({"question": "hi", "answer": ["a"]}, "must be a"),
         ({"text": ""}, "the text is empty"),
-        ({"text": NAN}, "no conversation in the columns"),
+        ({"text": NAN}, "the column 'text' has no value"),
         ({"question": "hi", "answer": float("-inf")}, "column 'answer': must be text or a number, not -inf"),
         ({"messages": [{"role": "user", "content": NAN}]}, r"turn 0: needs 'role' and 'content'.*it has \['role'\]"),
         ({"messages": [HI, {**HELLO, "content": "a\ud83d"}]}, r"turn 1: the text has a lone surrogate \(\\ud83d\)"),
