@@ -176,7 +176,15 @@ def content(runs: Sequence[Run], smooth: int) -> dict[str, Any]:
 
 
 def _group(key: str, title: str, charts: Sequence[Chart], runs: Sequence[Run]) -> dict[str, Any]:
-    """The charts of a group. Constant metrics and copies of another metric are listed as text instead.
+    """The charts of a group. Constant metrics and copies of another metric are listed as text instead."""
+    drawn, copies, constant = worth_drawing(charts, runs)
+    return {"key": key, "title": title, "charts": list(map(asdict, drawn)), "same": copies, "constant": constant}
+
+
+def worth_drawing(
+    charts: Sequence[Chart], runs: Sequence[Run]
+) -> tuple[list[Chart], list[tuple[str, str]], list[tuple[str, float]]]:
+    """Return the charts to draw; the titles of copies, each with the original's; and of constants, with their value.
 
     A copy has the same training values as an earlier chart. Accuracy is never dropped as a copy: readers look for it.
     """
@@ -194,8 +202,7 @@ def _group(key: str, title: str, charts: Sequence[Chart], runs: Sequence[Run]) -
             copies.append((chart.title, original))
         else:
             drawn.append((chart, values))
-    charts_drawn = [asdict(chart) for chart, _ in drawn]
-    return {"key": key, "title": title, "charts": charts_drawn, "same": copies, "constant": constant}
+    return [chart for chart, _ in drawn], copies, constant
 
 
 def _nearly_equal(values: Array, others: Array) -> bool:

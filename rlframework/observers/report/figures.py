@@ -14,7 +14,7 @@ from matplotlib.ticker import PercentFormatter
 
 from rlframework.logs import printable
 from rlframework.observers.curve import STYLE, draw_series, write_png
-from rlframework.observers.report.content import arrange, phases_of, split_of
+from rlframework.observers.report.content import arrange, phases_of, split_of, worth_drawing
 from rlframework.observers.report.runs import Run
 
 COLOURS = ("#0067a8", "#cf5200", "#007a58", "#a8447e", "#6b4e00", "#5a35c9", "#6d7884", "#a3283a")
@@ -32,7 +32,9 @@ def draw_figures(runs: Sequence[Run], folder: Path, span: int) -> list[Path]:
 
 def _figures(runs: Sequence[Run], span: int) -> Iterator[tuple[str, Figure]]:
     looks = [(_pick(COLOURS, index), _pick(MARKERS, index)) for index in range(len(runs))]
-    for key, title, charts in arrange(name for run in runs for name in run.names):
+    for key, title, all_charts in arrange(name for run in runs for name in run.names):
+        if not (charts := worth_drawing(all_charts, runs)[0]):
+            continue
         figure, axes = _sheet([chart.title for chart in charts], title)
         for chart, place in zip(charts, axes, strict=True):
             for run, (colour, marker) in zip(runs, looks, strict=True):
