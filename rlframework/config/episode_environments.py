@@ -64,7 +64,7 @@ class AgentConfig(AttemptsConfig, DatasetConfig):
 
     name: str = Field("agent", description="an agent of yours")
     agent: Annotated[str, ImportsCode()] = Field(
-        description="import path of `async def solve(sample, session)`; the session has base_url, api_key and model"
+        description="import path of `async def solve(sample, session)`; the session has base_url, api_key, model and id"
     )
 
     @field_validator("agent", mode="before")

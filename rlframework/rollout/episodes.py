@@ -106,7 +106,7 @@ def report_failures(played: Sequence[PlayedEpisode], environment: str) -> None:
             f"all {len(played)} episodes of environment {environment!r} failed; the first, of {first}{traceback}"
         )
     _LOG.warning(
-        "%d of %d episodes of environment %r failed and are left out; the first, of %s",
+        "%d of %d episodes of environment %r failed, and nothing is learned from them; the first, of %s",
         len(failed), len(played), environment, first,
     )  # fmt: skip
     others = {episode.failure: episode for episode in failed if episode.failure != failed[0].failure}

@@ -7,6 +7,7 @@ budget has refused a turn has not failed: its attempt is truncated, like an epis
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -92,7 +93,22 @@ async def agent_runner(parts: Parts, bridge: Bridge) -> AsyncIterator[AgentRunne
     sampler = Sampler(parts.tokenizer, bridge, rule, config.max_episode_tokens, parts.images)
     endpoint = Endpoint(sampler, "policy", images=config.images)
     async with served(endpoint) as base_url:
-        yield AgentRunner(cast("RunsAgents", parts.environment), config, endpoint, bridge, base_url)
+        try:
+            yield AgentRunner(cast("RunsAgents", parts.environment), config, endpoint, bridge, base_url)
+        finally:
+            await _close_what_agents_left()
+
+
+async def _close_what_agents_left() -> None:
+    """Close the asynchronous clients that agents have left open, as long as their event loop is there.
+
+    Such a client is closed when it is collected, by a task in whichever loop is running; in another than its own that
+    fails with a traceback.
+    """
+    known = asyncio.all_tasks()
+    gc.collect()
+    if closing := asyncio.all_tasks() - known:
+        await asyncio.wait(closing, timeout=_GRACE)
 
 
 class AgentRunner:

@@ -127,8 +127,8 @@ class Session:
         """
         if self.closed:
             raise self.closed
-        metrics = body.get("metrics") or {} if isinstance(body, Mapping) else None
-        if not isinstance(metrics, Mapping) or len(metrics) > _MOST_METRICS:
+        metrics = body.get("metrics") or {} if isinstance(body, Mapping) and "reward" in body else None
+        if not isinstance(metrics, Mapping) or len(metrics) > _MOST_METRICS or body.keys() - {"reward", "metrics"}:
             raise ApiError('a reward is posted as {"reward": NUMBER, "metrics": {"name": NUMBER}}')
         values = {"reward": body.get("reward"), **{f"metrics.{name}": value for name, value in metrics.items()}}
         for name, value in values.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import re
 from pathlib import Path
@@ -64,6 +66,23 @@ def test_the_rewards_of_agents(agent_parts: Any) -> None:
     parts = agent_parts("leaves_it", "environment.check=exact")
     found = [*samples(1), samples(1)[0].__class__("x", samples(1)[0].messages, text)]
     assert rollout(parts, found, torch.arange(2)).rewards.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the agent's own leak
+def test_clients_that_agents_leave_open_are_closed_in_their_own_loop(
+    agent_parts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their finalizers close connections by a task in the loop that runs, which fails in any loop but their own."""
+    assert rollout(agent_parts("leaves_its_client_open"), samples(2), torch.arange(2)).rewards.tolist() == [1.0, 1.0]
+
+    async def collect() -> None:
+        gc.collect()
+        await asyncio.sleep(0.1)
+
+    asyncio.run(collect())
+    gc.collect()
+    assert "Event loop is closed" not in caplog.text
 
 
 @pytest.mark.slow
