@@ -82,7 +82,7 @@ def secrets_of_environment() -> dict[str, str]:
 def hide_secrets(values: Any) -> Any:
     """A copy of `values` (JSON types) with secrets hidden: values with a secret name, entirely, wherever they stand.
 
-    References to environment variables (`${oc.env:NAME}`) are no secrets.
+    References to environment variables (`${oc.env:NAME}`) are not secrets.
     """
     return _hidden(values, "", _by_length([*named_secrets(values), *secrets_of_environment()]))
 

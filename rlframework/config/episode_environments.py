@@ -111,7 +111,7 @@ class GymnasiumConfig(EnvironmentConfig):
     observation_prompt: str = Field("{observation}", description="user message after each action, with {observation}")
     actions: tuple[str, ...] = Field((), description="names of discrete actions, in order; none: their numbers")
     render: bool = Field(False, description="show what the environment renders as text, instead of its observations")
-    invalid_action_reward: Number = Field(0.0, description="reward of a reply that is no action; it is not played")
+    invalid_action_reward: Number = Field(0.0, description="reward of a reply that is not an action; it is not played")
     solved_reward: Number = Field(1.0, description="total reward from which an episode counts as solved (`accuracy`)")
     train_samples: Steps = Field(1024, description="number of training tasks, which are seeds of `reset`")
     validation_samples: Steps = Field(64, description="number of further seeds, held out for validation")

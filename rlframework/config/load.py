@@ -136,7 +136,7 @@ def _layers(source: Source) -> list[Tree]:
 
 
 def leaves(value: Any, keys: Keys) -> Iterator[Keys]:
-    """The keys of all values within `value` that are no mappings, or of an empty one; `keys` are those of `value`."""
+    """The keys of all values within `value` that are not mappings, or of an empty one; `keys` are those of `value`."""
     if not isinstance(value, Mapping) or not value:
         yield keys
         return

@@ -186,9 +186,9 @@ def _check(node: yaml.Node, name: str, known: dict[yaml.Node, int], above: tuple
         return known[node]
     pattern = _SCALARS.get(node.tag.removeprefix(_TAG)) if isinstance(node, yaml.ScalarNode) else None
     if pattern and not re.fullmatch(pattern, node.value):
-        raise ConfigError(f"{place}: not valid YAML: {node.value!r} is no {node.tag.removeprefix(_TAG)}")
+        raise ConfigError(f"{place}: not valid YAML: {node.value!r} is not a {node.tag.removeprefix(_TAG)}")
     if isinstance(node, yaml.ScalarNode) and _SURROGATES.search(node.value):
-        raise ConfigError(f"{place}: {shortened(node.value)!a} has half of a pair of \\u escapes, which is no text")
+        raise ConfigError(f"{place}: {shortened(node.value)!a} has half of a pair of \\u escapes, which is not text")
     items = node.value if isinstance(node, yaml.CollectionNode) else ()
     parts = [part for item in items for part in (item if isinstance(node, yaml.MappingNode) else (item,))]
     count = 1 + sum(_check(part, name, known, (*above, node)) for part in parts)

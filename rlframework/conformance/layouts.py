@@ -38,7 +38,7 @@ class Layout:
                 sequence = True
             elif axis not in AXES or not size.isdigit() or int(size) < 1 or axis in sizes:
                 raise ConfigError(
-                    f"{text!r} is no layout: write axes and sizes such as data=2,tensor=2 "
+                    f"{text!r} is not a layout: write axes and sizes such as data=2,tensor=2 "
                     f"(axes: {', '.join(AXES)}; also `sequence`)"
                 )
             else:

@@ -168,7 +168,7 @@ class Verdict:
 
     @property
     def rejected(self) -> list[str]:
-        """The kinds of models that were rejected, which is no failure."""
+        """The kinds of models that were rejected, which is not a failure."""
         return list(dict.fromkeys(kind for result in self.results for kind in result.rejected))
 
     @property

@@ -55,7 +55,7 @@ def pair_of(sample: Sample) -> PreferenceRow:
     rejected = sample.metadata.get("rejected")
     if not isinstance(rejected, str) or not sample.completion:
         raise DataError(
-            f"sample {sample.id!r} is no preference pair: it needs a completion, and a rejected answer in "
+            f"sample {sample.id!r} is not a preference pair: it needs a completion, and a rejected answer in "
             'metadata["rejected"], as the environment `preferences` has'
         )
     return PreferenceRow(sample.messages, sample.completion, rejected, sample.id, tools=sample.tools)

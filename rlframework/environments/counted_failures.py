@@ -26,7 +26,7 @@ ScoreCalls = Callable[[Sequence[Sample], Sequence[str], Report], None]
 class CountedFailures:
     """Counts the failures of one reward, which messages call `name`, by the limits of `config`.
 
-    `optional`: there are other rewards, so an answer that this one is not for (`NotApplicable`) is no failure.
+    `optional`: there are other rewards, so an answer that this one is not for (`NotApplicable`) is not a failure.
     """
 
     def __init__(self, config: DatasetConfig, name: str, *, optional: bool = False) -> None:

@@ -73,7 +73,7 @@ class GymnasiumEpisode(Episode):
         action = self._action(text)
         if action is None:
             reward = self._config.invalid_action_reward
-            asked = f"{text[:80]!r} is no action; reply with one of: {', '.join(self._names)}"
+            asked = f"{text[:80]!r} is not an action; reply with one of: {', '.join(self._names)}"
             return StepOutcome(reward, done=False, observations=({"role": "user", "content": asked},))
         observation, reward, terminated, truncated, _ = await threads.call(self._made.step, action)
         self._total += float(reward)

@@ -174,7 +174,7 @@ class Judge:
                     messages=[{"role": "user", "content": prompt}],
                     extra_body=dict(judge.parameters),
                 )
-        except (OpenAIError, TimeoutError, ValueError) as error:  # the last: a body that is no JSON, or a prompt
+        except (OpenAIError, TimeoutError, ValueError) as error:  # the last: a body that is not JSON, or a prompt
             if timeout.expired():
                 text = f"no reply within {self._key}.deadline, which is {judge.deadline:g} s, with all retries"
                 return self._failure(text, "deadline")
@@ -185,7 +185,7 @@ class Judge:
         try:
             text = answer.choices[0].message.content
         except (AttributeError, IndexError, TypeError):
-            return self._failure(f"the answer is no chat completion: {answer!s:.{_SHOWN}}", "no chat completion")
+            return self._failure(f"the answer is not a chat completion: {answer!s:.{_SHOWN}}", "no chat completion")
         if not isinstance(text, str):
             return self._failure("the reply has no text", "no text")
         return text.replace(self._secret, HIDDEN) if len(self._secret) >= SHORTEST else text
@@ -204,7 +204,7 @@ class Judge:
             value = math.nan
         first, last = self._judge.scale
         if not min(first, last) <= value <= max(first, last):
-            text = f"the score {scores[-1]!r:.80} is no number from {first:g} to {last:g} ({self._key}.scale)"
+            text = f"the score {scores[-1]!r:.80} is not a number from {first:g} to {last:g} ({self._key}.scale)"
             return self._failure(text, "not on the scale")
         return StepOutcome((value - first) / (last - first), metrics={FAILURES: 0.0})
 

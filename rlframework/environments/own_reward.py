@@ -43,7 +43,7 @@ _STARTS = 2
 """Starts in a row that may end with the death of the process, after one that did not: as by a kernel without memory."""
 
 _ONLY_TRL = ("completion_ids", "prompt_ids", "trainer_state", "environments", "log_extra", "log_metric")
-"""Arguments of TRL's reward functions that are no columns."""
+"""Arguments of TRL's reward functions that are not columns."""
 
 _DUMP_SECONDS, _STACK_LINES = 0.2, 12
 _PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory before installed packages

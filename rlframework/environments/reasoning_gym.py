@@ -70,7 +70,7 @@ def dataset_of(task: str, arguments: Mapping[str, Any]) -> Any:
         raise ConfigError(f"environment.task={task!r} runs programs to score answers, and is not supported")
     if task not in DATASETS:
         raise ConfigError(
-            f"environment.task={task!r} is no task of reasoning-gym; it has {', '.join(sorted(DATASETS))}"
+            f"environment.task={task!r} is not a task of reasoning-gym; it has {', '.join(sorted(DATASETS))}"
         )
     try:
         return reasoning_gym.create_dataset(task, **arguments)

@@ -72,4 +72,4 @@ def spec(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSpec
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -3,7 +3,7 @@
 A tool is a public method with a docstring and an annotation for each parameter. The docstring is the description that
 the model reads; a section `Args:` in it, with lines `name: text`, describes the parameters, and so does
 `Annotated[int, Field(description="...")]`. Annotations may be anything that pydantic validates: numbers, literals,
-lists, dataclasses, models. Arguments are validated strictly: the text "3" is no integer.
+lists, dataclasses, models. Arguments are validated strictly: the text "3" is not an integer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_RESULT_CHARACTERS = 4000
 """The default limit of a tool's result, in characters."""
 
 RESERVED = ("reward", "close")
-"""Public methods that are no tools: the reward of the final answer, and the end of an episode."""
+"""Public methods that are not tools: the reward of the final answer, and the end of an episode."""
 
 _ARGS = re.compile(r"^Args:[ \t]*\n((?:[ \t]+.*\n?|[ \t]*\n)+)", re.MULTILINE)
 _SECTION = re.compile(r"^(?:Returns|Raises|Yields|Examples?):[ \t]*\n(?:[ \t]+.*\n?|[ \t]*\n)*", re.MULTILINE)
@@ -74,7 +74,7 @@ class Toolbox:
     async def call(self, holder: object, call: ToolCall) -> Message:
         """Call a method of `holder` as the model asks, and return the tool message with its result.
 
-        Synchronous methods run in a thread. A result that is no text is JSON. A call that cannot be made or raises
+        Synchronous methods run in a thread. A result that is not text is JSON. A call that cannot be made or raises
         gives a message that begins with "error: "; the traceback of an exception is logged once per line of code.
         """
         name = call["function"]["name"]
@@ -128,7 +128,7 @@ def _tool(name: str, method: Callable[..., Any], place: str) -> Tool:
         adapter = _arguments(name, method, texts, place)
         schema = adapter.json_schema(schema_generator=_Schema)
     except (NameError, PydanticUserError, PydanticUndefinedAnnotation, PydanticSchemaGenerationError) as error:
-        raise ConfigError(f"the tool {place} has an annotation that is no JSON type: {error}") from error
+        raise ConfigError(f"the tool {place} has an annotation that is not a JSON type: {error}") from error
     schema.pop("title", None)
     return Tool(name, spec(name, described, {"properties": {}, **schema}), adapter)
 
@@ -184,7 +184,7 @@ def _described(docstring: str) -> tuple[str, dict[str, str]]:
 
 def _validated(tool: Tool, call: ToolCall) -> dict[str, Any]:
     """The arguments of `call`, of the types that the method asks for. Raises `RejectedCall`."""
-    found = object_of(call)  # first, for its messages about what is no JSON object
+    found = object_of(call)  # first, for its messages about what is not a JSON object
     try:
         return tool.arguments.validate_json(to_json(found), strict=True)
     except ValidationError as error:

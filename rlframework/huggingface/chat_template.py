@@ -26,7 +26,7 @@ def read_chat_template(given: str) -> str:
     path = Path(given).expanduser()
     try:
         if path.exists() and not path.is_file():  # reading a pipe would wait
-            raise OSError(22, "it is no file")
+            raise OSError(22, "it is not a file")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"policy.chat_template: {given!r} is not UTF-8 text ({error.reason})") from error

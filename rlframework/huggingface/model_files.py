@@ -24,7 +24,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 def check_model_files(folder: str | Path) -> None:
     """Raise a `DataError` that names the first file of the model directory `folder` that cannot be used, and why.
 
-    Files that are absent are no error, except those that the index of the weights names. Reads no weights.
+    Files that are absent are not an error, except those that the index of the weights names. Reads no weights.
     """
     folder = Path(folder)
     values = {name: read_object(folder / name) for name in OBJECTS if (folder / name).exists()}

@@ -62,7 +62,7 @@ def load_tokenizer(
                 name, trust_remote_code=trust_remote_code, local_files_only=hub.local_files_only(name)
             )
             loaded("")
-    except BaseException as error:  # files that make no sense raise anything; panics of tokenizers are no Exception
+    except BaseException as error:  # files that make no sense raise anything; panics of tokenizers are not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = f"{type(error).__name__}: {shorten(str(error), 300)}"

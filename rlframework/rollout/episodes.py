@@ -287,7 +287,7 @@ class EpisodePlayer:
         if (raised := task.exception()) is not None:
             if isinstance(raised, _NoCoroutine):
                 raise UserError(
-                    f"{method} of the episodes of environment {self._config.name!r} is no coroutine: define it with "
+                    f"{method} of the episodes of environment {self._config.name!r} is not a coroutine: define it with "
                     f"`async def {method}`"
                 )
             if not isinstance(raised, Exception):
@@ -303,7 +303,7 @@ class EpisodePlayer:
 
 
 def is_malformed(call: ToolCall, tools: Sequence[ToolSpec]) -> bool:
-    """Whether `call` names none of `tools`, or its arguments are no JSON object."""
+    """Whether `call` names none of `tools`, or its arguments are not a JSON object."""
     try:
         require_known(call["function"]["name"], names_of(tools))
         object_of(call)

@@ -19,7 +19,7 @@ _OBSERVED_ROLES = ("system", "user", "tool")
 
 
 def require_numbers(outcomes: Sequence[StepOutcome], samples: Sequence[Sample], environment: str) -> None:
-    """Raise `UserError` for another number of outcomes, and for a reward or metric that is no usable number."""
+    """Raise `UserError` for another number of outcomes, and for a reward or metric that is not a usable number."""
     if len(outcomes) != len(samples):
         raise UserError(f"environment {environment!r} returned {len(outcomes)} outcomes for {len(samples)} samples")
     for sample, outcome in zip(samples, outcomes, strict=True):

@@ -49,7 +49,7 @@ def parse_hermes(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
 def parse_qwen_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` blocks: Qwen3-Coder.
 
-    A value is text where the schema of the tool in `tools` has a string, elsewhere JSON. What is no JSON stays text,
+    A value is text where the schema of the tool in `tools` has a string, elsewhere JSON. What is not JSON stays text,
     and so do values of unknown parameters and tools.
     """
     reasoning, rest = split_reasoning(text)

@@ -98,7 +98,7 @@ class RemoteFolder:
             self._fs.get_file(self._path(name), str(destination))
 
     def delete(self, name: str) -> None:
-        """Delete a file; one that does not exist is no error."""
+        """Delete a file; one that does not exist is not an error."""
         with self._errors("delete", name):
             try:
                 self._fs.rm_file(self._path(name))

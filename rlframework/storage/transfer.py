@@ -187,7 +187,7 @@ def _read(remote: RemoteFolder, path: str) -> UploadManifest | None:
     except ValidationError as error:
         if error.errors()[0]["type"] == "json_invalid":  # killed while writing, where writes are not atomic
             return None
-        raise StorageError(f"{remote.address(path)} is no list of uploaded files: {error}") from error
+        raise StorageError(f"{remote.address(path)} is not a list of uploaded files: {error}") from error
     if manifest.format != FORMAT:
         raise StorageError(f"{remote.address(path)} has format {manifest.format}; this version reads {FORMAT}")
     return manifest

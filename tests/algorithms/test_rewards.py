@@ -1,4 +1,4 @@
-"""Rewards and metrics of an environment that are no usable numbers end the step before they reach any statistics."""
+"""Rewards and metrics of an environment that are not usable numbers end the step before they reach any statistics."""
 
 from __future__ import annotations
 

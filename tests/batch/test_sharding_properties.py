@@ -15,7 +15,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.errors import BatchError
 
-ODD = 17  # the width of a tensor whose dimension 1 is no sequence; wider than any sequence here
+ODD = 17  # the width of a tensor whose dimension 1 is not a sequence; wider than any sequence here
 KNOWN = ["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]
 
 

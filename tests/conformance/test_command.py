@@ -98,7 +98,7 @@ def test_a_part_that_does_not_conform(tmp_path):
         (["dtensor", "--workers", "2", "--layout", "data=2"], "give either --workers or --layout"),
         (["dtensor", "--layout", "pipeline=2"], "'dtensor' does not declare pipeline_parallel"),
         (["dtensor", "--layout", " "], "the layout ' ' is empty; write its dimensions, such as data=2"),
-        (["dtensor", "--layout", "tensr=2"], "'tensr=2' is no layout"),
+        (["dtensor", "--layout", "tensr=2"], "'tensr=2' is not a layout"),
         (["dtensor", "--layout", "data=16"], "data can be 1, 2, 4 or 8: the suite's batches have 8 rows"),
         (["ray", "--layout", "data=4"], "data can be 1 or 2: "),
         (["addition", "--workers", "2", "--layout", "data=2"], "give either --workers or --layout"),

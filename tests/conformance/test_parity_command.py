@@ -119,7 +119,7 @@ def test_only_fp32_decides():
     ("words", "options", "error", "message"),
     [
         (["dtensr"], {}, PluginError, "Did you mean 'dtensor'"),
-        (["dtensor:rows=2"], {}, ConfigError, "is no layout"),
+        (["dtensor:rows=2"], {}, ConfigError, "is not a layout"),
         (["dtensor:"], {}, ConfigError, "has no layout after the colon"),
         (["dtensor/attentoin=eager"], {}, ConfigError, "Did you mean `dtensor.attention`"),
         (["dtensor/attention=4"], {}, ConfigError, "`dtensor.attention`: must be 'auto', 'sdpa', 'eager'"),
@@ -213,7 +213,7 @@ def test_keys_of_the_subject_go_over_those_of_the_exam(model, manager):
             "--model, --rows cannot be combined with --replay",
         ),
         (["--replay", "no_such_run", "--step", "3"], "no_such_run is not the folder of a run"),
-        (["dtensor:pipelines=2"], "'pipelines=2' is no layout"),
+        (["dtensor:pipelines=2"], "'pipelines=2' is not a layout"),
     ],
 )
 def test_the_command_tells_mistakes_and_ends_with_2(words, message, capsys):

@@ -78,7 +78,7 @@ def test_what_has_nothing_to_test_does_not_run_and_the_cpu_is_told(tests, pytest
 
 @pytest.mark.parametrize(
     ("layout", "says"),
-    [("pipeline=2", "*'engine' does not declare pipeline_parallel*"), ("tensr=2", "*'tensr=2' is no layout*")],
+    [("pipeline=2", "*'engine' does not declare pipeline_parallel*"), ("tensr=2", "*'tensr=2' is not a layout*")],
 )
 def test_a_layout_that_cannot_be_is_an_error(tests, pytester, layout, says):
     tests.of("engine", "EngineSuite")

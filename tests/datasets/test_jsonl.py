@@ -129,7 +129,7 @@ def test_a_large_file_is_not_read_into_memory(tmp_path: Path) -> None:
 def test_a_pipe_and_a_name_that_no_file_can_have(tmp_path: Path) -> None:
     """Opening a pipe would wait for somebody who writes to it."""
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(it is no file\)"):
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(it is not a file\)"):
         JsonlRows([tmp_path / "a.jsonl"])
     with pytest.raises(DataError, match=r"cannot be read \(embedded null byte\)"):
         JsonlRows(["a\0.jsonl"])

@@ -44,7 +44,7 @@ def test_the_lake_is_crossed():
     tools, first, outcomes = play(environment, sample, turns)
     assert tools == ()
     assert [m["content"] for m in first] == ["Reply with one action: left, down, right, up.\n\n0"]
-    assert texts(outcomes[1]) == ["'fly' is no action; reply with one of: left, down, right, up"]
+    assert texts(outcomes[1]) == ["'fly' is not an action; reply with one of: left, down, right, up"]
     assert [texts(o)[0] for o in outcomes if not o.done and o is not outcomes[1]] == ["4", "8", "9", "10", "14"]
     assert [(o.reward, o.done) for o in outcomes] == [(0.0, False)] * 6 + [(1.0, True)]
     assert outcomes[-1].metrics == {"accuracy": 1.0}
@@ -73,7 +73,7 @@ def test_attempts_at_a_task_start_alike_and_share_nothing(tmp_path, monkeypatch)
     turns = [says("xyz"), *(says(word) for word in words)]
     first, second = play(environment, sample, turns)[2], play(environment, sample, turns, seed=1)[2]
     assert first == second
-    assert texts(first[0])[0].startswith("'xyz' is no action")
+    assert texts(first[0])[0].startswith("'xyz' is not an action")
     assert first[-1].done
     assert first[-1].reward == 0.5
     starts = {len(play(environment, each, turns)[2]) for each in environment.samples("train")}

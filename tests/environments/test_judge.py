@@ -169,13 +169,13 @@ def test_errors_of_the_server_are_retried_with_growing_waits(environment):
         (failure(500, "broken"), {"max_retries": 1}, "HTTP status 500.*broken", 2),
         (failure(400, "too long"), {}, "HTTP status 400.*too long", 1),
         (completion("seven"), {}, "no score was found by .*pattern=.* in the reply 'seven'", 1),
-        (completion("Score: 11"), {}, "the score '11' is no number from 0 to 10", 1),
-        (completion("Score: x"), {"pattern": "Score: (.*)"}, "the score 'x' is no number from 0 to 10", 1),
-        (completion("Score: nan"), {"pattern": "Score: (.*)"}, "the score 'nan' is no number from 0 to 10", 1),
+        (completion("Score: 11"), {}, "the score '11' is not a number from 0 to 10", 1),
+        (completion("Score: x"), {"pattern": "Score: (.*)"}, "the score 'x' is not a number from 0 to 10", 1),
+        (completion("Score: nan"), {"pattern": "Score: (.*)"}, "the score 'nan' is not a number from 0 to 10", 1),
         (completion(None), {}, "the reply has no text", 1),
-        ((200, {}, b'{"choices": []}'), {}, "is no chat completion", 1),
+        ((200, {}, b'{"choices": []}'), {}, "is not a chat completion", 1),
         ((200, {}, b"{"), {}, "JSONDecodeError", 1),
-        ((200, {"Content_Type": "text/html"}, b"<p>hello</p>"), {}, "is no chat completion: <p>hello", 1),
+        ((200, {"Content_Type": "text/html"}, b"<p>hello</p>"), {}, "is not a chat completion: <p>hello", 1),
     ],
 )
 def test_a_failure_costs_its_completion_alone(environment, caplog, answer, keys, text, requests):

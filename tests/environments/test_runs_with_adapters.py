@@ -54,7 +54,7 @@ def test_a_run(run_config, tmp_path, monkeypatch, name):
         assert row["train/failed_episodes"] == 0.0
     if name == "gymnasium":  # a random model names no action, and gets another turn
         assert row["train/episode_turns"] > 1.0
-        assert "is no action; reply with one of: 0, 1, 2, 3" in (tmp_path / "run/samples.jsonl").read_text()
+        assert "is not an action; reply with one of: 0, 1, 2, 3" in (tmp_path / "run/samples.jsonl").read_text()
     assert not [command for command in commands_of_children() if SERVER.name in command]
 
 

@@ -189,7 +189,7 @@ def test_arguments_of_other_types():
         ("add", {}, "error: wrong arguments of 'add': a: Field required"),
         ("add", "{a: 1}", "error: the arguments of 'add' are not valid JSON: "),
         ("add", "[1, 2]", "error: the arguments of 'add' are not a JSON object, but [1, 2]"),
-        ("add", '{"a": NaN}', "error: the arguments of 'add' are not valid JSON: NaN is no JSON number"),
+        ("add", '{"a": NaN}', "error: the arguments of 'add' are not valid JSON: NaN is not a JSON number"),
         ("add", '{"a": ' + "[" * 100_000, "error: the arguments of 'add' are not valid JSON: "),
         ("add", '{"a": "\\ud800"}', "error: the arguments of 'add' cannot be read: "),
         ("add", " " * 1_000_001, "error: the arguments of 'add' have 1000001 characters; at most 1000000"),
@@ -311,7 +311,7 @@ class Nothing:
         (NoDocstring, r"NoDocstring\.f has no docstring"),
         (NoAnnotation, r"NoAnnotation\.f: parameter 'a' has no annotation"),
         (Star, r"Star\.f has the parameter \*a"),
-        (NoJson, r"NoJson\.f has an annotation that is no JSON type"),
+        (NoJson, r"NoJson\.f has an annotation that is not a JSON type"),
         (Nothing, "Nothing has no tools"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Chat templates that are files or text, that are no templates, and that do not end."""
+"""Chat templates that are files or text, that are not templates, and that do not end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not UTF-8 text"):
         read_chat_template(str(tmp_path / "latin"))
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="it is no file"):
+    with pytest.raises(DataError, match="it is not a file"):
         read_chat_template(str(tmp_path / "pipe"))
 
 

@@ -80,7 +80,7 @@ def test_mistakes_are_found_before_the_start(run_config: Any, tmp_path: Path) ->
         run_config("dpo", *options(path, "generation.temperature=0.7"))
     with pytest.raises(ConfigError, match=r"(?s)environment\.name.*preferences has no rewards"):
         run_config("grpo", *options(path))
-    with pytest.raises(DataError, match="is no preference pair: it needs a completion, and a rejected answer"):
+    with pytest.raises(DataError, match="is not a preference pair: it needs a completion, and a rejected answer"):
         run(run_config("dpo"))
 
 

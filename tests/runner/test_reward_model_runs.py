@@ -110,7 +110,7 @@ def test_mistakes_are_found_before_the_start(run_config: Any, tmp_path: Path) ->
         run_config("reward_model", *options(pairs, "score", "policy.train_global_batch_size=3"))
     with pytest.raises(DataError, match=r"has no margin, which algorithm\.margin_coef needs"):
         run(run_config("reward_model", *options(pairs, "score", "algorithm.margin_coef=1.0")))
-    with pytest.raises(DataError, match="is no preference pair"):
+    with pytest.raises(DataError, match="is not a preference pair"):
         run(run_config("reward_model", *options(steps, "score")))
     with pytest.raises(DataError, match="has no labelled steps"):
         run(run_config("process_reward_model", *options(pairs, "value")))

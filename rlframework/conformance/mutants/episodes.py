@@ -172,7 +172,7 @@ class _Strict(_Wrapped):
         return await super().step(message)
 
 
-strict = mutant("dies_of_malformed_calls", "A tool call that is no JSON raises.", _MALFORMED, needs=_NEEDS)(
+strict = mutant("dies_of_malformed_calls", "A tool call that is not JSON raises.", _MALFORMED, needs=_NEEDS)(
     _episodes(_Strict)
 )
 

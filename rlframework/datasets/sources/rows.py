@@ -166,7 +166,7 @@ class _File:
         self.path = path
         try:
             if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
-                raise OSError(errno.EINVAL, "it is no file")
+                raise OSError(errno.EINVAL, "it is not a file")
             self._handle = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._handle)
             offset = len(_MARK) if os.pread(self._handle, len(_MARK), 0) == _MARK else 0

@@ -128,7 +128,7 @@ def tools_of(given: Any, choice: Any, function_of: Callable[[Mapping[str, Any]],
         )
         if not isinstance(schema, Mapping) or not isinstance(description or "", str):
             raise ApiError(
-                f"the tool {name!r:.80} has parameters that are no JSON schema, or a description that is no text"
+                f"the tool {name!r:.80} has parameters that are not a JSON schema, or a description that is not text"
             )
         found.append(
             {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}

@@ -115,7 +115,7 @@ class Endpoint:
         return ImageReader(self._images, session.pictures if session.record else {})
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """Read and parse the body. `ApiError` 413 as soon as it is too large, 400 if it is no JSON object."""
+        """Read and parse the body. `ApiError` 413 as soon as it is too large, 400 if it is not a JSON object."""
         announced = request.headers.get("content-length", "0")
         found, large = bytearray(), announced.isdigit() and int(announced) > self._max_body
         if not large:
@@ -264,4 +264,4 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -116,7 +116,7 @@ class Session:
         if not isinstance(name, str) or name not in self._responses:
             kept = f"the last {MOST_RESPONSES} of a session are kept" if self.record else "none are kept here"
             raise ApiError(
-                f"previous_response_id={name!r:.80} is no response of this session; {kept}", code="not_found"
+                f"previous_response_id={name!r:.80} is not a response of this session; {kept}", code="not_found"
             )
         return self._responses[name]
 
