@@ -4,8 +4,8 @@ Rows have one of the layouts of `rlframework.datasets.preference_rows`, or grade
 `ground_truth`, and names of models, see `rlframework.datasets.gsm8k_preferences`. The difference of the scores of a
 pair, if they are known, is in `metadata["margin"]`. Prompts of the first kind may have images (`environment.images`).
 
-Rows with labelled steps (`rlframework.datasets.step_rows`) are not pairs: the answer is the completion, its steps are in
-`metadata["steps"]` and their labels in `metadata["labels"]`.
+Rows with labelled steps (`rlframework.datasets.step_rows`) are not pairs: the answer is the completion, its steps are
+in `metadata["steps"]` and their labels in `metadata["labels"]`.
 """
 
 from __future__ import annotations
