@@ -1,6 +1,6 @@
 """The rollout manager: plays many episodes at once, turn by turn, on the generation client.
 
-An episode that fails (an exception or a deadline of its environment) costs itself alone. What an environment returns is
+An episode that fails (an exception or a deadline of its environment) is left out; the others go on. What an environment returns is
 checked, and ends the rollout if it is wrong: see `EpisodeChecks`.
 """
 

@@ -140,7 +140,7 @@ def compile_blocks(model: Any, compiler: str = "inductor") -> None:
 
 
 def _logits_alone(model: Any, args: Any, output: Any) -> Any:
-    """Return `output` without what nobody reads, such as the hidden states of an image encoder."""
+    """Return `output` without what is never read, such as the hidden states of an image encoder."""
     return type(output)(logits=output.logits)
 
 
