@@ -1,7 +1,7 @@
 """The rollout manager: plays many episodes at once, turn by turn, on the generation client.
 
-An episode that fails (an exception or a deadline of its environment) is left out; the others go on. What an environment returns is
-checked, and ends the rollout if it is wrong: see `EpisodeChecks`.
+An episode that fails (an exception or a deadline of its environment) is left out; the others go on. What an environment
+returns is checked, and ends the rollout if it is wrong: see `EpisodeChecks`.
 """
 
 from __future__ import annotations

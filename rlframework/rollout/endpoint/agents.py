@@ -1,7 +1,7 @@
 """Rollouts by agents: each attempt has a session of the endpoint, whose calls become training rows.
 
-An agent that fails (an exception, its deadline, no turn, no reward) is left out; the others go on. One that raises because a
-budget has refused a turn has not failed: its attempt is truncated, like an episode at a budget.
+An agent that fails (an exception, its deadline, no turn, no reward) is left out; the others go on. One that raises
+because a budget has refused a turn has not failed: its attempt is truncated, like an episode at a budget.
 """
 
 from __future__ import annotations
