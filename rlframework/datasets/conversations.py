@@ -128,6 +128,8 @@ def _message(turn: Any, where: str, pictures: PictureReader | None) -> Message:
         raise DataError(f"{where}: unknown role {role!r}; it must be one of {sorted(_ROLES)}")
     further = structured_parts(given, where)
     if content is None and "tool_calls" not in further:
+        if empty := next((key for key in ("content", "value") if key in turn and is_missing(turn[key])), None):
+            raise DataError(f"{where}: its {empty!r} is null; give it a text, or remove such rows")
         raise DataError(f"{where}: needs 'role' and 'content' (or 'from' and 'value'); it has {sorted(given)}")
     content = "" if content is None else _content(content, where, pictures)
     turn = {"role": _ROLES[role.lower()], "content": content, **further}

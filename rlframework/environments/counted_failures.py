@@ -63,7 +63,8 @@ class CountedFailures:
             for sample_id, failure in failures[known:]:  # after the error, which has the text
                 if failure.cause not in self._logged:
                     self._logged.add(failure.cause)
-                    _LOG.warning("%s failed for sample %r:\n%s", self._name, sample_id, failure.text)
+                    which = "a call with all answers" if failure.of_call else f"sample {sample_id!r}"
+                    _LOG.warning("%s failed for %s:\n%s", self._name, which, failure.text)
 
         score(samples, completions, report)
         return [outcomes[number] for number in range(len(samples))]
@@ -72,6 +73,8 @@ class CountedFailures:
         """The end of the error for too many failures: the text of the first one, unless the log has it."""
         if failure.cause in self._logged:
             return f"One like the first, for sample {sample_id!r}, is logged above: {failure.text.splitlines()[-1]}"
+        if failure.of_call:
+            return f"The function takes all answers in one call, so its error fails all of them:\n{failure.text}"
         return f"The first, for sample {sample_id!r}:\n{failure.text}"
 
 

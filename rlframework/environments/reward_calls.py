@@ -36,10 +36,14 @@ _TRL_TEXTS = {"prompt", "completion", "prompts", "completions"}
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an answer has no reward: a traceback or a sentence. `cause` is equal for failures with the same cause."""
+    """Why an answer has no reward: a traceback or a sentence. `cause` is equal for failures with the same cause.
+
+    `of_call`: the function takes all answers in one call, and has failed as a whole.
+    """
 
     text: str
     cause: str
+    of_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +134,7 @@ class RewardCalls:
 
     def _results(self, returned: Any, count: int) -> list[RewardResult]:
         if isinstance(returned, Failure):
-            together = "\nThe function takes all answers in one call, so its error fails all of them."
-            return [replace(returned, text=returned.text + together) if count > 1 else returned] * count
+            return [replace(returned, of_call=self._form.batched)] * count
         if not self._form.batched:
             return [read_result(returned)]
         if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable):

@@ -196,6 +196,13 @@ def test_functions_of_trl_get_messages_where_the_prompt_is_messages(make, folder
     assert rewards(made, ["same", "other"]) == [1.0, 0.0]
 
 
+def test_an_error_of_a_call_with_all_answers_names_no_sample(make) -> None:
+    with pytest.raises(UserError, match="takes all answers in one call, so its error fails all") as error:
+        rewards(make("all_raise", reward_timeout=None), ["x", "y"])
+    assert "for sample" not in str(error.value)
+    assert "ValueError: no reward for anything" in str(error.value)
+
+
 @here_and_in_a_process
 def test_functions_of_trl_get_the_answer_under_both_names(make, folder: Path, timeout: float | None) -> None:
     rows = [{"prompt": f"{n}?", "solution": str(n)} for n in range(4)]
