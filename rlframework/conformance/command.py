@@ -198,7 +198,8 @@ def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) 
     if request.mutants and (wrong := [name for name, value in given.items() if value]):
         raise ConfigError(
             f"{' and '.join(wrong)} cannot be combined with --mutants: "
-            "each mutant has its own layout, and the proof has no verdicts"
+            "each mutant has its own layout, and the proof has no verdicts. Choose mutants by a test that must catch "
+            "them: --test NAME"
         )
     if request.device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is {request.device!r}; it must be cpu or cuda")

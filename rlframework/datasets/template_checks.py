@@ -36,7 +36,7 @@ def end_of_turn_problem(tokenizer: PreTrainedTokenizerBase, *, rows: bool = True
     if not rows:
         return (
             f"the chat template ends an assistant turn with no special token, so only {tokenizer.eos_token!r} ends an "
-            "answer: a model that has learned another end writes on to generation.max_new_tokens. Set "
+            "answer: a model that has learned another end keeps writing until generation.max_new_tokens. Set "
             "policy.chat_template to one that ends turns as the model does"
         )
     return (

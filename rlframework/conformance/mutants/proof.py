@@ -83,7 +83,7 @@ class MutantProof:
         except ConformanceFailure:
             return
         except NotApplicable as error:
-            pytest.skip(str(error))
+            pytest.skip(f"the mutant {mutant.name} is left out: {error}")
         raise AssertionError(f"the mutant {mutant.name!r} passes {test}, which must detect it. Bug: {mutant.bug}")
 
     @staticmethod

@@ -51,8 +51,8 @@ def _attribute(engine: Any, kind: type[T]) -> T:
         if isinstance(value, kind):
             return value
     raise NotApplicable(
-        f"this mutant changes an attribute of {type(engine).__name__} that is a {kind.__module__}.{kind.__name__}, and "
-        "there is none: it says nothing about this backend"
+        f"it changes the {kind.__name__} among the attributes of the engine, and there is none: it says nothing about "
+        "this backend"
     )
 
 
