@@ -91,7 +91,7 @@ def test_a_turn_that_is_cut_off_is_incomplete(serving: Any) -> None:
     [
         ({"input": [{"type": "computer_call"}]}, "has the type 'computer_call'"),
         ({"input": 3}, "input must be a text"),
-        ({"previous_response_id": "resp_x"}, "no response of this session"),
+        ({"previous_response_id": "resp_x"}, "is not a response of this session"),
         ({"text": {"format": {"type": "json_schema"}}}, "output is not constrained"),
         ({"truncation": "auto"}, "conversations are not shortened"),
         ({"background": True}, "background: not served"),
