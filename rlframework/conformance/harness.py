@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.conformance import measure
 from rlframework.conformance.contracts import CONTRACTS, FP32
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.measure import ConformanceFailure, Measurement, NotApplicable
+from rlframework.conformance.measure import ConformanceFailure, Measurement, MutantNotApplicable
 from rlframework.conformance.unfinished import not_written
 from rlframework.plugins.types import Record
 
@@ -111,7 +111,7 @@ class Harness:
         names = " or ".join(kind.__name__ for kind in (error if isinstance(error, tuple) else (error,)))
         try:
             call()
-        except (ConformanceFailure, NotApplicable):
+        except (ConformanceFailure, MutantNotApplicable):
             raise
         except error as raised:
             message = str(raised)

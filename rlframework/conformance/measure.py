@@ -43,7 +43,7 @@ class ConformanceFailure(AssertionError):
     """An implementation violates a contract."""
 
 
-class NotApplicable(RLFrameworkError):
+class MutantNotApplicable(RLFrameworkError):
     """A mutant cannot be made of this implementation, so it proves nothing about it."""
 
 

@@ -63,8 +63,8 @@ class CountedFailures:
             for sample_id, failure in failures[known:]:  # after the error, which has the text
                 if failure.cause not in self._logged:
                     self._logged.add(failure.cause)
-                    which = "a call with all answers" if failure.of_call else f"sample {sample_id!r}"
-                    _LOG.warning("%s failed for %s:\n%s", self._name, which, failure.text)
+                    where = "in a call with all answers" if failure.of_call else f"for sample {sample_id!r}"
+                    _LOG.warning("%s failed %s:\n%s", self._name, where, failure.text)
 
         score(samples, completions, report)
         return [outcomes[number] for number in range(len(samples))]

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.counted_failures import CountedFailures
-from rlframework.environments.reward_calls import Failure, Report, RewardCalls, columns_given, timed_out
+from rlframework.environments.reward_calls import Failure, Report, RewardCalls, TextColumns, columns_given, timed_out
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward
@@ -69,19 +69,19 @@ class OwnReward:
         self._name, self._required = f"{key}={path!r} ({form.place})", form.required
         self._counted = CountedFailures(config, self._name, optional=optional)
         timeout, limit = config.reward_timeout, config.reward_concurrency
-        self._columns = {"prompt": config.columns.prompt, "answer": config.columns.answer}
+        self._columns = TextColumns(config.columns.prompt, config.columns.answer)
         self._calls: RewardCalls | RewardProcess
         self._thread: ThreadPoolExecutor | None = None
         if timeout is not None:
             self._calls = RewardProcess(path, self._columns, timeout=timeout, concurrency=limit, is_async=form.is_async)
         else:
-            self._calls = RewardCalls(path, timeout=None, concurrency=limit, function=None, **self._columns)
+            self._calls = RewardCalls(path, timeout=None, concurrency=limit, columns=self._columns)
             if form.is_async:  # in a thread, because this one may run another event loop
                 self._thread = ThreadPoolExecutor(1, "reward")
 
     def check_columns(self, columns: Collection[str], source: str) -> None:
         """See `Reward`."""
-        given = columns_given(columns, self._columns["answer"])
+        given = columns_given([*columns, *(["answer"] if self._columns.answer in columns else [])])
         if missing := [name for name in self._required if name not in given]:
             raise ConfigError(f"{self._name} {missing_columns(missing, given, source)}")
 
@@ -116,10 +116,8 @@ class RewardProcess:
     only those fail, and a new process scores the others. It leads a process group, which is killed with it.
     """
 
-    def __init__(
-        self, path: str, columns: Mapping[str, str], *, timeout: float, concurrency: int, is_async: bool
-    ) -> None:
-        """`columns`: the names of prompt and answer, as in `RewardCalls`.
+    def __init__(self, path: str, columns: TextColumns, *, timeout: float, concurrency: int, is_async: bool) -> None:
+        """See `RewardCalls`.
 
         Raises a `ConfigError` if the function is defined in the program itself and cannot be pickled.
         """
@@ -130,9 +128,9 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._more_starts = 0
         function = load_reward(path)[0] if path.startswith("__main__:") else None
-        setup = {"path": path, "timeout": timeout if is_async else None, "concurrency": concurrency}
+        setup = {"path": path, "timeout": timeout if is_async else None, "concurrency": concurrency, "columns": columns}
         try:
-            self._setup: bytes = cloudpickle.dumps({**setup, **columns, "function": function})
+            self._setup: bytes = cloudpickle.dumps({**setup, "function": function})
         except Exception as error:
             raise ConfigError(
                 f"environment.reward={path!r} is defined in the program itself and uses values that cannot be sent to "

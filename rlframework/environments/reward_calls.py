@@ -15,7 +15,7 @@ import numbers
 import os
 import signal
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -32,6 +32,14 @@ FAILURES = "reward_failures"
 
 _TRL_TEXTS = {"prompt", "completion", "prompts", "completions"}
 """Columns that TRL does not pass on: they are, or would clash with, its two arguments."""
+
+
+@dataclass(frozen=True)
+class TextColumns:
+    """The names that the columns `prompt` and `answer` have in the data."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,6 @@ class RewardCalls:
     """Calls the function at the import path `path`, or `function` itself if the path cannot be imported here.
 
     `timeout` limits each async call, in seconds; None sets no limit. At most `concurrency` async calls run at a time.
-    `prompt` and `answer` are the names of these columns in the data.
     """
 
     def __init__(
@@ -69,14 +76,13 @@ class RewardCalls:
         *,
         timeout: float | None,
         concurrency: int,
+        columns: TextColumns,
         function: Callable[..., Any] | None = None,
-        prompt: str = "prompt",
-        answer: str = "answer",
     ) -> None:
         """Load the function. Raises a `ConfigError` if it cannot be used as a reward."""
         self._function, self._form = load_reward(path) if function is None else (function, reward_form(path, function))
         self._path, self._timeout, self._concurrency = path, timeout, concurrency
-        self._prompt_column, self._answer_column = prompt, answer
+        self._columns = columns
         self._runner: asyncio.Runner | None = None
 
     def score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
@@ -121,7 +127,7 @@ class RewardCalls:
     def _arguments(self, called: list[int], samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
         rows, texts = [samples[number] for number in called], [completions[number] for number in called]
         if self._form.columns:
-            return _trl_arguments(rows, texts, self._form.required, self._prompt_column, self._answer_column)
+            return _trl_arguments(rows, texts, self._form.required, self._columns)
         given: dict[str, list[Any]] = {
             "samples": rows,
             "completions": texts,
@@ -205,30 +211,31 @@ def _failure_of(error: BaseException) -> Failure:
     return Failure(text, f"{type(error).__name__} {where}")
 
 
-def columns_given(names: Collection[str], answer: str) -> list[str]:
-    """The names under which functions with TRL's signature receive the columns `names`, each once.
-
-    The column `answer` is also passed as `answer`.
-    """
-    also = ["answer"] if answer in names else []
-    return [name for name in dict.fromkeys([*names, *also]) if name not in _TRL_TEXTS]
+def columns_given(names: Iterable[str]) -> list[str]:
+    """The columns among `names` that functions with TRL's signature receive, each once."""
+    return [name for name in dict.fromkeys(names) if name not in _TRL_TEXTS]
 
 
 def _trl_arguments(
-    samples: Sequence[Sample], completions: Sequence[str], required: Sequence[str], prompt: str, answer: str
+    samples: Sequence[Sample], completions: Sequence[str], required: Sequence[str], columns: TextColumns
 ) -> dict[str, Any]:
-    """TRL's arguments; if the column `prompt` holds messages, prompts and completions are lists of messages.
+    """TRL's arguments; if the column of the prompt holds messages, prompts and completions are lists of messages.
 
     Columns that only other rows of the data have are lists of None if they are `required`.
     """
-    rows = [{"answer": s.metadata[answer], **s.metadata} if answer in s.metadata else s.metadata for s in samples]
-    names = columns_given([*(name for row in rows for name in row), *required], answer)
+    rows = [_with_answer(sample.metadata, columns.answer) for sample in samples]
+    names = columns_given([*(name for row in rows for name in row), *required])
     prompts, answers = [], []
     for row, sample, completion in zip(rows, samples, completions, strict=True):
-        conversational = isinstance(row.get(prompt), list)
-        prompts.append(row[prompt] if conversational else _prompt(sample))
+        conversational = isinstance(row.get(columns.prompt), list)
+        prompts.append(row[columns.prompt] if conversational else _prompt(sample))
         answers.append([{"role": "assistant", "content": completion}] if conversational else completion)
     return {**{name: [row.get(name) for row in rows] for name in names}, "prompts": prompts, "completions": answers}
+
+
+def _with_answer(row: Mapping[str, Any], column: str) -> Mapping[str, Any]:
+    """`row`, in which the answer is also under the name `answer` if its `column` has another one."""
+    return {"answer": row[column], **row} if column in row else row
 
 
 def _prompt(sample: Sample) -> str:

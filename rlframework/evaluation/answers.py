@@ -108,8 +108,8 @@ class Answerer:
         if raw:
             tokenizer.chat_template = None
         else:
-            self._system = getattr(config.environment, "system_prompt", None)
-            self._instruction = getattr(config.environment, "instruction", "")
+            self._system = config.environment.system_prompt
+            self._instruction = getattr(config.environment, "instruction", "")  # not every environment has one
 
     def answer(self, prompts: Sequence[Prompt]) -> None:
         """Print the answers; with several prompts, each one after `>` and above its answers.

@@ -7,12 +7,6 @@ To use the parts yourself:
 
     with build_parts(config) as parts:
         parts.policy.train(batch, loss)
-
-After the loss of a worker, a run restarts from its last checkpoint (`fault_tolerance`). A restart does what
-`rlframework train --resume` does, in the same process: it rebuilds environment, data, workers and observers, so the run
-ends with the numbers of an undisturbed one. It is logged, and reported in `restarts.jsonl` and under `earlier` in
-`environment.json`. Not covered: errors that would recur (see `FaultToleranceConfig`), the loss of the driver's process
-(a scheduler can start it again with `--resume`), and continuing with fewer workers.
 """
 
 from __future__ import annotations
@@ -20,10 +14,9 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -33,9 +26,9 @@ from rlframework.algorithm import Parts, RunResult
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
 from rlframework.configure import config_yaml, dump_config, load_config
-from rlframework.errors import ConfigError, DeadlineExceeded, RunTerminated, WorkerLost
-from rlframework.files import AppendedFile, exclusive_directory, remove_temporary, write_atomically
-from rlframework.logs import ProgressCallback, log_to_stderr, printable
+from rlframework.errors import ConfigError, RunTerminated
+from rlframework.files import exclusive_directory, remove_temporary, write_atomically
+from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.data import require_data, with_data
@@ -50,6 +43,7 @@ from rlframework.runner.parts import (
     planned_parts,
     require_models,
 )
+from rlframework.runner.restarts import Attempt, run_with_restarts
 from rlframework.runner.uploaded import (
     checkpoint_to_resume,
     open_remote,
@@ -57,7 +51,7 @@ from rlframework.runner.uploaded import (
     require_unused,
     require_writable,
 )
-from rlframework.secrets import has_secrets, hide_in_text
+from rlframework.secrets import has_secrets
 
 if TYPE_CHECKING:
     from rlframework.datasets.sources.memory import Data
@@ -65,22 +59,8 @@ if TYPE_CHECKING:
     from rlframework.estimates.hardware import PlannedGpus
     from rlframework.evaluation.plan import EvaluationPlan
     from rlframework.evaluation.report import Evaluation
-    from rlframework.observers.dispatch import Observers
 
 _LOG = logging.getLogger(__name__)
-
-RESTARTS_FILE = "restarts.jsonl"
-"""File in a run's folder with one JSON object per restart: `time` (seconds since 1970), `restart`, `of`, `from_step`,
-`reached_step`, `waited` (seconds) and `error`."""
-
-
-@dataclass
-class Attempt:
-    """An attempt at a run, 0 for the original start: its checkpoint, and its observers, None until training begins."""
-
-    number: int
-    checkpoint: Path | None
-    observers: Observers | None = None
 
 
 def run(
@@ -189,106 +169,6 @@ def _train(
             parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
             parts.observers.run_finished(result.metrics)
     return result
-
-
-def run_with_restarts(
-    config: RunConfig,
-    attempt: Callable[[Attempt], RunResult],
-    checkpoint: Path | None = None,
-    wait: Callable[[float], None] = time.sleep,
-) -> RunResult:
-    """Return the result of the first attempt that succeeds, or raise the error of the last one.
-
-    Attempts repeat as often as `config.fault_tolerance` allows. `checkpoint` is the one that a resumed run starts from.
-    `wait` is called with the seconds of back-off.
-    """
-    section, current, in_a_row = config.fault_tolerance, Attempt(0, checkpoint), 0
-    if not section.max_restarts:
-        return _without_restarts(config, attempt, current)
-    from rlframework.training import checkpoints  # imports torch
-
-    _report_limitations(config)
-    while True:
-        try:
-            return attempt(current)
-        except Exception as error:
-            if not _is_recoverable(error, current):
-                raise
-            reached = checkpoints.newest_checkpoint(config.output_dir) or checkpoint
-            in_a_row = 1 if reached != current.checkpoint else in_a_row + 1
-            if in_a_row > section.max_restarts:
-                _LOG.error(
-                    "giving up after %d restart(s) in a row without a new checkpoint (fault_tolerance.max_restarts)",
-                    section.max_restarts,
-                )
-                raise
-            seconds = min(section.backoff * 2.0 ** (in_a_row - 1), section.max_backoff)
-            step = -1 if reached is None else checkpoints.step_of_checkpoint(reached)
-            text = hide_in_text(str(error))
-            _LOG.warning(
-                "restart %d of %d from %s, in %g s: %s",
-                in_a_row,
-                section.max_restarts,
-                "the beginning, as there is no checkpoint" if reached is None else reached,
-                seconds,
-                text.partition("\n")[0],
-            )
-            facts = {
-                "time": round(time.time(), 3),
-                "restart": in_a_row,
-                "of": section.max_restarts,
-                "from_step": max(step, 0),
-                "reached_step": None if current.observers is None else current.observers.last_step,
-                "waited": seconds,
-                "error": f"{type(error).__name__}: {text}",
-            }
-        with closing(AppendedFile(config.output_dir / RESTARTS_FILE)) as file:
-            file.write((printable(json.dumps(facts, ensure_ascii=False)) + "\n").encode())
-        wait(seconds)
-        drop_steps_after(config.output_dir, step)
-        current = Attempt(current.number + 1, reached)
-
-
-def _without_restarts(config: RunConfig, attempt: Callable[[Attempt], RunResult], first: Attempt) -> RunResult:
-    try:
-        return attempt(first)
-    except Exception as error:
-        from rlframework.training import checkpoints  # imports torch
-
-        reached = checkpoints.newest_checkpoint(config.output_dir)
-        if reached is not None and _is_recoverable(error, first):
-            _LOG.error(
-                "a worker was lost after %s was written: `rlframework train --resume %s` continues there; "
-                "fault_tolerance.max_restarts=N would have done so by itself",
-                reached,
-                config.output_dir,
-            )
-        raise
-
-
-def _is_recoverable(error: Exception, failed: Attempt) -> bool:
-    """Whether `error` is the loss of a worker.
-
-    A missed deadline counts as one if the same workers completed a step before: one of them hangs, or its machine is
-    gone and this has not been detected yet. While a restart builds its parts, every error counts: all of this worked
-    the first time, so the missing resource may return.
-    """
-    if failed.observers is None:
-        return failed.number > 0
-    return isinstance(error, WorkerLost) or (isinstance(error, DeadlineExceeded) and failed.observers.last_step > 0)
-
-
-def _report_limitations(config: RunConfig) -> None:
-    if config.worker_group.name == "inline" and config.generation.workers is None:
-        why = (
-            "worker_group.name=inline runs its worker in this process, so it cannot be restarted; "
-            "set worker_group.name=processes or ray"
-        )
-    elif not config.checkpoints.every:
-        why = "checkpoints.every=0, so a restart repeats the whole run; set checkpoints.every=N to lose at most N steps"
-    else:
-        return
-    _LOG.warning("note: fault_tolerance.max_restarts=%d, but %s", config.fault_tolerance.max_restarts, why)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlframework.conformance import mutants
-from rlframework.conformance.measure import NotApplicable
+from rlframework.conformance.measure import MutantNotApplicable
 from rlframework.conformance.mutants import MODULES, find_mutant, mutants_of
 from rlframework.conformance.mutants.policy_worker.engine_access import optimizer_of
 
@@ -68,5 +68,5 @@ def test_mutants_that_need_a_capability_are_left_out_where_it_is_missing():
 
 
 def test_a_mutant_of_an_optimizer_that_an_engine_lacks_says_so() -> None:
-    with pytest.raises(NotApplicable, match="the Optimizer among the attributes of the engine, and there is none"):
+    with pytest.raises(MutantNotApplicable, match="Optimizer among the attributes of the engine, and there is none"):
         optimizer_of(SimpleNamespace(module=None))

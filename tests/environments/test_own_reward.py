@@ -160,8 +160,9 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
     """The driver gets SIGKILL while the function holds Python's lock."""
     (folder / "driver.py").write_text(
         "from rlframework.environments.own_reward import RewardProcess\n"
+        "from rlframework.environments.reward_calls import TextColumns\n"
         "from rlframework.interfaces.environment import Sample\n"
-        "process = RewardProcess('own_rewards:act', {}, timeout=600.0, concurrency=1, is_async=False)\n"
+        "process = RewardProcess('own_rewards:act', TextColumns(), timeout=600.0, concurrency=1, is_async=False)\n"
         "sample = Sample('a', (), 'A')\n"
         "process.score([sample], ['ok'], lambda *_: None)\n"
         "print(process._process.pid, flush=True)\n"

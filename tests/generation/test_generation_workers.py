@@ -18,7 +18,7 @@ from rlframework import run
 from rlframework.errors import ConfigError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.plugins.manager import create_manager
-from rlframework.runner.launch import RESTARTS_FILE
+from rlframework.runner.restarts import RESTARTS_FILE
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rlframework.cli import main
 from rlframework.errors import UserError
 from rlframework.observers.report import render, write_report
-from rlframework.observers.report.content import arrange, breakdowns_of, content, phases_of, thin, thin_samples
+from rlframework.observers.report.charts import arrange
+from rlframework.observers.report.content import breakdowns_of, content, phases_of, thin
 from rlframework.observers.report.figures import draw_figures
 from rlframework.observers.report.runs import (
     Run,
@@ -28,6 +29,7 @@ from rlframework.observers.report.runs import (
     read_runs,
     settings_of,
 )
+from rlframework.observers.report.samples import thin_samples
 
 CONFIG = """
 seed: 3

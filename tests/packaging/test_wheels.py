@@ -31,6 +31,7 @@ SOURCES = {
     "rlframework-vllm": ROOT / "plugins" / "vllm",
 }
 MINUTES = 60.0
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(15 * MINUTES), pytest.mark.xdist_group("wheels")]
 
@@ -48,17 +49,15 @@ def run(*command: str | Path, cwd: Path, minutes: float = 1) -> str:
 
 def pip_for(home: Path) -> tuple[str | Path, ...]:
     """This environment's pip, at work on the one at `home`."""
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
-    return (*pip, "--python", home / "bin" / "python")
+    return (*PIP, "--python", home / "bin" / "python")
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> dict[str, Path]:
     """The built wheels by distribution, all in one directory."""
     place = tmp_path_factory.mktemp("wheels")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
     run(
-        *pip,
+        *PIP,
         "wheel",
         "--quiet",
         "--no-deps",

@@ -17,7 +17,8 @@ from rlframework.algorithm import RunResult
 from rlframework.configure import config_yaml
 from rlframework.errors import ConfigError, DeadlineExceeded, NonFiniteGradients, RunTerminated, WorkerError, WorkerLost
 from rlframework.policy.client import Policy
-from rlframework.runner.launch import RESTARTS_FILE, Attempt, resume, run_with_restarts
+from rlframework.runner.launch import resume
+from rlframework.runner.restarts import RESTARTS_FILE, Attempt, run_with_restarts
 from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow

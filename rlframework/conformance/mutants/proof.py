@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from rlframework.conformance import suite_of
 from rlframework.conformance.layouts import Layout
-from rlframework.conformance.measure import ConformanceFailure, NotApplicable
+from rlframework.conformance.measure import ConformanceFailure, MutantNotApplicable
 from rlframework.conformance.mutants import Mutant, mutants_of
 from rlframework.conformance.results import PassedTests
 from rlframework.conformance.rules import Suite
@@ -82,7 +82,7 @@ class MutantProof:
             self._run(suite, test, open_proof_harness(suite, mutant.layout, test, mutant))
         except ConformanceFailure:
             return
-        except NotApplicable as error:
+        except MutantNotApplicable as error:
             pytest.skip(f"the mutant {mutant.name} is left out: {error}")
         raise AssertionError(f"the mutant {mutant.name!r} passes {test}, which must detect it. Bug: {mutant.bug}")
 

@@ -14,7 +14,8 @@ from matplotlib.ticker import PercentFormatter
 
 from rlframework.logs import printable
 from rlframework.observers.curve import STYLE, draw_series, write_png
-from rlframework.observers.report.content import arrange, phases_of, split_of, worth_drawing
+from rlframework.observers.report.charts import arrange, split_of, worth_drawing
+from rlframework.observers.report.content import phases_of
 from rlframework.observers.report.runs import Run
 
 COLOURS = ("#0067a8", "#cf5200", "#007a58", "#a8447e", "#6b4e00", "#5a35c9", "#6d7884", "#a3283a")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlframework.conformance.measure import NotApplicable
+from rlframework.conformance.measure import MutantNotApplicable
 from rlframework.policy.head.patch import HeadPatch
 
 T = TypeVar("T")
@@ -46,11 +46,11 @@ def optimizer_of(engine: Any) -> torch.optim.Optimizer:
 
 
 def _attribute(engine: Any, kind: type[T]) -> T:
-    """Return the first attribute of the engine that is a `kind`; raise `NotApplicable` if it has none."""
+    """Return the first attribute of the engine that is a `kind`; raise `MutantNotApplicable` if it has none."""
     for value in vars(engine).values():
         if isinstance(value, kind):
             return value
-    raise NotApplicable(
+    raise MutantNotApplicable(
         f"it changes the {kind.__name__} among the attributes of the engine, and there is none: it says nothing about "
         "this backend"
     )

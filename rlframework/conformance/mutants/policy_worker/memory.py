@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlframework.conformance.measure import NotApplicable
+from rlframework.conformance.measure import MutantNotApplicable
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, optimizer_of
 
@@ -83,7 +83,7 @@ def evaluation_wants_an_optimizer(worker_class: Any) -> Any:
         def train(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 optimizer_of(self.engine)
-            except NotApplicable as error:
+            except MutantNotApplicable as error:
                 raise AttributeError("optimizer") from error
             return super().train(*args, **kwargs)
 
