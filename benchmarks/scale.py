@@ -7,8 +7,9 @@ exchanges, the ledger and the seeds of asynchronous training, and the timeline. 
 client's part includes the routing, which is also measured alone. Sending over a network, Ray and the workers themselves
 are not in it. As in a run, garbage collection leaves out what existed before the first step.
 
-Exchanges in which an engine finishes nothing are measured apart, with a thread for each engine as in a run: the time of
-one, and of as many as a step has at most.
+Two things are measured apart, with a thread for each engine as in a run. Exchanges in which an engine finishes nothing:
+the time of one, and of as many as a step has at most. And requests that come and finish alone: each ends two exchanges,
+one as the engine is notified of it, one as it is finished.
 
     python benchmarks/scale.py --json docs/results/scale.json
 """
@@ -20,6 +21,7 @@ import asyncio
 import gc
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -52,7 +54,7 @@ STEP, GOAL, AT = 30.0, 0.02, 1024
 """The driver may take `GOAL` of a step of `STEP` seconds at `AT` ranks. 30 s is short: an answer of 4,000 tokens at
 100 tokens/s takes 40 s."""
 POLLS, MOST_POLLED = 20, 1024
-"""Exchanges of each engine in the measurement of one, and its largest number of engines, each of which has a thread."""
+"""Exchanges of each engine in the measurement of one, and the largest number of engines that get a thread each."""
 AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
 PROMPT, TEXT, LOGPROBS = torch.arange(8), torch.arange(TOKENS), torch.zeros(TOKENS)
 Found = dict[str, Any]
@@ -121,7 +123,7 @@ def route(engines: int) -> None:
 class FakeEngine(SimpleNamespace):
     """The handle of an engine that answers at once."""
 
-    lanes, interval, lost, name = 1, 0.1, False, "fake"
+    lanes, interval, lost, name, notified = 1, 0.1, False, "fake", False
 
     def exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> Future[list[Incoming]]:
         """Return what is requested."""
@@ -156,6 +158,60 @@ def poll(engines: int, polls: int) -> None:
     try:
         client = GenerationClient(handles, limit=1)
         asyncio.run(client.generate_all(requests(engines)[:engines], [None] * engines))
+    finally:
+        for handle in handles:
+            handle.close()
+
+
+class NoticedGroup(FakeGroup):
+    """An engine that waits for a notice while it has one request, and finishes a request when it gets the next."""
+
+    notifies = True
+
+    def __init__(self) -> None:
+        super().__init__(NamedSharding([0], ["worker"]))
+        self._notice, self._had, self._got = threading.Event(), list[GenerationRequest](), 0
+
+    def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
+        new = plan.kwargs[0]["requests"]
+        self._had += new
+        self._got += len(new)
+        left = 0 if self._got == ROWS else 1
+        finished, self._had = self._had[: len(self._had) - left], self._had[len(self._had) - left :]
+        incoming = answers(Outgoing(tuple(finished)))
+        return MultiWorkerFuture([incoming], return_from_workers=plan.returned, called_workers=plan.called)
+
+    def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
+        if not future.futures[0].results:
+            self._notice.wait()
+            self._notice.clear()
+        return future.futures
+
+    def notify(self) -> None:
+        self._notice.set()
+
+
+async def send_one_by_one(client: GenerationClient, engine: int) -> None:
+    """Send an engine its requests, each while the one before is being generated."""
+    own = requests(len(client.engines))[engine * ROWS : (engine + 1) * ROWS]
+    earlier = asyncio.create_task(client.generate(own[0], lane=engine))
+    for request in own[1:]:
+        task = asyncio.create_task(client.generate(request, lane=engine))
+        await earlier
+        earlier = task
+    await earlier
+
+
+def one_by_one(engines: int) -> None:
+    """Send each engine the requests of a step, and await each of their completions alone."""
+    handles = [RemoteEngine(NoticedGroup(), f"engine {index}") for index in range(engines)]
+
+    async def send() -> None:
+        client = GenerationClient(handles, limit=ROWS)
+        await asyncio.gather(*(send_one_by_one(client, index) for index in range(engines)))
+
+    try:
+        asyncio.run(send())
     finally:
         for handle in handles:
             handle.close()
@@ -229,24 +285,43 @@ def measure(sizes: Sequence[int]) -> Found:
 
 
 def measure_exchanges(sizes: Sequence[int]) -> Found:
-    """Measure the CPU time of an exchange that finishes nothing, and of the most exchanges that a step may have."""
+    """Measure an exchange that finishes nothing, the most of them in a step, and requests that come one by one."""
     found: Found = {}
     poll(8, 1)
     for size in (size for size in sizes if size <= MOST_POLLED):
         with_polls, without = (seconds(partial(poll, polls=polls), size, 3) for polls in (POLLS, 0))
-        each = (with_polls - without) / size / POLLS
-        client: Any = GenerationClient([FakeEngine()] * size, limit=1)  # type: ignore[list-item]
-        batch = STEP / client.longest(client.engines[0])
-        client.gather = True  # requests come one by one
-        single = STEP / client.longest(client.engines[0])
-        found[str(size)] = {"exchange": each, "most_of_a_batch": batch, "most": single}
+        found[str(size)] = {
+            "exchange": (with_polls - without) / size / POLLS,
+            "most": STEP / longest(size, notified=True),
+            "most_without_notices": STEP / longest(size, notified=False),
+            "one_by_one": seconds(one_by_one, size, 3),
+        }
     return found
+
+
+def longest(engines: int, *, notified: bool) -> float:
+    """Return the seconds of an exchange without a result while requests come one by one."""
+    client: Any = GenerationClient([FakeEngine(notified=notified)] * engines, limit=1)  # type: ignore[list-item]
+    client.gather = True
+    return float(client.longest(client.engines[0]))
 
 
 def exponent(times: Found) -> float:
     """Return the exponent with which the time grows over the two largest sizes; 1 is linear."""
     (small, first), (large, last) = [(int(size), value) for size, value in times.items()][-2:]
     return math.log(last / first) / math.log(large / small)
+
+
+def exchange_table(found: Found) -> list[list[str]]:
+    """Return the lines of a table with shares of a step."""
+    most = ["most in a step", "of a step", "without notices", "of a step"]
+    lines = [["engines", "us an exchange", *most, "us a request, one by one", "of a step"]]
+    for size, each in found.items():
+        idle = [(each[name], each[name] * each["exchange"] * int(size)) for name in ("most", "most_without_notices")]
+        shares = [cell for count, time in idle for cell in (f"{count:.0f}", f"{time / STEP:.2%}")]
+        alone = [f"{each['one_by_one'] / int(size) / ROWS * 1e6:.0f}", f"{each['one_by_one'] / STEP:.2%}"]
+        lines.append([size, f"{each['exchange'] * 1e6:.0f}", *shares, *alone])
+    return lines
 
 
 def main() -> None:
@@ -270,16 +345,7 @@ def main() -> None:
         result["share"] = sum(times.get(str(AT), math.inf) for name, times in found.items() if name != "routing") / STEP
         print(f"at {AT}: {result['share']:.2%} of a step of {STEP:g} s (at most {GOAL:.0%})")
     result["exchanges"] = measure_exchanges(arguments.sizes)
-    head = ["engines", "us an exchange", "most in a step: of a batch", "of a step", "one by one", "of a step"]
-    lines = []
-    for size, each in result["exchanges"].items():
-        shares = [
-            cell
-            for name in ("most_of_a_batch", "most")
-            for cell in (f"{each[name]:.0f}", f"{each[name] * each['exchange'] * int(size) / STEP:.2%}")
-        ]
-        lines.append([size, f"{each['exchange'] * 1e6:.0f}", *shares])
-    print(table([head, *lines]))
+    print(table(exchange_table(result["exchanges"])))
     if arguments.json:
         write_json(arguments.json, result)
 

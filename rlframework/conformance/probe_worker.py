@@ -89,6 +89,13 @@ class ProbeWorker:
         time.sleep(seconds[self._context.rank])
         return self._context.rank
 
+    def wait_for_notice(self, seconds: float) -> bool:
+        """Wait for a notice of the driver, at most `seconds`; return whether there was one."""
+        until = time.monotonic() + seconds
+        while not (noticed := self._context.notified()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return noticed
+
     def fail(self, rank: int, others_take: float = 0.0) -> None:
         """Raise an error on `rank`, while the others are busy for a while."""
         if self._context.rank != rank:

@@ -18,12 +18,15 @@ from rlframework.interfaces.generation_exchange import Incoming
 from rlframework.observers.timeline import ENGINE, Timeline
 from rlframework.weight_sync.receiver import listed
 
-_SHORT = 0.1
-"""Seconds of an exchange while requests come one by one."""
-_MOST_EXCHANGES, _MOST_OF_A_BATCH = 500, 20
+_SHORT, _LONGEST = 0.1, 30.0
+"""Seconds of an exchange while requests come one by one and the engine is not notified of them, and of any exchange."""
+_NOTIFIED = 1.0
+"""Seconds of an exchange with an engine that is notified, more with many engines."""
+_MOST_EXCHANGES, _FEW_EXCHANGES = 500, 20
 """Exchanges per second that may end without a result, of all engines together: with more engines each takes longer.
 
-Fewer while only batches are generated, because no request is about to come that an engine could begin with.
+Few if no request is about to come that an engine could begin with: while only batches are generated, and if engines are
+notified.
 """
 
 
@@ -65,6 +68,8 @@ class GenerationClient:
         """Engines whose task has ended before their requests."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exchanges: dict[int, Future[list[Incoming]]] = {}
+        self._notified: set[int] = set()
+        """Engines that were notified during their exchange."""
         self.busy_seconds = 0.0
         """The time of all exchanges, a sum over the engines."""
         self.timeline: Timeline | None = None
@@ -151,26 +156,35 @@ class GenerationClient:
 
     def longest(self, engine: EngineHandle) -> float:
         """Return the seconds after which an exchange ends without a result, so that the engine gets what is new."""
-        if self.gather is None and not self._single:
-            return max(engine.interval, len(self.engines) / _MOST_OF_A_BATCH)
-        interval = engine.interval if self.gather is None else min(engine.interval, _SHORT)
-        return max(interval, len(self.engines) / _MOST_EXCHANGES)
+        interval, most = engine.interval, _FEW_EXCHANGES
+        if engine.notified:
+            interval = _NOTIFIED
+        elif self.gather is not None or self._single:
+            interval = engine.interval if self.gather is None else min(engine.interval, _SHORT)
+            most = _MOST_EXCHANGES
+        return min(max(interval, len(self.engines) / most), _LONGEST)
 
     # -- engines -------------------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
-        """Start a task for each engine with requests; only engines that have got some since the last call may need it.
+        """Start a task for each engine with requests; notify engines of what is new for them.
 
-        In another event loop than before, any may.
+        Only engines that have got something since the last call may need it, in another event loop than before any.
         """
         loop, earlier = asyncio.get_running_loop(), self._loop
         self._loop = loop
-        changed = {self._engine_of[lane] for lane in self._scheduler.newly_assigned()} | self._undriven
+        changed = {self._engine_of[lane] for lane in self._scheduler.take_news()} | self._undriven
         self._undriven = set()
         for index in sorted(changed) if loop is earlier else range(len(self._lanes)):
-            if any(map(self._scheduler.busy, self._lanes[index])) and not self._driven(index):
+            if not any(map(self._scheduler.busy, self._lanes[index])):
+                continue
+            if not self._driven(index):
                 task = self._tasks[index] = loop.create_task(self._exchange_while_busy(index))
                 task.add_done_callback(partial(self._ended, index))
+            exchange = self._exchanges.get(index)
+            if exchange is not None and not exchange.done() and index not in self._notified:
+                self._notified.add(index)
+                self.engines[index].notify()
 
     def _ended(self, index: int, task: asyncio.Task[None]) -> None:
         if task is self._tasks.get(index) and any(map(self._scheduler.busy, self._lanes[index])):
@@ -195,6 +209,7 @@ class GenerationClient:
             if index not in self._exchanges:
                 outgoing = [self._scheduler.outgoing(lane) for lane in lanes]
                 self._require_ready()  # a refit may have failed since the requests were accepted
+                self._notified.discard(index)
                 self._exchanges[index] = engine.exchange(outgoing, self.longest(engine))
             answers = await _result(self._exchanges[index])
             del self._exchanges[index]

@@ -21,7 +21,7 @@ class EngineHandle(ABC):
     """The engines of one worker group."""
 
     interval: float
-    """Seconds that one exchange serves at most, after which new requests can be submitted."""
+    """Seconds that one exchange serves at most, after which new requests can be submitted; longer if `notified`."""
 
     def __init__(self, group: WorkerGroup, name: str) -> None:
         """`name` identifies the engines in messages."""
@@ -41,9 +41,20 @@ class EngineHandle(ABC):
         """Whether the engine runs in the driver's process, where calls return when they are done."""
         return isinstance(self.group, InlineWorkerGroup)
 
+    @property
+    def notified(self) -> bool:
+        """Whether `notify` ends an exchange early."""
+        return False
+
+    def notify(self) -> None:
+        """End an exchange in progress soon, if the engine is `notified`: there is something new for it."""
+        if self.notified:
+            self.group.notify()
+
     def start(self, method: str, /, **arguments: Any) -> MultiWorkerFuture:
         """Start a call of `method` on all workers, after an exchange in progress."""
-        if self._exchanging is not None:
+        if self._exchanging is not None and not self._exchanging.done():
+            self.notify()
             wait([self._exchanging])
         with _Watch(self):
             return self.group.run_all_workers_single_data(method, **arguments)
@@ -106,6 +117,11 @@ class RemoteEngine(EngineHandle):
     def lanes(self) -> int:
         """One."""
         return 1
+
+    @property
+    def notified(self) -> bool:
+        """Whether the worker group can notify its workers."""
+        return self.group.notifies
 
     def _start_exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> MultiWorkerFuture:
         (out,) = outgoing

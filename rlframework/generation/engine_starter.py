@@ -105,6 +105,7 @@ class EngineStarter:
             replica=index,
             replicas=workers.num_workers,
             gpus=self._gpus,
+            notified=True,
         )
         model = record.config_model or WorkerGroupConfig
         sharding = policy_sharding(1, ParallelismConfig())

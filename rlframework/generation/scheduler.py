@@ -69,8 +69,8 @@ class Scheduler:
         """A heap with the tokens in flight of each lane that has room, and earlier states, which are skipped."""
         self._opened: set[int] = set()
         """Lanes that may have room for what waits for them."""
-        self._assigned: dict[int, None] = {}
-        """Lanes that requests were assigned to since `newly_assigned` was called."""
+        self._news: set[int] = set()
+        """Lanes that have got requests or aborts since `take_news` was called."""
         self._waiting: deque[_Entry] = deque()
         self._entries: dict[str, _Entry] = {}
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -184,10 +184,10 @@ class Scheduler:
         """Whether a lane is not lost."""
         return len(self._lost) < len(self._lanes)
 
-    def newly_assigned(self) -> list[int]:
-        """Return the lanes that requests were assigned to since the last call."""
-        assigned, self._assigned = self._assigned, {}
-        return sorted(assigned)
+    def take_news(self) -> set[int]:
+        """Return the lanes that have got requests or aborts since the last call."""
+        news, self._news = self._news, set()
+        return news
 
     def in_flight(self, lane: int) -> tuple[int, int]:
         """Return the requests and the tokens in flight of `lane`."""
@@ -275,7 +275,7 @@ class Scheduler:
             entry.lane = lane
             self._lanes[lane].assigned[entry.request.request_id] = entry
             self._lanes[lane].tokens += entry.tokens
-            self._assigned[lane] = None
+            self._news.add(lane)
             self._changed(lane)
 
     def _stop(self, entry: _Entry) -> bool:
@@ -283,6 +283,7 @@ class Scheduler:
         request_id = entry.request.request_id
         if entry.lane is not None and request_id in self._lanes[entry.lane].running:
             self._lanes[entry.lane].abort[request_id] = None
+            self._news.add(entry.lane)
             return False
         entry.wanted = False  # it may be in a queue
         self._forget(entry)

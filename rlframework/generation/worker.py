@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, Tag
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, Tag
 from rlframework.interfaces.generation_exchange import Incoming, submit_each
 from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import WorkerContext
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _ALL: tuple[Tag, ...] = ("weights", "kv_cache")
 _CACHE: tuple[Tag, ...] = ("kv_cache",)
+_SLICE = 0.1
+"""Seconds that an engine serves before the worker looks for a notice of the driver."""
 
 
 class GenerationWorker:
@@ -63,9 +67,23 @@ class GenerationWorker:
     def exchange(
         self, requests: Sequence[GenerationRequest], abort_ids: Collection[str], timeout: float | None
     ) -> Incoming:
-        """Abort and submit requests, then serve until some have finished or `timeout` seconds have passed."""
+        """Abort and submit requests, then serve until some have finished or `timeout` seconds have passed.
+
+        Ends earlier, within about `_SLICE` seconds, if the driver notifies this worker.
+        """
         rejected = submit_each(self.engine, requests, abort_ids)
-        return Incoming(self.engine.poll(0.0 if rejected else timeout), rejected)
+        return Incoming(self._serve(0.0 if rejected else timeout), rejected)
+
+    def _serve(self, timeout: float | None) -> list[GenerationResult]:
+        left = math.inf if timeout is None else timeout
+        while True:
+            begun = time.monotonic()
+            results = self.engine.poll(min(left, _SLICE))
+            passed = time.monotonic() - begun
+            left -= passed
+            idle = passed < _SLICE  # it has nothing to serve
+            if results or idle or left <= 0 or self.context.notified():
+                return results
 
     def prepare_for_generation(self, tags: Collection[Tag] = _ALL) -> bool:
         """Allocate what `finish_generation` freed; return True. The name is NeMo-RL's."""

@@ -8,13 +8,18 @@ axes, calls to a single worker, and shutdown. Does not cover groups that share d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlframework.config.sections import WorkerGroupConfig
     from rlframework.interfaces.named_sharding import NamedSharding
+
+
+def never() -> bool:
+    """Return False: there is no notice."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class WorkerContext:
     `local_rank` numbers the workers of one machine from 0, `node_rank` numbers the machines in the order of ranks.
     `node` is the address of the worker's own machine (empty if the cluster has one); `master_addr` is an address of
     rank 0's machine. `deadline` is the time limit, in seconds, for forming the process group and for each collective.
+    `notified()` returns whether the driver has called `WorkerGroup.notify` since it last returned True.
     """
 
     rank: int = 0
@@ -37,6 +43,7 @@ class WorkerContext:
     threads: int | None = None
     node_rank: int = 0
     node: str = ""
+    notified: Callable[[], bool] = never
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ class WorkerSpec:
     each worker compares it with the plugins it finds, and raises `PluginError` if they differ. `plugins` are the
     modules that the configuration names. This group is number `replica` of `replicas` alike ones that run at the same
     time: it takes its share of a machine's cores, and GPUs after those of the groups before it. `gpus`: those that
-    each worker gets on device cuda, as devices 0, 1...
+    each worker gets on device cuda, as devices 0, 1... `notified`: the workers call `WorkerContext.notified`. A Ray
+    group then serves their calls in one thread that is not the main thread.
     """
 
     target: str
@@ -61,6 +69,7 @@ class WorkerSpec:
     replica: int = 0
     replicas: int = 1
     gpus: int = 1
+    notified: bool = False
 
 
 @dataclass
@@ -110,6 +119,9 @@ class WorkerGroup(ABC):
     A group whose only worker is in the driver's process differs: arguments are passed by reference and must not be
     modified, the worker's exceptions are raised unchanged and leave the group usable, and deadlines do not apply.
     """
+
+    notifies: bool = False
+    """Whether `notify` reaches the workers: only if their `WorkerSpec.notified` is set, and the group can do so."""
 
     @abstractmethod
     def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
@@ -172,6 +184,13 @@ class WorkerGroup(ABC):
     @abstractmethod
     def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
         """Wait for `future`, at most `deadlines.call` seconds; return its results in the order of worker indices."""
+
+    def notify(self) -> None:
+        """Make `WorkerContext.notified` of each worker return True once, also during a call, so that it can end early.
+
+        Does not wait, and may be called in any thread. A notice that comes after the call is seen by the next one. Does
+        nothing if the group cannot notify workers (`notifies`) or has ended.
+        """
 
     @abstractmethod
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:

@@ -97,6 +97,10 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _call(self, rank: int, method: str, *args: Any) -> Callable[[], Reply]:
         return partial(self._peers[rank].send, _pickled((method, args)))
 
+    def _notify(self) -> None:
+        for peer in self._peers:
+            peer.notify()
+
     def _shared(self, value: Any) -> Any:
         return _Pickled(value)
 
@@ -178,9 +182,11 @@ class Peer:
 
     def __init__(self, rank: int, method: BaseContext, environment: dict[str, str]) -> None:
         self._connection, self._worker_connection = connection.Pipe()
-        self._process: Any = method.Process(  # type: ignore[attr-defined]
-            target=serve, args=(self._worker_connection, environment, os.getcwd()), name=f"worker-{rank}"
-        )
+        self._worker_notices, self._notices = connection.Pipe(duplex=False)
+        os.set_blocking(self._notices.fileno(), False)
+        self._notices_lock = threading.Lock()  # a closed descriptor may be that of another file at once
+        args = (self._worker_connection, self._worker_notices, environment, os.getcwd())
+        self._process: Any = method.Process(target=serve, args=args, name=f"worker-{rank}")  # type: ignore[attr-defined]
         self._calls: SimpleQueue[tuple[Reply, bytes] | None] = SimpleQueue()
         self._has_replied = False
         self._ended = False
@@ -192,6 +198,12 @@ class Peer:
         reply: Reply = futures.Future()
         self._calls.put((reply, message))
         return reply
+
+    def notify(self) -> None:
+        """Send a notice beside the calls."""
+        # not needed if the pipe is full of notices; a worker that has ended is reported by its call
+        with self._notices_lock, contextlib.suppress(OSError):
+            os.write(self._notices.fileno(), b"1")
 
     def kill(self) -> None:
         """Kill the process and its children."""
@@ -209,6 +221,8 @@ class Peer:
             with contextlib.suppress(ValueError):  # not even SIGKILL has ended it yet; the group checks process ids
                 self._process.close()
         self._connection.close()
+        with self._notices_lock:
+            self._notices.close()
 
     def _run(self) -> None:
         failure = self._start_process()
@@ -227,6 +241,7 @@ class Peer:
             return HostFailure((), f"it could not be started ({type(error).__name__}: {error})", "", died=True)
         finally:
             self._worker_connection.close()
+            self._worker_notices.close()
         if self._ended:
             self._kill_process()
         return None
@@ -264,8 +279,10 @@ class Peer:
         self._process.kill()
 
 
-def serve(link: connection.Connection, environment: dict[str, str], working_directory: str) -> None:
-    """The main function of a worker process: serve calls until the driver is gone."""
+def serve(
+    link: connection.Connection, notices: connection.Connection, environment: dict[str, str], working_directory: str
+) -> None:
+    """The main function of a worker process: serve calls of `link` until the driver is gone."""
     os.setpgid(0, 0)  # so that processes started by the worker are killed with it
     _die_with_server()
     threading.Thread(target=_die_with_driver, name="driver-watch", daemon=True).start()
@@ -277,10 +294,15 @@ def serve(link: connection.Connection, environment: dict[str, str], working_dire
     os.chdir(working_directory)
     if "torch" in sys.modules and (threads := machine.threads_of(environment)):
         sys.modules["torch"].set_num_threads(threads)
-    host = WorkerHost()
+    host = WorkerHost(partial(_has_notice, notices))
     with contextlib.suppress(EOFError, OSError):  # the driver is gone
         while True:
             link.send_bytes(_reply_to(host, link.recv_bytes()))
+
+
+def _has_notice(notices: connection.Connection) -> bool:
+    """Return whether there are notices, which are then read."""
+    return notices.poll() and bool(os.read(notices.fileno(), 4096))
 
 
 def _reply_to(host: WorkerHost, message: bytes) -> bytes:

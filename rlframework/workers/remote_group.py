@@ -25,7 +25,7 @@ import psutil
 from rlframework.config.sections import RemoteGroupConfig, WorkerGroupConfig
 from rlframework.errors import ConfigError, DeadlineExceeded, WorkerError
 from rlframework.interfaces.named_sharding import NamedSharding
-from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
+from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec, never
 from rlframework.logs import log_to_stderr
 from rlframework.plugins.loading import load_target
 from rlframework.workers import dispatch, machine
@@ -57,6 +57,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         self._driver = os.getpid()
         self._pids: dict[int, tuple[int, str]] = {}
         self._temporary = self._temporary_folder(self._config.environment.get("TMPDIR"))
+        self.notifies = spec.notified
         _LIVE.add(self)
         self._started = time.monotonic()
         try:
@@ -84,6 +85,10 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
 
         Raises `TypeError` if an argument cannot be sent.
         """
+
+    @abstractmethod
+    def _notify(self) -> None:
+        """Notify all workers, which may be ending meanwhile in another thread."""
 
     @abstractmethod
     def _wait_any(self, refs: Mapping[Any, int], timeout: float) -> list[Any]:
@@ -140,6 +145,11 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         refs = dict(zip(called, future.futures, strict=True))
         results = self._wait(refs, future.method_name, "call", future.deadline)
         return dispatch.select_results(future, list(results.values()))
+
+    def notify(self) -> None:
+        """See `WorkerGroup.notify`."""
+        if self.notifies and self._ended is None:
+            self._notify()
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
         """See `WorkerGroup.shutdown`."""
@@ -298,9 +308,11 @@ def find_target(spec: WorkerSpec) -> str:
 class WorkerHost(machine.PortReserver):
     """Hosts one worker. Cheap to construct; `start` imports the worker's module and constructs the worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, notified: Callable[[], bool] = never) -> None:
+        """`notified`: see `WorkerContext`."""
         super().__init__()
         log_to_stderr()
+        self._notified = notified
         self._worker: Any = None
 
     def pid(self) -> tuple[int, str]:
@@ -311,7 +323,7 @@ class WorkerHost(machine.PortReserver):
         """Compare plugins, import the worker's module and construct the worker."""
         worker_class = load_target(find_target(spec))
         machine.listen_for_gloo_at(context.node)
-        self._worker = worker_class(**spec.kwargs, context=context)
+        self._worker = worker_class(**spec.kwargs, context=replace(context, notified=self._notified))
 
     def forget(self) -> None:
         """Drop a worker that was shut down, so that this process can `start` another."""

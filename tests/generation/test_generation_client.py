@@ -46,12 +46,28 @@ def test_a_batch_is_returned_in_order_each_row_from_its_lane() -> None:
     assert [engine.seen for engine in engines] == [[f"r{n}" for n in range(6)], [f"r{n}" for n in range(6, 12)]]
 
 
-@pytest.mark.parametrize(("engines", "batch", "single"), [(1, 0.1, 0.1), (50, 2.5, 0.1), (1000, 50.0, 2.0)])
-def test_exchanges_of_many_engines_last_longer(engines: int, batch: float, single: float) -> None:
-    """All engines together have at most 500 exchanges a second, and 20 while no new request can come."""
+class Notified(FakeEngine):
+    notified = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines", "batch", "single"),
+    [
+        (FakeEngine, 1, 0.1, 0.1),
+        (FakeEngine, 50, 2.5, 0.1),
+        (FakeEngine, 1000, 30.0, 2.0),
+        (Notified, 1, 1.0, 1.0),
+        (Notified, 50, 2.5, 2.5),
+        (Notified, 1000, 30.0, 30.0),
+    ],
+)
+def test_exchanges_of_many_engines_last_longer(
+    kind: type[FakeEngine], engines: int, batch: float, single: float
+) -> None:
+    """All engines have at most 500 exchanges a second, and 20 if no new request can come or they are notified of it."""
     timeouts = []
 
-    class Polled(FakeEngine):
+    class Polled(kind):  # type: ignore[misc,valid-type]
         interval = 0.1
 
         def _exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> list[Incoming]:
@@ -77,6 +93,59 @@ def test_engines_that_are_called_together_have_short_exchanges_only_while_reques
     assert client.longest(engine) == 1.0
     client.gather = at_once
     assert client.longest(engine) == pytest.approx(0.1)
+
+
+def test_an_engine_is_notified_of_requests_and_aborts_once_for_an_exchange() -> None:
+    engine = FakeEngine(polls=2)
+    client = GenerationClient([engine], limit=3)
+    engine.gate.clear()
+
+    async def test() -> None:
+        first = asyncio.ensure_future(client.generate(request(0)))
+        await until(lambda: engine.threads)  # the exchange has begun
+        assert engine.notices == 0
+        more = [asyncio.ensure_future(client.generate(request(number))) for number in (1, 2)]
+        await asyncio.sleep(0)
+        assert engine.notices == 1
+        waiting = asyncio.ensure_future(client.generate(request(3)))  # above the limit: not for the engine yet
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        assert engine.notices == 1
+        engine.gate.set()
+        await asyncio.gather(*more, waiting)
+
+    run(test)
+
+
+def test_an_engine_is_notified_of_what_is_aborted() -> None:
+    engine = FakeEngine(polls=10**6)
+    client = GenerationClient([engine], limit=3)
+
+    async def test() -> None:
+        task = asyncio.ensure_future(client.generate(request(0)))
+        await until(lambda: engine.seen)
+        engine.gate.clear()
+        engine.threads.clear()
+        await until(lambda: engine.threads)
+        before = engine.notices
+        client.interrupt()
+        assert engine.notices == before + 1
+        engine.gate.set()
+        assert (await task).finish_reason == "aborted"
+
+    run(test)
+
+
+def test_a_call_of_an_engine_ends_its_exchange() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    exchange = engine.exchange([Outgoing()], 10.0)
+    assert engine.notices == 0
+    engine.notify = engine.gate.set  # type: ignore[method-assign]
+    with pytest.raises(AttributeError):  # it has no worker group; the exchange is awaited before
+        engine.start("get_info")
+    assert exchange.done()
 
 
 def test_a_lane_can_be_chosen_and_sessions_stay() -> None:

@@ -51,11 +51,11 @@ def group():
 
 @pytest.fixture
 def fresh():
-    """`fresh(**deadlines)`: a group for a test that ends it."""
+    """`fresh(**options)`: a group for a test that ends it."""
     groups = []
 
-    def make(**deadlines):
-        groups.append(start(**deadlines))
+    def make(**options):
+        groups.append(start(**options))
         return groups[-1]
 
     yield make
@@ -154,6 +154,19 @@ def test_a_worker_that_does_not_read_its_messages(fresh):
         ask(group, "echo", x=torch.zeros(2**22))
     assert time.monotonic() - begun < 8
     assert running(pids) == []
+
+
+def test_notices_to_a_stopped_worker_do_not_block(fresh):
+    """More notices than a pipe holds (64 KiB), of which nobody reads any; then to a worker that has ended."""
+    group = fresh(spec=WorkerSpec("probe_workers:Probe", {"word": "hi"}, notified=True), call=1.0)
+    os.kill(ask(group, "who")[1]["pid"], signal.SIGSTOP)
+    begun = time.monotonic()
+    for _ in range(2**17):
+        group.notify()
+    assert time.monotonic() - begun < 10
+    with pytest.raises(DeadlineExceeded):
+        ask(group, "who")
+    group.notify()
 
 
 def test_a_worker_that_dies_during_construction():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -19,6 +20,9 @@ from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.worker_group_harness import PATIENCE, PROBE, WorkerGroupHarness
 from rlframework.errors import BatchError, DeadlineExceeded, PluginError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import WorkerSpec
+
+_NOTICE_WAIT = 5.0
+"""Seconds within which a notice must be seen."""
 
 
 class _Calls:
@@ -49,7 +53,7 @@ class _Calls:
         harness.require(0 < port < 65536, "the process group has a valid port", got=port, expected="1 to 65535")
 
     @holds(1, data_parallel=2)
-    def test_results_come_in_the_order_of_ranks_whoever_is_first(self, harness: WorkerGroupHarness) -> None:
+    def test_results_are_in_the_order_of_ranks(self, harness: WorkerGroupHarness) -> None:
         """Results must be in rank order, whichever worker finishes first; rows are reassembled by that order."""
         harness.equal("results", harness.ask(harness.group(), "sleep", seconds=[0.4, 0.0]), [0, 1])
 
@@ -135,7 +139,7 @@ class _Calls:
         harness.equal("arguments the workers received", group.get_all_worker_results(future), expected)
 
     @holds(1, data_parallel=2)
-    def test_multiple_data_skips_who_is_not_at_rank_0(self, harness: WorkerGroupHarness) -> None:
+    def test_multiple_data_skips_other_ranks_than_0(self, harness: WorkerGroupHarness) -> None:
         """A worker skipped by `run_rank_0_only_axes` must not consume an entry."""
         group = harness.group()
         future = group.run_all_workers_multiple_data("echo", run_rank_0_only_axes=["data_parallel"], value=["only"])
@@ -151,6 +155,23 @@ class _Calls:
         size = harness.layout.workers
         harness.equal("results of the second", group.get_all_worker_results(second), ["second"] * size)
         harness.equal("results of the first", group.get_all_worker_results(first), ["first"] * size)
+
+    @holds(7)
+    def test_a_notice_reaches_each_worker_once_also_during_a_call(self, harness: WorkerGroupHarness) -> None:
+        """Each worker must see a notice once, during a call or in the next one; never, if the group has no notices."""
+        group = harness.start(spec=WorkerSpec(PROBE, {"folder": str(harness.folder)}, notified=True))
+        size, notifies = harness.layout.workers, group.notifies
+        call = group.run_all_workers_single_data("wait_for_notice", seconds=_NOTICE_WAIT if notifies else 0.0)
+        time.sleep(0.3)  # so that the call has begun
+        group.notify()
+        seen = group.get_all_worker_results(call)
+        harness.equal("notices of each worker during a call", seen, [notifies] * size)
+        harness.equal(
+            "notices that were seen before", harness.ask(group, "wait_for_notice", seconds=0.2), [False] * size
+        )
+        group.notify()
+        after = harness.ask(group, "wait_for_notice", seconds=_NOTICE_WAIT if notifies else 0.0)
+        harness.equal("notices before a call", after, [notifies] * size)
 
 
 class _Values:
@@ -226,7 +247,7 @@ class _Values:
         harness.equal("results afterwards", harness.ask(group, "give_back", value=2), [2] * size)
 
     @holds(8)
-    def test_a_call_that_cannot_be_shared_out_reaches_nobody(self, harness: WorkerGroupHarness) -> None:
+    def test_a_call_that_cannot_be_sharded_reaches_no_worker(self, harness: WorkerGroupHarness) -> None:
         """A call that cannot be sharded must raise an error before any worker is called; the group stays usable.
 
         Cases: too many shards, an argument that is not a list, an unknown axis, an unknown worker.

@@ -9,14 +9,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 from rlframework.errors import ConfigError, PluginError
-from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework.workers import machine
 from rlframework.workers.failures import portable
 from rlframework.workers.ray.transport import Packed
@@ -24,6 +25,8 @@ from rlframework.workers.remote_group import WorkerHost, find_target
 
 BARE = "bare"
 """Value of `wants_result` for a call with several returns: the result is not packed, so that Ray can split it."""
+NOTICES = "notices"
+"""The concurrency group of `WorkerActor.notify`, which therefore runs beside a call."""
 
 
 class WorkerClassError(PluginError, ConfigError, ValueError):
@@ -71,7 +74,8 @@ class WorkerActor(WorkerHost):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._notices = threading.Event()
+        super().__init__(self._take_notice)
         self._class: Any = None
 
     def __repr__(self) -> str:
@@ -96,8 +100,19 @@ class WorkerActor(WorkerHost):
 
     def construct(self, *args: Any, **kwargs: Any) -> None:
         """Construct the worker."""
+        if isinstance(context := kwargs.get("context"), WorkerContext):
+            kwargs["context"] = replace(context, notified=self._notified)
         with _raises_portable():
             self._worker = self._class(*args, **kwargs)
+
+    def notify(self) -> None:
+        """Make `WorkerContext.notified` return True once. Called in the concurrency group `NOTICES`."""
+        self._notices.set()
+
+    def _take_notice(self) -> bool:
+        noticed = self._notices.is_set()
+        self._notices.clear()
+        return noticed
 
     def call(self, method_name: str, wants_result: bool | str, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Call the worker; return its packed result, None if it is not wanted, or with `BARE` the result itself."""

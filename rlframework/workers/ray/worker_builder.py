@@ -20,6 +20,7 @@ from rlframework.workers import machine
 from rlframework.workers.ray.transport import Packed, packed_call
 from rlframework.workers.ray.worker_actor import (
     BARE,
+    NOTICES,
     AsyncWorkerActor,
     Configuration,
     Description,
@@ -67,9 +68,13 @@ def worker_options(
     return options
 
 
-def start_actor(options: Mapping[str, Any], *, is_async: bool) -> Any:
-    """Start a `WorkerActor`; return Ray's handle without waiting."""
-    return ray.remote(AsyncWorkerActor if is_async else WorkerActor).options(**options).remote()
+def start_actor(options: Mapping[str, Any], *, is_async: bool, notified: bool = False) -> Any:
+    """Start a `WorkerActor`, which can be `notified` during a call; return Ray's handle without waiting."""
+    actor_class: Any = AsyncWorkerActor if is_async else WorkerActor
+    remote: Any = ray.remote
+    if notified:  # only then, as Ray serves the calls of an actor with concurrency groups outside its main thread
+        remote = ray.remote(concurrency_groups={NOTICES: 1})  # type: ignore[call-overload]
+    return remote(actor_class).options(**options).remote()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from rlframework.workers.failures import FAILURE, HostFailure, root_cause
 from rlframework.workers.ray import heartbeat, runtime, transport, virtual_cluster
 from rlframework.workers.ray.placement import ClusterArgumentError, assign_workers, one_worker_per_bundle
 from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_actor import Configuration, Description, Method
+from rlframework.workers.ray.worker_actor import NOTICES, Configuration, Description, Method
 from rlframework.workers.ray.worker_builder import (
     BoundMethod,
     RayWorkerBuilder,
@@ -184,6 +184,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
         bound = BoundMethod(host, name, self._described.methods.get(name, Method()))
         return bound.prepare(wants_result, **kwargs)
 
+    def _notify(self) -> None:
+        for host in self._hosts:
+            host.notify.options(concurrency_group=NOTICES, num_returns=0).remote()
+
     def _shared(self, value: Any) -> Any:
         return value if isinstance(value, ray.ObjectRef) else ray.put(transport.Packed(value))
 
@@ -249,7 +253,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
     def _load_in_actors(self, spec: WorkerSpec, device: str) -> tuple[list[WorkerContext], dict[int, Any]]:
         """Start the actors, and importing the class in each; return the contexts and the refs of the imports."""
-        self._hosts = [start_actor(each, is_async=self._described.is_async) for each in self._options()]
+        kind = {"is_async": self._described.is_async, "notified": self.notifies}
+        self._hosts = [start_actor(each, **kind) for each in self._options()]
         contexts, loading = self._contexts(device), {}
         known = {"num_gpus": self._gpus, "num_gpus_per_node": self.cluster.num_gpus_per_node}
         workers = [{**known, "bundle_indices": each["bundle_indices"]} for each in self.worker_metadata]

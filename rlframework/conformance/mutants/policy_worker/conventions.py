@@ -240,7 +240,7 @@ def stays_on_the_cpu(engine_class: Any) -> Any:
     return Broken
 
 
-@mutant("rank_one_everywhere", "Every worker reports rank 1.", "test_workers_tell_who_they_are")
+@mutant("rank_one_everywhere", "Every worker reports rank 1.", "test_workers_report_their_rank")
 def rank_one_everywhere(worker_class: Any) -> Any:
     """See the mutant's `bug`."""
 

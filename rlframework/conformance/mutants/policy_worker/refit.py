@@ -178,7 +178,7 @@ def nothing_to_prepare(worker_class: Any) -> Any:
 @mutant(
     "lost_engines_borne",
     "Weights that no engine received are reported as sent.",
-    "test_an_engine_that_is_late_or_gone_is_told_and_the_trainer_goes_on",
+    "test_a_late_or_lost_engine_is_reported_and_the_trainer_goes_on",
 )
 def lost_engines_borne(worker_class: Any) -> Any:
     """See the mutant's `bug`."""

@@ -124,7 +124,9 @@ def without_checksums(checkpoints_class: Any) -> Any:
 
 
 @mutant(
-    "failed_save_is_silent", "A failed checkpoint save raises no error.", "test_a_save_that_cannot_be_written_is_told"
+    "failed_save_is_silent",
+    "A failed checkpoint save raises no error.",
+    "test_a_save_that_cannot_be_written_is_reported",
 )
 def failed_save_is_silent(worker_class: Any) -> Any:
     """See the mutant's `bug`."""

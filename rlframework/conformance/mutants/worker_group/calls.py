@@ -152,6 +152,16 @@ def positional_as_keyword(part: Any) -> type:
     return with_methods(part, run_all_workers_single_data=single)
 
 
+def notices_lost(part: Any) -> type:
+    """Claim to notify workers, and do nothing."""
+
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        part.__init__(self, *args, **given)
+        self.notifies = True
+
+    return with_methods(part, __init__=init, notify=lambda self: None)
+
+
 def _sharded(name: str, bug: str, test: str, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Mutant:
     return Mutant(name, bug, (test,), sharded_call_with(change), TWO)
 
@@ -217,7 +227,7 @@ MUTANTS = (
     Mutant(
         "indices_wrap_around",
         "A worker index out of range wraps around.",
-        ("test_a_call_that_cannot_be_shared_out_reaches_nobody",),
+        ("test_a_call_that_cannot_be_sharded_reaches_no_worker",),
         wrapping_indices,
         TWO,
     ),
@@ -231,15 +241,22 @@ MUTANTS = (
     Mutant(
         "skipped_workers_take_entries",
         "Every worker gets an entry, including those that should be skipped.",
-        ("test_multiple_data_skips_who_is_not_at_rank_0",),
+        ("test_multiple_data_skips_other_ranks_than_0",),
         multiple_call_with(entries_for_all),
         TWO,
     ),
     Mutant(
         "entries_not_counted",
         "Surplus entries are silently dropped.",
-        ("test_a_call_that_cannot_be_shared_out_reaches_nobody",),
+        ("test_a_call_that_cannot_be_sharded_reaches_no_worker",),
         multiple_call_with(lambda given: values(first_two_entries)(given)),
+        TWO,
+    ),
+    Mutant(
+        "notices_lost",
+        "A notice does not reach the workers.",
+        ("test_a_notice_reaches_each_worker_once_also_during_a_call",),
+        notices_lost,
         TWO,
     ),
     Mutant(
@@ -270,7 +287,7 @@ MUTANTS = (
     _sharded(
         "shares_not_counted",
         "Surplus shares are silently dropped.",
-        "test_a_call_that_cannot_be_shared_out_reaches_nobody",
+        "test_a_call_that_cannot_be_sharded_reaches_no_worker",
         first_two_shares,
     ),
     Mutant(

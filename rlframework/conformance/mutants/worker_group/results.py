@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "order_of_completion",
         "Results do not come back in rank order.",
-        ("test_results_come_in_the_order_of_ranks_whoever_is_first",),
+        ("test_results_are_in_the_order_of_ranks",),
         broken_results(lambda group, wait: wait()[::-1]),
         TWO,
     ),

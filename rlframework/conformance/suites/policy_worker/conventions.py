@@ -166,7 +166,7 @@ class Conventions(Suite):
             )
 
     @holds(1)
-    def test_workers_tell_who_they_are(self, harness: PolicyHarness) -> None:
+    def test_workers_report_their_rank(self, harness: PolicyHarness) -> None:
         """`get_info` must describe each worker: the driver plans batches with it, and people read the rest."""
         infos = harness.policy().get_info()
         harness.equal("ranks", [info["rank"] for info in infos], list(range(harness.layout.workers)))

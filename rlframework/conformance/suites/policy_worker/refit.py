@@ -26,7 +26,7 @@ HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
 SMALL = 4096 / 2**20
 """Buffer size in MiB: some groups hold a few weights, and some weights exceed a group."""
 
-SOON = 2.0
+SOON = 5.0
 """Deadline in seconds for tests in which a process is late."""
 
 
@@ -126,7 +126,7 @@ class Refit(Suite):
             harness.require("UserError" in raised, "an unknown weight must raise UserError", got=raised)
 
     @holds(7, Capability.COLLECTIVE_REFIT)
-    def test_an_engine_that_is_late_or_gone_is_told_and_the_trainer_goes_on(self, harness: PolicyHarness) -> None:
+    def test_a_late_or_lost_engine_is_reported_and_the_trainer_goes_on(self, harness: PolicyHarness) -> None:
         """If an engine is late or dead, the refit must fail within the deadline and the trainer must stay usable."""
         refit = {"transport": "collective", "deadline": SOON}
         policy = harness.policy(generation={"workers": {}, "refit": refit})

@@ -117,7 +117,7 @@ class Sharded(Suite):
         harness.raises(DataError, loading(harness, paths), "a checkpoint without its index", r"\.metadata")
 
     @holds(5, STATE, SHARDED)
-    def test_a_save_that_cannot_be_written_is_told(self, harness: PolicyHarness) -> None:
+    def test_a_save_that_cannot_be_written_is_reported(self, harness: PolicyHarness) -> None:
         """A save that cannot be written must raise a `WriteError`, from the call that starts or finishes it, and leave
         nothing.
         """
