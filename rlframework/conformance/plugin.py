@@ -72,6 +72,11 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[py
     return _session(collector.config).pytest_pycollect_makeitem(collector, name, obj)
 
 
+def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
+    """Count tests that failed because something is not implemented yet apart: they are summarized at the end."""
+    return ("not implemented yet", "N", "NOT IMPLEMENTED") if getattr(report, "unwritten", False) else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """With pytest-xdist: collect the plan of a worker process."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +37,9 @@ PROPERTY = "rlframework_conformance"
 """Name of the user property of a test report that holds its `Result` as JSON."""
 OF_DEVICES = ("policy_worker", "generation_engine")
 """Kinds with tests that need a GPU; a verdict from a run on the CPU says so."""
+
+_MUTANT_CASE = re.compile(r"::test_mutant_is_caught\[(.+)-test_")
+"""The name of the mutant in the id of a test of `MutantProof`."""
 
 Outcome = Literal["passed", "failed", "known_failure", "error"]
 _WORST: tuple[Outcome, ...] = ("passed", "known_failure", "failed", "error")
@@ -224,10 +228,28 @@ def lines_of(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def unwritten_of(verdicts: Iterable[Verdict]) -> list[str]:
-    """Summarize the texts of `NotImplementedError`, with the number of tests that raised each."""
+    """Summarize the texts of `NotImplementedError`: the number of tests that raised each, and where it is raised."""
     texts = (result.message for verdict in verdicts for result in verdict.results)
-    found = Counter(match[1].rstrip('"') for text in texts if (match := NOT_WRITTEN.search(text)))
-    return [f"not implemented yet, required by {_tests(count)}: {text}" for text, count in found.most_common()]
+    found = Counter((match[1].rstrip('"'), match[2] or "") for text in texts if (match := NOT_WRITTEN.search(text)))
+    return [
+        f"not implemented yet, required by {_tests(count)}: {text}{place}"
+        for (text, place), count in found.most_common()
+    ]
+
+
+def proof_of(stats: Mapping[str, Sequence[Any]]) -> str:
+    """Count the mutants in the reports of a terminal reporter's `stats`; empty if there are none."""
+    found: dict[str, set[str]] = {}
+    for outcome in ("passed", "skipped", "failed", "error"):
+        for report in stats.get(outcome, ()):
+            case = _MUTANT_CASE.search(report.nodeid)
+            if case and (report.when == "call" or outcome != "passed"):
+                found.setdefault(case[1], set()).add(outcome)
+    missed = sum(bool(outcomes & {"failed", "error"}) for outcomes in found.values())
+    left_out = sum(outcomes == {"skipped"} for outcomes in found.values())
+    text = f"mutants: {len(found) - missed - left_out} of {len(found)} caught"
+    parts = {"not caught": missed, "left out, for the reasons above": left_out}
+    return ", ".join([text, *(f"{count} {word}" for word, count in parts.items() if count)]) if found else ""
 
 
 def verdicts_of(results: Iterable[Result], planned: Iterable[SuiteRun] = ()) -> list[Verdict]:

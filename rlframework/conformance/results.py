@@ -53,6 +53,7 @@ def classify(report: Any, call: Any, suite: type[Suite], registered: Registered,
         _fail(report, str(error), again)
     elif text := not_written(error):
         _fail(report, text, again)
+        report.unwritten = True
     else:
         report.sections.append(("to repeat it", again))
     return "failed" if report.when == "call" else "error"

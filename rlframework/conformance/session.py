@@ -24,6 +24,7 @@ from rlframework.conformance.report import (
     SuiteRun,
     Verdict,
     lines_of,
+    proof_of,
     results_in,
     unwritten_of,
     verdicts_of,
@@ -239,8 +240,10 @@ class ConformanceSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None]:
-        """Print a line per backend, suite and layout at the end, and the features not implemented yet."""
+        """Print at the end a line per backend, suite and layout, what is not implemented yet, and counts of mutants."""
         yield
+        if line := proof_of(terminalreporter.stats):
+            terminalreporter.line(line)
         if not self._planned or self._config.option.collectonly:
             return
         verdicts = self._verdicts()

@@ -7,8 +7,8 @@ import traceback
 
 from rlframework.errors import WorkerError
 
-NOT_WRITTEN = re.compile(r"NotImplementedError: (.+)")
-"""Finds what is not implemented in the text of an error."""
+NOT_WRITTEN = re.compile(r"NotImplementedError: (.+)(\n  in        .+)?")
+"""Finds what is not implemented, and the line with its place, in the text of an error."""
 _OF_WORKER = re.compile(r"[^:]+ failed in [^:]+: NotImplementedError: ")
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\w+)', re.MULTILINE)
 
@@ -24,6 +24,6 @@ def not_written(error: BaseException) -> str:
         text = str(error)
     else:
         return ""
-    what = NOT_WRITTEN.findall(text) or [""]
+    what = [found[1] for found in NOT_WRITTEN.finditer(text)] or [""]
     where = [f"\n  in        {file}:{line}, {function}" for file, line, function in _FRAME.findall(text)[-1:]]
     return f"NotImplementedError: {what[-1]}" + "".join(where)

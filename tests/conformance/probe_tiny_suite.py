@@ -19,6 +19,7 @@ PARTS = """
             record("boasting", "Sound", capabilities=(Capability.LORA, Capability.SCORING)),
             record("wrong", "Wrong"),
             record("raising", "Raising"),
+            record("unfinished", "Unfinished"),
             record("skipping", "Skipping"),
             record("absent", "Absent"),
             record("known", "Wrong", [KNOWN]),
@@ -46,6 +47,9 @@ PARTS = """
 
     class Raising:
         number = Property(RuntimeError("no number today"))
+
+    class Unfinished:
+        number = Property(NotImplementedError("number: return two"))
 
     import pytest
 

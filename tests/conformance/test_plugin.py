@@ -105,6 +105,21 @@ def test_another_exception_keeps_its_traceback(tests, pytester):
     )
 
 
+def test_what_is_not_implemented_is_summarized_instead_of_listed(tests, pytester):
+    tests.of("unfinished")
+    result = run(pytester, "-rf")
+    assert result.ret == 1
+    assert verdict(result) == ["unfinished  TinySuite  NOT CONFORMANT  1 passed, 1 failed, 1 not declared"]
+    result.stdout.fnmatch_lines(
+        [
+            "not implemented yet, required by 1 test: number: return two",
+            "  in        *tiny_parts.py:*, __get__",
+            "*1 passed, 1 not implemented yet*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("FAILED*")
+
+
 @pytest.mark.parametrize(
     ("mark", "says"),
     [

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from rlframework.conformance.report import (
     as_json,
     largest_errors,
     lines_of,
+    proof_of,
     unwritten_of,
     verdicts_of,
     write_json,
@@ -63,12 +65,28 @@ def verdict(*outcomes, **changes):
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
+def test_mutants_are_counted_with_all_their_tests():
+    """One is caught by one test and missed by another, one is left out, one is caught where a test is left out."""
+
+    def report(case, when="call"):
+        return SimpleNamespace(nodeid=f"test_it.py::TestProof::test_mutant_is_caught[{case}]", when=when)
+
+    stats = {
+        "": [report("half-test_a", "setup")],
+        "passed": [report("half-test_a"), report("whole-test_a"), SimpleNamespace(nodeid="::test_other", when="call")],
+        "failed": [report("half-test_b")],
+        "skipped": [report("none-test_c"), report("whole-test_c")],
+    }
+    assert proof_of(stats) == "mutants: 1 of 3 caught, 1 not caught, 1 left out, for the reasons above"
+    assert proof_of({"passed": []}) == ""
+
+
 def test_missing_features_are_reported_once_with_the_number_of_tests():
-    told = "E   NotImplementedError: step: one step\n\nworker.py:4: NotImplementedError"
+    told = "NotImplementedError: step: one step\n  in        worker.py:4, step\n  repeat    rlframework"
     results = [replace(result(name, "failed"), message=told) for name in ("test_a", "test_b")]
     results.append(replace(result("test_d", "failed"), message='got "NotImplementedError: close: leave"\nwanted x'))
     lines = [
-        "not implemented yet, required by 2 tests: step: one step",
+        "not implemented yet, required by 2 tests: step: one step\n  in        worker.py:4, step",
         "not implemented yet, required by 1 test: close: leave",
     ]
     assert unwritten_of([Verdict(SUBJECT, results)]) == lines
