@@ -1,9 +1,10 @@
-"""Build the release of the commit that is checked out: wheels of all distributions, checksums, a signature, the notes.
+"""Build the release of the commit that is checked out: wheels, documentation, checksums, a signature, the notes.
 
-    make release KEY=~/.ssh/id_ed25519      # dist/VERSION: *.whl, SHA256SUMS, SHA256SUMS.sig, NOTES.md
+    make release KEY=~/.ssh/id_ed25519      # dist/VERSION: *.whl, *.zip, SHA256SUMS, SHA256SUMS.sig, NOTES.md
 
 Wheels are built from an export of the commit, so that no other file gets in, and twice, to see that anybody who builds
-this commit with the same hatchling gets the same checksums. The signature is one of `ssh-keygen`, over the checksums;
+this commit with the same hatchling gets the same checksums. The documentation is the site as an archive, for people who
+have no clone: messages name its pages. The signature is one of `ssh-keygen`, over the checksums;
 `VERIFY` below is how users check it.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,9 +63,10 @@ def release(root: Path, output: Path | None = None, key: Path | None = None) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         new, again = (build(root, Path(scratch) / name, version) for name in ("wheels", "again"))
-        if (sums := checksums(new)) != checksums(again):
-            raise ReleaseError(f"two builds of one commit differ:\n{sums}\n{checksums(again)}")
-        (new / "SHA256SUMS").write_text(sums)
+        if checksums(new) != checksums(again):
+            raise ReleaseError(f"two builds of one commit differ:\n{checksums(new)}\n{checksums(again)}")
+        archive_site(new.with_suffix(".source"), new / f"rlframework-docs-{version}.zip")
+        (new / "SHA256SUMS").write_text(checksums(new))
         (new / "NOTES.md").write_text(text)
         if key is not None:
             sign(new / "SHA256SUMS", key)
@@ -112,10 +115,22 @@ def build(root: Path, folder: Path, version: str) -> Path:
     return folder
 
 
+def archive_site(source: Path, archive: Path) -> None:
+    """Build the site of the pages in `source`; write it to `archive`, to be unpacked and opened from disk."""
+    site = source / "build" / archive.stem
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    done = subprocess.run(
+        command, cwd=source, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise ReleaseError(f"the documentation cannot be built:\n{done.stderr.strip()}")
+    shutil.make_archive(str(archive.with_suffix("")), "zip", site.parent, site.name)
+
+
 def checksums(folder: Path) -> str:
-    """SHA-256 and name of each wheel, as `sha256sum` writes and checks them."""
-    wheels = sorted(folder.glob("*.whl"))
-    return "".join(f"{hashlib.sha256(wheel.read_bytes()).hexdigest()}  {wheel.name}\n" for wheel in wheels)
+    """SHA-256 and name of each wheel and archive, as `sha256sum` writes and checks them."""
+    files = sorted([*folder.glob("*.whl"), *folder.glob("*.zip")])
+    return "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
 
 
 def sign(path: Path, key: Path) -> None:

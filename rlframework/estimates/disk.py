@@ -31,8 +31,10 @@ def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
 
 
 def gib(size: int | None) -> str:
-    """Format bytes in GiB with two or three significant digits; "?" if unknown."""
+    """Format bytes in GiB with two or three significant digits, a MiB as the least; "?" if unknown."""
     if size is None:
         return "?"
     value = size / 2**30
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+    if 0 < value < 0.001:
+        return "<0.001"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"

@@ -270,7 +270,15 @@ def test_placeholders_say_that_no_worker_is_started():
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0.00"), (GIB // 2, "0.50"), (GIB * 3 // 2, "1.5"), (GIB * 1500, "1,500")]
+    ("size", "text"),
+    [
+        (0, "0"),
+        (2**10, "<0.001"),
+        (5 * 2**20, "0.0049"),
+        (GIB // 2, "0.5"),
+        (GIB * 3 // 2, "1.5"),
+        (GIB * 1500, "1,500"),
+    ],
 )
 def test_sizes(size, text):
     assert gib(size) == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def tree(tmp_path: Path) -> Path:
     for name in ("dtensor", "deepspeed", "megatron", "vllm"):
         project(root / "plugins" / name, f"rlframework-{name}", f"rlframework_{name}", "1.2.0")
     (root / "CHANGELOG.md").write_text("# Changes\n\n## 1.2.0\n\n- New.\n\n## 1.1.0\n\n- Old.\n")
+    (root / "mkdocs.yml").write_text("site_name: tree\n")
+    (root / "docs").mkdir()
+    (root / "docs" / "index.md").write_text("# The first page\n")
     shell(root, "git", "init", "-q")
     commit(root)
     return root
@@ -64,7 +68,9 @@ def test_a_release_is_what_was_committed_and_others_can_check_it(tree: Path, tmp
     wheels = {path.name.split("-")[0] for path in folder.glob("*-1.2.0-*.whl")}
     assert wheels == {"rlframework_core", *(f"rlframework_{n}" for n in ("dtensor", "deepspeed", "megatron", "vllm"))}
     assert (folder / "NOTES.md").read_text() == "- New.\n"
-    assert shell(folder, "sha256sum", "--check", "SHA256SUMS").count(": OK") == 5
+    assert shell(folder, "sha256sum", "--check", "SHA256SUMS").count(": OK") == 6
+    with zipfile.ZipFile(folder / "rlframework-docs-1.2.0.zip") as archive:
+        assert "The first page" in archive.read("rlframework-docs-1.2.0/index.html").decode()
     (folder / "allowed_signers").write_text("us@example.org " + (tmp_path / "key.pub").read_text())
     verify, _ = RELEASE["VERIFY"].splitlines()[1].split(" < ")
     command = verify.format(namespace=RELEASE["NAMESPACE"]).replace("SIGNER", "us@example.org").split()
