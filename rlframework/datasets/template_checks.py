@@ -42,9 +42,9 @@ def end_of_turn_problem(tokenizer: PreTrainedTokenizerBase, *, rows: bool = True
     return (
         f"the chat template ends an assistant turn with no special token, so rows end with {tokenizer.eos_token!r} "
         "instead, which the template does not write, and earlier turns with nothing: the model would not learn to end "
-        "them. Add the template's end of turn to the tokenizer as one special token "
-        "(tokenizer.add_special_tokens, then resize the model's embeddings), or set policy.chat_template to one that "
-        f"ends turns with {tokenizer.eos_token!r}"
+        f"them. Set policy.chat_template to one that ends turns with {tokenizer.eos_token!r} (in the template, "
+        "eos_token), or add the template's end of turn to the tokenizer as one special token "
+        "(tokenizer.add_special_tokens, then resize the model's embeddings)"
     )
 
 

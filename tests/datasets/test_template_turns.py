@@ -213,7 +213,7 @@ def test_reasoning_that_a_template_drops_from_earlier_turns() -> None:
 def test_a_template_whose_turns_end_with_no_token(template, warned) -> None:
     problem = end_of_turn_problem(tokenizer(template))
     assert (problem is not None) == warned
-    assert problem is None or "Add the template's end of turn to the tokenizer as one special token" in problem
+    assert problem is None or "Set policy.chat_template to one that ends turns with '<eos>'" in problem
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN3, LLAMA2, MISTRAL, ""])
