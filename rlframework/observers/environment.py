@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,13 @@ VARIABLES = (
 """The only environment variables that are recorded."""
 
 
-def write_environment(output_dir: Path, plugins: Iterable[PluginListing] = ()) -> dict[str, Any]:
+def write_environment(
+    output_dir: Path, plugins: Iterable[PluginListing] = (), *, resumed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Describe this process and its machine in `environment.json`, and return the content.
 
-    A resumed run keeps its `run_id`; its previous environments are stored under `earlier`.
+    A resumed run keeps its `run_id`; its previous environments are stored under `earlier`. `resumed`: the step after
+    which it is resumed (`after_step`), and the settings that are `changed`, each with its old and its new value.
     """
     before = read_environment(output_dir)
     earlier = before.pop("earlier", [])
@@ -70,6 +73,8 @@ def write_environment(output_dir: Path, plugins: Iterable[PluginListing] = ()) -
         },
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+    if resumed is not None:
+        found["resumed"] = dict(resumed)
     if before:
         found["earlier"] = [*earlier, before]
     text = printable(json.dumps(found, indent=2, ensure_ascii=False))

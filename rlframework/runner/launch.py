@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 from rlframework.algorithm import Parts, RunResult
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
+from rlframework.config.yaml_text import parse_yaml
 from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, RunTerminated
 from rlframework.files import exclusive_directory, remove_temporary, write_atomically
 from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
+from rlframework.observers.services import flatten
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.data import require_data, with_data
 from rlframework.runner.further_policies import used_policies
@@ -51,7 +53,7 @@ from rlframework.runner.uploaded import (
     require_unused,
     require_writable,
 )
-from rlframework.secrets import has_secrets
+from rlframework.secrets import has_secrets, hide_secrets
 
 if TYPE_CHECKING:
     from rlframework.datasets.sources.memory import Data
@@ -154,9 +156,11 @@ def _train(
                 check_output_dir(config)  # again, because another process may have trained in the folder since
             else:
                 drop_steps_after(folder, step_of_checkpoint(attempt.checkpoint))
-            # it has the secrets that the configuration spells out, which a resumed run needs
+        resumed = None if attempt.checkpoint is None else _resumed(config, step_of_checkpoint(attempt.checkpoint))
+        if first:  # it has the secrets that the configuration spells out, which a resumed run needs
             write_atomically(folder / "config.yaml", config_yaml(config), private=has_secrets(dump_config(config)))
-        write_environment(folder, manager.listing())  # before observers read the run's id from it
+        # before observers read the run's id from it
+        write_environment(folder, manager.listing(), resumed=resumed)
         with parts.observers:
             attempt.observers = parts.observers
             result = training.run()
@@ -169,6 +173,15 @@ def _train(
             parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
             parts.observers.run_finished(result.metrics)
     return result
+
+
+def _resumed(config: RunConfig, step: int) -> dict[str, Any]:
+    """Return the step and the settings that a resume changes, for `write_environment`."""
+    file = config.output_dir / "config.yaml"
+    texts = (file.read_text(encoding="utf-8"), config_yaml(config)) if file.is_file() else ()
+    old, new = [flatten(hide_secrets(parse_yaml(text, file.name).values)) for text in texts] or [{}, {}]
+    changed = {name: [old.get(name), new.get(name)] for name in old | new if old.get(name) != new.get(name)}
+    return {"after_step": step, "changed": changed}
 
 
 @contextmanager

@@ -132,6 +132,15 @@ def test_an_incomplete_last_line_is_ignored(run_dir: Path) -> None:
     assert run.notes == ["2 lines of samples.jsonl could not be read and were skipped"]
 
 
+def test_settings_that_a_resume_changed_are_noted(run_dir: Path) -> None:
+    first, last = (
+        {"started": "now", "resumed": {"after_step": step, "changed": changed}}
+        for step, changed in ((1, {"policy.optimizer.lr": [0.5, 0.1], "seed": [None, 3]}), (2, {}))
+    )
+    (run_dir / "environment.json").write_text(json.dumps({**last, "earlier": [{"started": "then"}, first, "?"]}))
+    assert read_run(run_dir, "a").notes == ["resumed after step 1 with policy.optimizer.lr 0.5 → 0.1, seed null → 3"]
+
+
 def test_samples_of_a_run_resumed_from_an_earlier_step(run_dir: Path) -> None:
     rows = [sample(1, "a"), sample(2, "b"), sample(2, "c"), sample(3, "d"), sample(2, "e"), sample(2, "f")]
     (run_dir / "samples.jsonl").write_text(lines(rows))

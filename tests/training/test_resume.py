@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -35,6 +36,8 @@ def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path,
     del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
     assert whole == two
     assert_same_weights(tmp_path / "whole", tmp_path / "two")
+    environment = json.loads((tmp_path / "two" / "environment.json").read_text())
+    assert environment["resumed"] == {"after_step": 4, "changed": {"algorithm.num_steps": [4, 6]}}
 
 
 def test_steps_that_a_resume_repeats_are_in_the_files_once(run_config, tmp_path):

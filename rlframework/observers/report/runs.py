@@ -10,6 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,6 +119,13 @@ class TimelineRow(BaseModel):
         return sum(seconds for lane, seconds in self.busy.items() if lane.startswith(ENGINE))
 
 
+class Resumed(BaseModel):
+    """How a run was resumed, see `write_environment`."""
+
+    after_step: int
+    changed: dict[str, tuple[Any, Any]]
+
+
 @dataclass(frozen=True)
 class Run:
     """The data of one run. `config` and `environment` are None if the run has no such file."""
@@ -171,7 +179,21 @@ def read_run(path: Path, name: str) -> Run:
     skipped = {SAMPLES_FILE: bad_samples, TIMELINE_FILE: bad_timeline}
     notes = [f"{bad} lines of {name} could not be read and were skipped" for name, bad in skipped.items() if bad]
     config, environment = _read_mapping(path / CONFIG_FILE), _read_mapping(path / ENVIRONMENT_FILE)
+    notes += _changes(environment or {})
     return Run(name, path, history, samples, config, environment, (path / MODEL).is_dir(), notes, timeline)
+
+
+def _changes(environment: Mapping[str, Any]) -> list[str]:
+    """A sentence for each resume that changed settings."""
+    notes = []
+    for started in (*environment.get("earlier", ()), environment):
+        with suppress(ValidationError, AttributeError):  # it was not resumed, or the file is not ours
+            resumed = Resumed.model_validate(started.get("resumed"))
+            settings = [
+                f"{name} {_text(name, old)} → {_text(name, new)}" for name, (old, new) in resumed.changed.items()
+            ]
+            notes += [f"resumed after step {resumed.after_step} with {', '.join(settings)}"] * bool(settings)
+    return notes
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
