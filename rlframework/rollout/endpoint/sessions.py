@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+MOST_GIVEN_UP = 65_536
+"""Sessions that were given up whose clients are told so; others get an answer as for an unknown token."""
 MOST_RESPONSES = 256
 """The responses of a session that `previous_response_id` may name: the last ones."""
 
@@ -172,7 +174,8 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_token: dict[bytes, Session] = {}
-        self._given_up: set[bytes] = set()
+        self._given_up: dict[bytes, None] = {}
+        """The newest `MOST_GIVEN_UP`."""
 
     def open(self, session: Session) -> Session:
         """Accept requests of `session` from now on."""
@@ -183,13 +186,15 @@ class Sessions:
         """Accept no more requests of `session`, and cancel those in progress. `given_up`: clients are told so."""
         self._by_token.pop(_digest(session.token), None)
         if given_up:
-            self._given_up.add(_digest(session.token))
+            self._given_up[_digest(session.token)] = None
+            if len(self._given_up) > MOST_GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
         session.close(_given_up() if given_up else unauthorized())
 
     def find(self, authorization: str | None) -> Session:
         """Return the session of the header `Authorization: Bearer TOKEN`. `ApiError` if there is none.
 
-        410 for a session that was given up, which clients do not try again; else 401.
+        410 for a session that was given up lately, which clients do not try again; else 401.
         """
         kind, _, token = (authorization or "").partition(" ")
         digest = _digest(token.strip()) if kind.lower() == "bearer" else b""

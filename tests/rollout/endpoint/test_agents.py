@@ -143,6 +143,20 @@ def test_an_attempt_that_was_given_up_is_told_so() -> None:
         assert session.closed.status == status
 
 
+def test_only_the_newest_attempts_that_were_given_up_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlframework.rollout.endpoint.sessions.MOST_GIVEN_UP", 2)
+    sessions = Sessions()
+    opened = [sessions.open(Session("engine")) for _ in range(3)]
+    for session in opened:
+        sessions.close(session, given_up=True)
+    statuses = []
+    for session in opened:
+        with pytest.raises(ApiError) as caught:
+            sessions.find(f"Bearer {session.token}")
+        statuses.append(caught.value.status)
+    assert statuses == [401, 410, 410]
+
+
 @pytest.mark.slow
 def test_a_token_ends_with_its_attempt(agent_parts: Any) -> None:
     SESSIONS.clear()
