@@ -81,7 +81,7 @@ class GenerationWorker:
             results = self.engine.poll(min(left, _SLICE))
             passed = time.monotonic() - begun
             left -= passed
-            idle = passed < _SLICE  # it has nothing to serve
+            idle = passed < _SLICE / 2  # it has nothing to serve
             if results or idle or left <= 0 or self.context.notified():
                 return results
 
