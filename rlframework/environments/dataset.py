@@ -111,11 +111,12 @@ class DatasetEnvironment(VerifiableEnvironment):
                 f"{config.source}: no training row is left, because every prompt is also in validation. Rows are "
                 "compared by their prompts alone; give the two different prompts"
             )
+        self._left_out = ""
         if validation is not train and len(kept) < len(numbers):
-            _LOG.warning(
-                "%d of %d rows of %s are left out of training, because their prompts are also in validation",
-                len(numbers) - len(kept), len(numbers), config.source,
-            )  # fmt: skip
+            self._left_out = (
+                f"{len(numbers) - len(kept)} of {len(numbers)} rows of {config.source} are left out of training, "
+                "because their prompts are also in validation"
+            )
         kept, mixture = self._limited(train, kept)
         self._samples: dict[Split, Sequence[Sample]] = {
             "train": LazySamples(train, kept, self._sample, self._unanswered, mixture),
@@ -127,6 +128,9 @@ class DatasetEnvironment(VerifiableEnvironment):
 
         `metadata` is the whole row as it was read, with all its columns.
         """
+        if split == "train" and self._left_out:  # not in an evaluation, which trains on nothing
+            _LOG.warning("%s", self._left_out)
+            self._left_out = ""
         return self._samples[split]
 
     def score(self, sample: Sample, completion: str) -> float:

@@ -143,12 +143,16 @@ def test_a_share_is_held_out_with_all_copies(tmp_path: Path) -> None:
     assert answers(make(path, 4, check="exact", validation_fraction=0.2), "validation") != validation
 
 
-def test_prompts_of_validation_leave_train(tmp_path: Path) -> None:
+def test_prompts_of_validation_leave_train(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train = write(tmp_path / "a.jsonl", *sums(4))
     test = write(tmp_path / "b.parquet", {"question": " 2+1? ", "answer": 3})
     environment = make(train, validation_path=str(test), check="exact")
-    assert answers(environment, "train") == ["1", "2", "4"]
     assert answers(environment, "validation") == ["3"]
+    assert caplog.messages == []  # an evaluation trains on nothing
+    for _ in range(2):
+        assert answers(environment, "train") == ["1", "2", "4"]
+    left_out = f"1 of 4 rows of {train} are left out of training, because their prompts are also in validation"
+    assert caplog.messages == [left_out]
     asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "2+1?"}]
     told = write(tmp_path / "c.jsonl", {"messages": asked, "answer": 3})  # the system's words do not count
     assert answers(make(train, validation_path=str(told), check="exact"), "train") == ["1", "2", "4"]
