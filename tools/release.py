@@ -4,7 +4,7 @@
 
 Wheels are built from an export of the commit, so that no other file gets in, and twice, to see that anybody who builds
 this commit with the same hatchling gets the same checksums. The documentation is the site as an archive, for people who
-have no clone: messages name its pages. The signature is one of `ssh-keygen`, over the checksums;
+have no clone, with the folder `examples`: messages and pages name both. The signature is one of `ssh-keygen`, over the checksums;
 `VERIFY` below is how users check it.
 """
 
@@ -116,7 +116,7 @@ def build(root: Path, folder: Path, version: str) -> Path:
 
 
 def archive_site(source: Path, archive: Path) -> None:
-    """Build the site of the pages in `source`; write it to `archive`, to be unpacked and opened from disk."""
+    """Build the site of the pages in `source`, to be opened from disk; write it to `archive` with the examples."""
     site = source / "build" / archive.stem
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
     done = subprocess.run(
@@ -124,6 +124,7 @@ def archive_site(source: Path, archive: Path) -> None:
     )
     if done.returncode:
         raise ReleaseError(f"the documentation cannot be built:\n{done.stderr.strip()}")
+    shutil.copytree(source / "examples", site / "examples")
     shutil.make_archive(str(archive.with_suffix("")), "zip", site.parent, site.name)
 
 

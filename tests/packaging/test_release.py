@@ -50,6 +50,8 @@ def tree(tmp_path: Path) -> Path:
     (root / "mkdocs.yml").write_text("site_name: tree\n")
     (root / "docs").mkdir()
     (root / "docs" / "index.md").write_text("# The first page\n")
+    (root / "examples").mkdir()
+    (root / "examples" / "run.yaml").write_text("seed: 1\n")
     shell(root, "git", "init", "-q")
     commit(root)
     return root
@@ -71,6 +73,7 @@ def test_a_release_is_what_was_committed_and_others_can_check_it(tree: Path, tmp
     assert shell(folder, "sha256sum", "--check", "SHA256SUMS").count(": OK") == 6
     with zipfile.ZipFile(folder / "rlframework-docs-1.2.0.zip") as archive:
         assert "The first page" in archive.read("rlframework-docs-1.2.0/index.html").decode()
+        assert archive.read("rlframework-docs-1.2.0/examples/run.yaml") == b"seed: 1\n"
     (folder / "allowed_signers").write_text("us@example.org " + (tmp_path / "key.pub").read_text())
     verify, _ = RELEASE["VERIFY"].splitlines()[1].split(" < ")
     command = verify.format(namespace=RELEASE["NAMESPACE"]).replace("SIGNER", "us@example.org").split()
