@@ -98,6 +98,12 @@ class Algorithm(ABC):
     def __init__(self, parts: Parts) -> None:
         """Check the parts against each other before any work; raise `ConfigError` or `DataError`."""
 
+    def restore(self) -> None:
+        """Load `parts.checkpoint`, if there is one, so that an error comes before the files of the run are changed.
+
+        Called once before `run`. By default it does nothing, and `run` loads it.
+        """
+
     @abstractmethod
     def run(self) -> RunResult:
         """Train to the end and return the result."""

@@ -4,8 +4,8 @@
 
 Wheels are built from an export of the commit, so that no other file gets in, and twice, to see that anybody who builds
 this commit with the same hatchling gets the same checksums. The documentation is the site as an archive, for people who
-have no clone, with the folder `examples`: messages and pages name both. The signature is one of `ssh-keygen`, over the checksums;
-`VERIFY` below is how users check it.
+have no clone, with the folder `examples`: messages and pages name both. The signature is one of `ssh-keygen`, over the
+checksums; `VERIFY` below is how users check it.
 """
 
 from __future__ import annotations

@@ -154,15 +154,16 @@ def _train(
             remove_temporary(folder)
             if attempt.checkpoint is None:
                 check_output_dir(config)  # again, because another process may have trained in the folder since
-            else:
-                drop_steps_after(folder, step_of_checkpoint(attempt.checkpoint))
+        attempt.observers = parts.observers
+        training.restore()  # before a file of the run is changed: it may be rejected
+        if first and attempt.checkpoint is not None:
+            drop_steps_after(folder, step_of_checkpoint(attempt.checkpoint))
         resumed = None if attempt.checkpoint is None else _resumed(config, step_of_checkpoint(attempt.checkpoint))
         if first:  # it has the secrets that the configuration spells out, which a resumed run needs
             write_atomically(folder / "config.yaml", config_yaml(config), private=has_secrets(dump_config(config)))
         # before observers read the run's id from it
         write_environment(folder, manager.listing(), resumed=resumed)
         with parts.observers:
-            attempt.observers = parts.observers
             result = training.run()
             path = folder / "model"
             parts.policy.save_pretrained(str(path))

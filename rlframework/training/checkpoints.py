@@ -209,7 +209,10 @@ class Checkpoints:
             raise
 
     def restore(self) -> RunState | None:
-        """Restore the run and return the contents of its checkpoint's `run.json`; None for a new run."""
+        """Restore the run and return the contents of its checkpoint's `run.json`; None for a new run.
+
+        The random states are left to the caller: see `restore_random_states`.
+        """
         lock = self._parts.config.output_dir / LOCK_FILE
         self._lock = lock if lock.exists() else None
         remove_temporary(self._folder)
@@ -221,7 +224,6 @@ class Checkpoints:
         for place, policy in self._trained.items():
             policy.load_checkpoint(str(path / place / "model"), str(path / place / "optimizer"))
         self._parts.environment.load_state_dict(facts.environment)
-        restore_random_states(facts.random)
         self._upload(path)  # unless it is there: the upload may have been interrupted
         return facts
 

@@ -21,7 +21,7 @@ from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.observers.timeline import TRAINER, Timeline
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.rollouts import validate
-from rlframework.training.checkpoints import Checkpoints
+from rlframework.training.checkpoints import Checkpoints, RunState, restore_random_states
 from rlframework.training.garbage import collecting_what_is_new
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.performance import performance_metrics
@@ -99,6 +99,7 @@ class StepLoop(Algorithm):
         self.checkpoints = Checkpoints(parts)
         self.timeline = Timeline()
         self._history: list[dict[str, float]] = []
+        self._restored: RunState | None = None
         self._trained: list[TrainResult] = []
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
@@ -155,10 +156,16 @@ class StepLoop(Algorithm):
                     self.checkpoints.after_step(step, self.state_dict(), last, metrics)
         return RunResult(metrics=last, history=self._history)
 
-    def _begin(self) -> dict[str, float]:
-        """Restore the checkpoint, or validate as step 0. Return the latest metrics, including `step`."""
+    def restore(self) -> None:
+        """See `Algorithm.restore`."""
         if (restored := self.checkpoints.restore()) is not None:
             self.load_state_dict(restored.state)
+            self._restored = restored
+
+    def _begin(self) -> dict[str, float]:
+        """Go on after the restored checkpoint, or validate as step 0. Return the latest metrics, including `step`."""
+        if (restored := self._restored) is not None:
+            restore_random_states(restored.random)  # last, as observers may have drawn numbers
             return {**restored.metrics, "step": float(restored.step)}
         if self.config.validation.at_start:
             return dict(self._report(0, *self._timed_validation(0)))

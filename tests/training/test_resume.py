@@ -26,6 +26,10 @@ def overrides(out: Path, *more: str) -> list[str]:
     return [f"output_dir={out}", "algorithm.num_steps=6", "algorithm.validation.every=3", "checkpoints.every=2", *more]
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.thorough), "grpo"])
 def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path, algorithm):
     more = ["policy.scheduler={name: cosine, warmup_steps: 2, total_steps: 6}"]
@@ -106,6 +110,19 @@ def test_other_data_is_rejected(run_config, tmp_path):
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=4"))
     with pytest.raises(UserError, match="the saved position in the data is for"):
         resume(tmp_path / "run", ["seed=4"])
+
+
+def test_a_resume_that_is_rejected_changes_no_file(run_config, tmp_path):
+    """Full weights are resumed as adapters, from a step before the last, with other settings besides."""
+    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=5", "checkpoints.every=4"))
+    before = contents(tmp_path / "run")
+    with pytest.raises(UserError):
+        resume(tmp_path / "run", ["algorithm.num_steps=6", "policy.lora={rank: 4}", "policy.optimizer.lr=1e-4"])
+    assert contents(tmp_path / "run") == before
+    resume(tmp_path / "run", ["algorithm.num_steps=6"])
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]["changed"] == {
+        "algorithm.num_steps": [5, 6]
+    }
 
 
 def test_a_damaged_checkpoint_is_reported(run_config, tmp_path):

@@ -253,7 +253,9 @@ def _server(config: Any) -> Any:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # with its protocol, as asyncio sets TCP_NODELAY for no other: without it, each answer after the first on a
+    # connection would wait 40 ms for the client's delayed acknowledgement
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.rollout.endpoint.server import _listen
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +71,21 @@ def test_a_token_that_is_given_is_not_printed(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert token not in "".join(process.communicate(timeout=30))
         assert process.returncode == 0
+
+
+def test_answers_are_sent_without_waiting_for_acknowledgements() -> None:
+    """Head and body of an answer are two writes; the second would wait for the client without TCP_NODELAY."""
+
+    async def accepted() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(connected, sock=_listen("127.0.0.1", 0)) as server:
+            _, client = await asyncio.open_connection(*server.sockets[0].getsockname())
+            client.close()
+            return await found
+
+    assert asyncio.run(accepted()) != 0
