@@ -141,7 +141,8 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
         '{correct: {function: "my_rewards:correct", weight: 1.0}, brief: {function: "my_rewards:brief", weight: 0.2}}.'
     ),
     "warmup_ratio": (
-        "rlframework counts steps: set `policy.scheduler.warmup_steps` to this fraction of `algorithm.num_steps`."
+        "rlframework counts passes over the rows: set `policy.scheduler.warmup_steps` to this fraction of "
+        "`algorithm.num_steps`, times `algorithm.epochs_per_batch` where there is such a key."
     ),
     "repetition_penalty": _WHOLE,
     "min_p": _WHOLE,

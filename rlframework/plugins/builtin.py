@@ -237,6 +237,11 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
         "Set it to exact or math, with reference answers in the data (environment.columns.answer), or set "
         "environment.reward to your own function."
     )
+    if isinstance(algorithm, GRPOConfig) and config.reward_model is not None:
+        hint += (
+            " With the section reward_model the environment still scores answers, for the accuracy: where it cannot, "
+            "set environment.reward to a function that returns 0.0, and reward_model.environment_weight to 0."
+        )
     return [Problem("environment.check", f"completions are not scored, so {missing}.", hint)]
 
 

@@ -114,6 +114,8 @@ def test_rewards_need_a_check(run_config, tmp_path):
     path = write(tmp_path / "a.jsonl", TALKS)
     with pytest.raises(ConfigError, match=r"`environment\.check`: completions are not scored, so GRPO has no rewards"):
         run_config("grpo", *own(path))
+    with pytest.raises(ConfigError, match=r"function that returns 0\.0, and reward_model\.environment_weight to 0"):
+        run_config("grpo", *own(path), "reward_model={model_name: somewhere}")
     with pytest.raises(ConfigError, match=r"no accuracy for algorithm\.stop_at_accuracy"):
         run_config("sft", *own(path), "algorithm.stop_at_accuracy=0.5")
     message = refused(run_config("grpo", *own(path, check="exact")))
