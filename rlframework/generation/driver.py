@@ -255,11 +255,12 @@ class RemoteGeneration(Generation):
         """Return the engines, with a new one in place of each that was lost."""
         lost = [index for index, engine in enumerate(self.client.engines) if engine.lost]
         for index in lost:
-            self.client.engines[index].shutdown()
+            engine = self.client.engines[index]
+            _LOG.warning("%s was lost, and is replaced: %s", engine.name, engine.loss)
+            engine.shutdown()
         for index, engine in zip(lost, self._starter.start(lost), strict=True):
             self.client.replaced(index, engine)
         if lost:
-            _LOG.warning("%d generation engine(s) were lost, and replaced", len(lost))
             self._metrics["generation/lost_engines"] = self._metrics.get("generation/lost_engines", 0.0) + len(lost)
         return self.client.engines
 

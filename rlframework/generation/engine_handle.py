@@ -28,6 +28,8 @@ class EngineHandle(ABC):
         self.group, self.name = group, name
         self.lost = False
         """Whether the worker group has failed, so that it can no longer be called."""
+        self.loss = ""
+        """The first line of what it failed with."""
         self._executor: ThreadPoolExecutor | None = None
         self._exchanging: Future[list[Incoming]] | None = None
 
@@ -169,7 +171,8 @@ class _Watch:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         failed = kind is not None and issubclass(kind, Exception) and not issubclass(kind, (TypeError, ValueError))
         if failed and not self._handle.in_driver:
             self._handle.lost = True
+            self._handle.loss = self._handle.loss or str(error).partition("\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import site
 import subprocess
@@ -182,7 +183,7 @@ def kill_during_generation(monkeypatch, *, call: int, index: int = 0) -> None:
     monkeypatch.setattr(RemoteGeneration, "generate", deadly)
 
 
-def test_the_loss_of_an_engine_costs_its_unfinished_tokens_and_nothing_else(run_config, tmp_path, monkeypatch):
+def test_the_loss_of_an_engine_costs_its_unfinished_tokens_and_nothing_else(run_config, tmp_path, monkeypatch, caplog):
     """The other engine completes its requests, the next refit replaces it; the numbers are those of all engines."""
     options = (*OPTIONS, *APART, "generation.workers.num_workers=2", "algorithm.validation.at_start=false")
     whole = run(run_config("grpo", f"output_dir={tmp_path}/whole", *options))
@@ -194,6 +195,10 @@ def test_the_loss_of_an_engine_costs_its_unfinished_tokens_and_nothing_else(run_
     assert sum(metrics.get("generation/lost_engines", 0) for metrics in result.history) == 1
     assert not any("generation/lost_engines" in metrics for metrics in whole.history)
     assert not (tmp_path / "lost" / RESTARTS_FILE).exists()
+    [told] = [message for message in caplog.messages if "was lost" in message]
+    assert re.fullmatch(r"generation engine 1 was lost, and is replaced: the process of rank 0 .* SIGKILL.*", told), (
+        told
+    )
 
 
 @pytest.mark.thorough

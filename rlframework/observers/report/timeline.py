@@ -82,7 +82,10 @@ def hint(waits: float, idle: float, asynchronous: bool) -> str:
     if not asynchronous:
         return found + "They take turns; algorithm.async generates while the policy is trained."
     if waits >= LITTLE and idle >= LITTLE:
-        return found + "Both wait for each other: a larger algorithm.async.max_staleness, or more prompts_per_step."
+        return (
+            f"{found}Both wait for each other: a larger algorithm.async.max_staleness, or more prompts_per_step. Or "
+            "both wait for the code of agents, environments and rewards."
+        )
     if waits >= LITTLE:
         return found + "More engines would help: generation.workers.num_workers."
     if idle >= LITTLE:
