@@ -31,7 +31,7 @@ def test_the_estimate_is_that_of_a_dry_run(found, with_config, monkeypatch, tmp_
     assert memory.level is Level.OK
     # two layers (attention 2 x 32 x 32 + 2 x 32 x 16, 3 x 32 x 128, two norms), a norm, 48 tokens x 32
     assert f"{2 * (3_072 + 12_288 + 64) + 32 + 48 * 32:,} parameters; a worker needs about 0." in memory.text
-    assert disk.text.startswith("disk in GiB: trained model 0.00")
+    assert disk.text.startswith("disk in GiB: trained model <0.001")
     monkeypatch.setattr("rlframework.estimates.estimate.available_memory", lambda: 1000)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()

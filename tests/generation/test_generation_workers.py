@@ -196,9 +196,7 @@ def test_the_loss_of_an_engine_costs_its_unfinished_tokens_and_nothing_else(run_
     assert not any("generation/lost_engines" in metrics for metrics in whole.history)
     assert not (tmp_path / "lost" / RESTARTS_FILE).exists()
     [told] = [message for message in caplog.messages if "was lost" in message]
-    assert re.fullmatch(r"generation engine 1 was lost, and is replaced: the process of rank 0 .* SIGKILL.*", told), (
-        told
-    )
+    assert re.fullmatch(r"generation engine 1 was lost, and is replaced: the process of rank 0 .* SIGKILL.*", told)
 
 
 @pytest.mark.thorough
