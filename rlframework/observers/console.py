@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from rlframework.logs import ProgressCallback, printable
+from rlframework.observers.environment import Resumed, read_environment
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 DISPLAYED_METRICS = {
@@ -83,6 +84,8 @@ class ConsoleObserver:
         self._print(
             f"{self._name}: up to {self._total} step{'s' if self._total != 1 else ''}, writing to {run.output_dir}"
         )
+        if (resumed := read_environment(run.output_dir).get("resumed")) is not None:
+            self._print(str(Resumed.model_validate(resumed)))
         self._began, self._printed = self._clock(), -math.inf
         self._pace = Pace(self._total, self._began)
         if self._stream.isatty() and os.environ.get("TERM") != "dumb":

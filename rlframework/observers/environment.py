@@ -11,10 +11,12 @@ import platform
 import re
 import sys
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from rlframework.config.yaml_text import parse_value
 from rlframework.errors import ConfigError
@@ -26,6 +28,8 @@ from rlframework.secrets import HIDDEN, hide_in_text, hide_secrets, is_secret_na
 from rlframework.workers.machine import cpu_count
 
 ENVIRONMENT_FILE = "environment.json"
+LONGEST_SETTING = 200
+"""Most characters that are shown of a setting that a resume changed."""
 
 PACKAGES = (
     "rlframework-core", "torch", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "ray", "safetensors",
@@ -41,13 +45,28 @@ VARIABLES = (
 """The only environment variables that are recorded."""
 
 
+class Resumed(BaseModel):
+    """The step after which a run was resumed, and the settings that this changed: old and new value by name."""
+
+    after_step: int
+    changed: dict[str, tuple[Any, Any]] = {}
+
+    def __str__(self) -> str:
+        settings = [f"{name} {_shown(old)} -> {_shown(new)}" for name, (old, new) in self.changed.items()]
+        return f"resumed after step {self.after_step}" + (f" with {', '.join(settings)}" if settings else "")
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
+    return text if len(text) <= LONGEST_SETTING else f"{text[:LONGEST_SETTING]}…"
+
+
 def write_environment(
-    output_dir: Path, plugins: Iterable[PluginListing] = (), *, resumed: Mapping[str, Any] | None = None
+    output_dir: Path, plugins: Iterable[PluginListing] = (), *, resumed: Resumed | None = None
 ) -> dict[str, Any]:
     """Describe this process and its machine in `environment.json`, and return the content.
 
-    A resumed run keeps its `run_id`; its previous environments are stored under `earlier`. `resumed`: the step after
-    which it is resumed (`after_step`), and the settings that are `changed`, each with its old and its new value.
+    A resumed run keeps its `run_id`; its previous environments are stored under `earlier`.
     """
     before = read_environment(output_dir)
     earlier = before.pop("earlier", [])
@@ -74,7 +93,7 @@ def write_environment(
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
     if resumed is not None:
-        found["resumed"] = dict(resumed)
+        found["resumed"] = resumed.model_dump()
     if before:
         found["earlier"] = [*earlier, before]
     text = printable(json.dumps(found, indent=2, ensure_ascii=False))

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from rlframework.estimates.hardware import PlannedGpus
     from rlframework.evaluation.plan import EvaluationPlan
     from rlframework.evaluation.report import Evaluation
+    from rlframework.observers.environment import Resumed
 
 _LOG = logging.getLogger(__name__)
 
@@ -176,13 +177,15 @@ def _train(
     return result
 
 
-def _resumed(config: RunConfig, step: int) -> dict[str, Any]:
-    """Return the step and the settings that a resume changes, for `write_environment`."""
+def _resumed(config: RunConfig, step: int) -> Resumed:
+    """Return the step and the settings that a resume changes."""
+    from rlframework.observers.environment import Resumed
+
     file = config.output_dir / "config.yaml"
     texts = (file.read_text(encoding="utf-8"), config_yaml(config)) if file.is_file() else ()
     old, new = [flatten(hide_secrets(parse_yaml(text, file.name).values)) for text in texts] or [{}, {}]
-    changed = {name: [old.get(name), new.get(name)] for name in old | new if old.get(name) != new.get(name)}
-    return {"after_step": step, "changed": changed}
+    changed = {name: (old.get(name), new.get(name)) for name in old | new if old.get(name) != new.get(name)}
+    return Resumed(after_step=step, changed=changed)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlframework.observers.console import EVERY, ConsoleObserver, Pace, describe, duration, progress_bar
+from rlframework.observers.environment import Resumed, write_environment
 from rlframework.plugins.hookspec import RunInfo
 
 
@@ -90,6 +91,16 @@ def test_the_first_the_last_and_validated_steps_are_always_shown(tmp_path, clock
         "step 2/4  validation accuracy 0.500  0.5 s/step, remaining 1s",
         "step 4/4  loss 1.25  0.5 s/step, remaining 0s",
         "sft finished after 4 steps in 2s  validation accuracy 0.312  loss 1.25",
+    ]
+
+
+def test_a_resume_and_what_it_changes_is_shown(tmp_path, clock):
+    changed = {"policy.optimizer.lr": (0.5, 0.1), "algorithm.preset": (None, "trl")}
+    write_environment(tmp_path, resumed=Resumed(after_step=3, changed=changed))
+    stream = io.StringIO()
+    begin(stream, clock, tmp_path, steps=4, name="sft")
+    assert stream.getvalue().splitlines()[1:] == [
+        "resumed after step 3 with policy.optimizer.lr 0.5 -> 0.1, algorithm.preset null -> trl"
     ]
 
 

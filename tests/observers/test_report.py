@@ -138,7 +138,7 @@ def test_settings_that_a_resume_changed_are_noted(run_dir: Path) -> None:
         for step, changed in ((1, {"policy.optimizer.lr": [0.5, 0.1], "seed": [None, 3]}), (2, {}))
     )
     (run_dir / "environment.json").write_text(json.dumps({**last, "earlier": [{"started": "then"}, first, "?"]}))
-    assert read_run(run_dir, "a").notes == ["resumed after step 1 with policy.optimizer.lr 0.5 → 0.1, seed null → 3"]
+    assert read_run(run_dir, "a").notes == ["resumed after step 1 with policy.optimizer.lr 0.5 -> 0.1, seed null -> 3"]
 
 
 def test_samples_of_a_run_resumed_from_an_earlier_step(run_dir: Path) -> None:

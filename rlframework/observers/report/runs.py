@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rlframework.config.yaml_text import read_yaml
 from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.observers.console import duration
-from rlframework.observers.environment import ENVIRONMENT_FILE
+from rlframework.observers.environment import ENVIRONMENT_FILE, Resumed
 from rlframework.observers.jsonl import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -119,13 +119,6 @@ class TimelineRow(BaseModel):
         return sum(seconds for lane, seconds in self.busy.items() if lane.startswith(ENGINE))
 
 
-class Resumed(BaseModel):
-    """How a run was resumed, see `write_environment`."""
-
-    after_step: int
-    changed: dict[str, tuple[Any, Any]]
-
-
 @dataclass(frozen=True)
 class Run:
     """The data of one run. `config` and `environment` are None if the run has no such file."""
@@ -189,10 +182,7 @@ def _changes(environment: Mapping[str, Any]) -> list[str]:
     for started in (*environment.get("earlier", ()), environment):
         with suppress(ValidationError, AttributeError):  # it was not resumed, or the file is not ours
             resumed = Resumed.model_validate(started.get("resumed"))
-            settings = [
-                f"{name} {_text(name, old)} → {_text(name, new)}" for name, (old, new) in resumed.changed.items()
-            ]
-            notes += [f"resumed after step {resumed.after_step} with {', '.join(settings)}"] * bool(settings)
+            notes += [str(resumed)] * bool(resumed.changed)
     return notes
 
 
