@@ -116,7 +116,7 @@ def test_a_resume_that_is_rejected_changes_no_file(run_config, tmp_path):
     """Full weights are resumed as adapters, from a step before the last, with other settings besides."""
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=5", "checkpoints.every=4"))
     before = contents(tmp_path / "run")
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"no adapters: it is of a run without policy\.lora"):
         resume(tmp_path / "run", ["algorithm.num_steps=6", "policy.lora={rank: 4}", "policy.optimizer.lr=1e-4"])
     assert contents(tmp_path / "run") == before
     resume(tmp_path / "run", ["algorithm.num_steps=6"])

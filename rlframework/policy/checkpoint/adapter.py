@@ -67,6 +67,11 @@ def read_adapter(
     trained on another base than `model_name` (checked if `base.json` exists, which peft does not write).
     """
     folder = Path(path)
+    if not (folder / CONFIG).exists() and (folder / "config.json").exists():
+        raise DataError(
+            f"{folder} has a whole model and no adapters: it is of a run without policy.lora. Resume that run without "
+            f"it, or start a run with policy.model_name={folder} to train adapters of these weights"
+        )
     config = _read_json(folder / CONFIG)
     kind, unsupported = config.get("peft_type"), [key for key in UNSUPPORTED_KEYS if config.get(key)]
     if kind != "LORA" or unsupported or config.get("bias", "none") != "none":
