@@ -31,8 +31,9 @@ in_engine = in_service("engine_class")
 
 
 def module_of(engine: Any) -> nn.Module:
-    """Return the model that the engine trains."""
-    return _attribute(engine, nn.Module)
+    """Return the model that the engine trains: its attribute `model`, or the first that is a module."""
+    model = getattr(engine, "model", None)
+    return model if isinstance(model, nn.Module) else _attribute(engine, nn.Module)
 
 
 def head_of(engine: Any) -> Any:
@@ -57,11 +58,15 @@ def _attribute(engine: Any, kind: type[T]) -> T:
 
 
 def gradients_of(engine: Any) -> Iterator[Tensor]:
-    """Yield the gradients of the model, or this rank's shards of them."""
-    for parameter in module_of(engine).parameters():
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    """Yield the gradients of the model, or this rank's shards of them.
+
+    Raises `MutantNotApplicable` if no parameter has one: the backend keeps them elsewhere.
+    """
+    found = [parameter.grad for parameter in module_of(engine).parameters() if parameter.grad is not None]
+    if not found:
+        raise MutantNotApplicable("it changes `parameter.grad`, and this backend keeps gradients elsewhere")
+    for gradient in found:
+        yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
 def change_weights(engine: Any, change: Callable[[Tensor], Tensor]) -> None:
