@@ -31,7 +31,7 @@ def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
 
 
 def gib(size: int | None) -> str:
-    """Format bytes in GiB with two or three significant digits, a MiB as the least; "?" if unknown."""
+    """Format bytes in GiB with two or three significant digits, "<0.001" for less than a MiB, "?" if unknown."""
     if size is None:
         return "?"
     value = size / 2**30

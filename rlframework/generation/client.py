@@ -169,7 +169,7 @@ class GenerationClient:
     def _drive(self) -> None:
         """Start a task for each engine with requests; notify engines of what is new for them.
 
-        Only engines that have got something since the last call may need it, in another event loop than before any.
+        Only engines that have got something since the last call may need it; after a change of event loop, any may.
         """
         loop, earlier = asyncio.get_running_loop(), self._loop
         self._loop = loop

@@ -29,7 +29,7 @@ from rlframework.workers.machine import cpu_count
 
 ENVIRONMENT_FILE = "environment.json"
 LONGEST_SETTING = 200
-"""Most characters that are shown of a setting that a resume changed."""
+"""Maximum number of characters of a setting in a sentence."""
 
 PACKAGES = (
     "rlframework-core", "torch", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "ray", "safetensors",
@@ -52,13 +52,14 @@ class Resumed(BaseModel):
     changed: dict[str, tuple[Any, Any]] = {}
 
     def __str__(self) -> str:
-        settings = [f"{name} {_shown(old)} -> {_shown(new)}" for name, (old, new) in self.changed.items()]
+        settings = [f"{name} {setting_text(old)} -> {setting_text(new)}" for name, (old, new) in self.changed.items()]
         return f"resumed after step {self.after_step}" + (f" with {', '.join(settings)}" if settings else "")
 
 
-def _shown(value: Any) -> str:
+def setting_text(value: Any, longest: int = LONGEST_SETTING) -> str:
+    """Return the value of a setting as text of at most `longest` characters; JSON if it is not a text."""
     text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
-    return text if len(text) <= LONGEST_SETTING else f"{text[:LONGEST_SETTING]}…"
+    return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 def write_environment(

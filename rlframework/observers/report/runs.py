@@ -5,7 +5,6 @@ Only `metrics.jsonl` is required. An incomplete last line, left by a killed run,
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import defaultdict
@@ -21,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rlframework.config.yaml_text import read_yaml
 from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.observers.console import duration
-from rlframework.observers.environment import ENVIRONMENT_FILE, Resumed
+from rlframework.observers.environment import ENVIRONMENT_FILE, Resumed, setting_text
 from rlframework.observers.jsonl import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -315,5 +314,4 @@ def _by_name(value: Any) -> Any:
 def _text(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, (int, float)):
         return f"{value / 2**30:,.1f} GiB"
-    text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    return setting_text(value, LONGEST)
