@@ -7,9 +7,9 @@ exchanges, the ledger and the seeds of asynchronous training, and the timeline. 
 client's part includes the routing, which is also measured alone. Sending over a network, Ray and the workers themselves
 are not in it. As in a run, garbage collection leaves out what existed before the first step.
 
-Two things are measured apart, with a thread for each engine as in a run. Exchanges in which an engine finishes nothing:
-the time of one, and of as many as a step has at most. And requests that come and finish alone: each ends two exchanges,
-one as the engine is notified of it, one as it is finished.
+Two things are measured apart, with results that come from another thread as in a run. Exchanges in which an engine
+finishes nothing: the time of one, and of as many as a step has at most. And requests that come and finish alone: each
+ends two exchanges, one as the engine is notified of it, one as it is finished.
 
     python benchmarks/scale.py --json docs/results/scale.json
 """
@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,11 +54,12 @@ ROWS, TOKENS, GROUP = 8, 64, 8
 STEP, GOAL, AT = 30.0, 0.02, 1024
 """The driver may take `GOAL` of a step of `STEP` seconds at `AT` ranks. 30 s is short: an answer of 4,000 tokens at
 100 tokens/s takes 40 s."""
-POLLS, MOST_POLLED = 20, 1024
-"""Exchanges of each engine in the measurement of one, and the largest number of engines that get a thread each."""
+POLLS = 20
+"""Exchanges of each engine in the measurement of one."""
 AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
 PROMPT, TEXT, LOGPROBS = torch.arange(8), torch.arange(TOKENS), torch.zeros(TOKENS)
 Found = dict[str, Any]
+Callback = Callable[[list[Any] | None], None]
 
 
 class FakeGroup(dispatch.DispatchingWorkerGroup):
@@ -125,6 +127,8 @@ class FakeEngine(SimpleNamespace):
 
     lanes, interval, lost, name, notified = 1, 0.1, False, "fake", False
 
+    def watch(self) -> None: ...
+
     def exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> Future[list[Incoming]]:
         """Return what is requested."""
         future: Future[list[Incoming]] = Future()
@@ -138,12 +142,33 @@ def drive(engines: int) -> None:
     asyncio.run(client.generate_all(requests(engines), [None] * (engines * ROWS)))
 
 
-class PolledGroup(FakeGroup):
+class CallingGroup(FakeGroup):
+    """A worker group that calls back from one thread for all groups, as Ray does."""
+
+    replies: SimpleQueue[tuple[Callback, list[Any]]] = SimpleQueue()
+
+    def __init__(self) -> None:
+        super().__init__(NamedSharding([0], ["worker"]))
+        self._had = list[GenerationRequest]()
+
+    def when_done(self, future: MultiWorkerFuture, callback: Callback) -> bool:
+        self.replies.put((callback, future.futures))
+        return True
+
+    @classmethod
+    def call_back(cls) -> None:
+        """Bring results, for ever."""
+        while True:
+            callback, results = cls.replies.get()
+            callback(results)
+
+
+class PolledGroup(CallingGroup):
     """An engine that finishes nothing in its first `polls` exchanges, and then all at once."""
 
     def __init__(self, polls: int) -> None:
-        super().__init__(NamedSharding([0], ["worker"]))
-        self._polls, self._had = polls, list[GenerationRequest]()
+        super().__init__()
+        self._polls = polls
 
     def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
         self._had += plan.kwargs[0]["requests"]
@@ -153,24 +178,20 @@ class PolledGroup(FakeGroup):
 
 
 def poll(engines: int, polls: int) -> None:
-    """Poll engines that have one request each `polls` times, each from its own thread, as a run does."""
+    """Poll engines that have one request each `polls` times."""
     handles = [RemoteEngine(PolledGroup(polls), f"engine {index}") for index in range(engines)]
-    try:
-        client = GenerationClient(handles, limit=1)
-        asyncio.run(client.generate_all(requests(engines)[:engines], [None] * engines))
-    finally:
-        for handle in handles:
-            handle.close()
+    client = GenerationClient(handles, limit=1)
+    asyncio.run(client.generate_all(requests(engines)[:engines], [None] * engines))
 
 
-class NoticedGroup(FakeGroup):
+class NoticedGroup(CallingGroup):
     """An engine that waits for a notice while it has one request, and finishes a request when it gets the next."""
 
     notifies = True
 
     def __init__(self) -> None:
-        super().__init__(NamedSharding([0], ["worker"]))
-        self._notice, self._had, self._got = threading.Event(), list[GenerationRequest](), 0
+        super().__init__()
+        self._got, self._waiting = 0, list[tuple[Callback, list[Any]]]()
 
     def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
         new = plan.kwargs[0]["requests"]
@@ -181,14 +202,15 @@ class NoticedGroup(FakeGroup):
         incoming = answers(Outgoing(tuple(finished)))
         return MultiWorkerFuture([incoming], return_from_workers=plan.returned, called_workers=plan.called)
 
-    def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
-        if not future.futures[0].results:
-            self._notice.wait()
-            self._notice.clear()
-        return future.futures
+    def when_done(self, future: MultiWorkerFuture, callback: Callback) -> bool:
+        if future.futures[0].results:
+            return super().when_done(future, callback)
+        self._waiting.append((callback, future.futures))
+        return True
 
     def notify(self) -> None:
-        self._notice.set()
+        while self._waiting:
+            self.replies.put(self._waiting.pop())
 
 
 async def send_one_by_one(client: GenerationClient, engine: int) -> None:
@@ -210,11 +232,7 @@ def one_by_one(engines: int) -> None:
         client = GenerationClient(handles, limit=ROWS)
         await asyncio.gather(*(send_one_by_one(client, index) for index in range(engines)))
 
-    try:
-        asyncio.run(send())
-    finally:
-        for handle in handles:
-            handle.close()
+    asyncio.run(send())
 
 
 def keep_the_ledger(engines: int) -> None:
@@ -288,7 +306,7 @@ def measure_exchanges(sizes: Sequence[int]) -> Found:
     """Measure an exchange that finishes nothing, the most of them in a step, and requests that come one by one."""
     found: Found = {}
     poll(8, 1)
-    for size in (size for size in sizes if size <= MOST_POLLED):
+    for size in sizes:
         with_polls, without = (seconds(partial(poll, polls=polls), size, 3) for polls in (POLLS, 0))
         found[str(size)] = {
             "exchange": (with_polls - without) / size / POLLS,
@@ -330,6 +348,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     arguments = parser.parse_args()
+    threading.Thread(target=CallingGroup.call_back, daemon=True).start()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     found = measure(arguments.sizes)

@@ -22,6 +22,8 @@ _SHORT, _LONGEST = 0.1, 30.0
 """Seconds of an exchange while requests come one by one and the engine is not notified of them, and of any exchange."""
 _NOTIFIED = 1.0
 """Seconds of an exchange with an engine that is notified, more with many engines."""
+_LATE = 1.0
+"""Seconds after its end at which an exchange counts as late and is watched."""
 _MOST_EXCHANGES, _FEW_EXCHANGES = 500, 20
 """Exchanges per second that may end without a result, of all engines together: with more engines each takes longer.
 
@@ -211,7 +213,7 @@ class GenerationClient:
                 self._require_ready()  # a refit may have failed since the requests were accepted
                 self._notified.discard(index)
                 self._exchanges[index] = engine.exchange(outgoing, self.longest(engine))
-            answers = await _result(self._exchanges[index])
+            answers = await self._answers_of(index)
             del self._exchanges[index]
             self._require_ready()  # a refit may have failed meanwhile
             for lane, incoming in zip(lanes, answers, strict=True):
@@ -224,6 +226,14 @@ class GenerationClient:
         if self.timeline is not None:
             self.timeline.add(f"{ENGINE}{index}", "generate", begun, ended)
         return outcomes
+
+    async def _answers_of(self, index: int) -> list[Incoming]:
+        engine = self.engines[index]
+        late = asyncio.get_running_loop().call_later(self.longest(engine) + _LATE, engine.watch)
+        try:
+            return await _result(self._exchanges[index])
+        finally:
+            late.cancel()
 
     def _failed(self, index: int, error: Exception) -> list[Outcome]:
         engine, lanes = self.engines[index], self._lanes[index]

@@ -1,16 +1,20 @@
 """The driver's handles on engines: in a worker group of their own, or embedded in the workers of a policy.
 
 A handle has one or several lanes: an engine that gets its own requests. All lanes of a handle are called together, and
-by one thread at a time.
+by one call at a time. With thousands of engines a thread for each would cost more than the calls, so a `RemoteEngine`
+is called back with its results; a thread waits only for a call that fails or takes too long.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from rlframework.errors import WorkerError
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
@@ -31,6 +35,7 @@ class EngineHandle(ABC):
         self.loss = ""
         """The first line of what it failed with."""
         self._executor: ThreadPoolExecutor | None = None
+        self._closed = False
         self._exchanging: Future[list[Incoming]] | None = None
 
     @property
@@ -57,6 +62,7 @@ class EngineHandle(ABC):
         """Start a call of `method` on all workers, after an exchange in progress."""
         if self._exchanging is not None and not self._exchanging.done():
             self.notify()
+            self.watch()
             wait([self._exchanging])
         with _Watch(self):
             return self.group.run_all_workers_single_data(method, **arguments)
@@ -80,8 +86,7 @@ class EngineHandle(ABC):
         An engine in the driver's process serves in the calling thread instead, because modes of torch belong to one.
         """
         if not self.in_driver:
-            self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix=self.name)
-            self._exchanging = self._executor.submit(self._exchange, outgoing, timeout)
+            self._exchanging = self._in_thread(partial(self._exchange, outgoing, timeout))
             return self._exchanging
         done: Future[list[Incoming]] = Future()
         try:
@@ -90,9 +95,21 @@ class EngineHandle(ABC):
             done.set_exception(error)
         return done
 
+    def watch(self) -> None:
+        """Watch an exchange in progress that takes too long, so that it ends by its deadline at the latest."""
+
     def _exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> list[Incoming]:
         with _Watch(self):
             return self.group.get_all_worker_results(self._start_exchange(outgoing, timeout))
+
+    def _in_thread(self, call: Callable[[], list[Incoming]]) -> Future[list[Incoming]]:
+        """Run `call` in the thread of this handle."""
+        if self._closed:
+            failed: Future[list[Incoming]] = Future()
+            failed.set_exception(WorkerError(f"{self.name} was shut down"))
+            return failed
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        return self._executor.submit(call)
 
     @abstractmethod
     def _start_exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> MultiWorkerFuture:
@@ -106,6 +123,7 @@ class EngineHandle(ABC):
 
     def close(self) -> None:
         """End the thread of this handle, without waiting for a call in progress."""
+        self._closed = True
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -124,6 +142,26 @@ class RemoteEngine(EngineHandle):
     def notified(self) -> bool:
         """Whether the worker group can notify its workers."""
         return self.group.notifies
+
+    def exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> Future[list[Incoming]]:
+        """See `EngineHandle.exchange`; without a thread, if the worker group calls back."""
+        if self.in_driver:
+            return super().exchange(outgoing, timeout)
+        with _Watch(self):
+            call = self._start_exchange(outgoing, timeout)
+        exchange = self._exchanging = _Exchange(partial(self._in_thread, partial(self._results_of, call)))
+        if not self.group.when_done(call, exchange.arrived):
+            exchange.wait()
+        return exchange
+
+    def watch(self) -> None:
+        """See `EngineHandle.watch`."""
+        if isinstance(self._exchanging, _Exchange) and not self._exchanging.done():
+            self._exchanging.wait()
+
+    def _results_of(self, call: MultiWorkerFuture) -> list[Incoming]:
+        with _Watch(self):
+            return self.group.get_all_worker_results(call)
 
     def _start_exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> MultiWorkerFuture:
         (out,) = outgoing
@@ -161,6 +199,37 @@ class EmbeddedEngines(EngineHandle):
         )
         future.return_from_workers = [rank for rank, serves in enumerate(serving) if serves]
         return future
+
+
+class _Exchange(Future[list[Incoming]]):
+    """An exchange in progress; its results come from a callback, or from a thread that waits for them."""
+
+    def __init__(self, results: Callable[[], Future[list[Incoming]]]) -> None:
+        """`results()` waits for the results in a thread; may be called more than once."""
+        super().__init__()
+        self._results = results
+
+    def arrived(self, results: list[Incoming] | None) -> None:
+        """Take the results; None if the call has failed, which the group says only to those that wait for it."""
+        if results is None:
+            self.wait()
+        else:
+            self._settle(results)
+
+    def wait(self) -> None:
+        """Wait for the results in a thread."""
+        self._results().add_done_callback(self._take)
+
+    def _take(self, done: Future[list[Incoming]]) -> None:
+        error = done.exception()
+        self._settle(done.result() if error is None else error)
+
+    def _settle(self, outcome: list[Incoming] | BaseException) -> None:
+        with suppress(InvalidStateError):  # a callback and a thread may both bring it
+            if isinstance(outcome, BaseException):
+                self.set_exception(outcome)
+            else:
+                self.set_result(outcome)
 
 
 class _Watch:

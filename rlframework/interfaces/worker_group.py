@@ -185,6 +185,14 @@ class WorkerGroup(ABC):
     def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
         """Wait for `future`, at most `deadlines.call` seconds; return its results in the order of worker indices."""
 
+    def when_done(self, future: MultiWorkerFuture, callback: Callable[[list[Any] | None], None]) -> bool:
+        """Call `callback` once, in any thread, with the results of `future`; return whether that will happen.
+
+        With None if the call has failed: `get_all_worker_results` then raises the error and ends the group. Does not
+        wait, and does not watch the deadline. A group need not support it, or only for calls of one worker.
+        """
+        return False
+
     def notify(self) -> None:
         """Make `WorkerContext.notified` of each worker return True once, also during a call, so that it can end early.
 

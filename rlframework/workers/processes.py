@@ -116,6 +116,9 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         except Exception as error:  # noqa: BLE001 - a result that cannot be unpickled is a failure of that rank
             return HostFailure.of(error)
 
+    def _when_done(self, rank: int, ref: Any, callback: Callable[[Any], None]) -> None:
+        ref.add_done_callback(lambda done: callback(self._result(rank, done)))
+
     def _end_hosts(self) -> bool:
         for peer in self._peers:
             peer.kill()

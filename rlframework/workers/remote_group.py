@@ -102,6 +102,10 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         """The result of `ref`, or a `HostFailure` if the process died."""
 
     @abstractmethod
+    def _when_done(self, rank: int, ref: Any, callback: Callable[[Any], None]) -> None:
+        """Call `callback`, in any thread, with the result of `ref` or a `HostFailure`."""
+
+    @abstractmethod
     def _end_hosts(self) -> bool:
         """Kill the processes; wait briefly until those on other machines have ended, and return whether they have."""
 
@@ -145,6 +149,18 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         refs = dict(zip(called, future.futures, strict=True))
         results = self._wait(refs, future.method_name, "call", future.deadline)
         return dispatch.select_results(future, list(results.values()))
+
+    def when_done(self, future: MultiWorkerFuture, callback: Callable[[list[Any] | None], None]) -> bool:
+        """See `WorkerGroup.when_done`; only for calls of one worker."""
+        called = range(len(future.futures)) if future.called_workers is None else future.called_workers
+        if len(called) != 1 or self._ended is not None:
+            return False
+
+        def arrived(result: Any) -> None:
+            callback(None if isinstance(result, HostFailure) else dispatch.select_results(future, [result]))
+
+        self._when_done(called[0], future.futures[0], arrived)
+        return True
 
     def notify(self) -> None:
         """See `WorkerGroup.notify`."""
@@ -193,8 +209,9 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
 
     def _store_shared(self, arguments: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
         """Store each value that several workers get once, by `id`."""
-        values = [value for each in arguments for value in each.values() if not isinstance(value, SMALL)]
-        counts, by_id = Counter(map(id, values)), {id(value): value for value in values}
+        sent = [{id(value): value for value in each.values() if not isinstance(value, SMALL)} for each in arguments]
+        counts = Counter(key for each in sent for key in each)
+        by_id = {key: value for each in sent for key, value in each.items()}
         return {key: self._shared(value) for key, value in by_id.items() if counts[key] > 1}
 
     def _require_usable(self, doing: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from rlframework.errors import BatchError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
 from rlframework.workers.dispatch import DispatchingWorkerGroup, select_results
+from rlframework.workers.remote_group import RemoteWorkerGroup
 
 
 class Planner(DispatchingWorkerGroup):
@@ -157,3 +160,13 @@ def test_select_results():
     assert select_results(future, ["A", "B", "C"]) == ["C", "A"]
     assert select_results(MultiWorkerFuture([0, 0]), ["A", "B"]) == ["A", "B"]
     assert select_results(MultiWorkerFuture([0, 0], return_from_workers=[1, 7]), ["A", "B"]) == ["B"]
+
+
+def test_only_what_several_workers_get_is_stored() -> None:
+    """An argument that one worker gets twice, as the same empty tuple, is sent with its call."""
+    stored: list[object] = []
+    group = SimpleNamespace(_shared=lambda value: stored.append(value) or "reference")
+    empty, both, own = (), ["both"], ["own"]
+    given = [{"first": empty, "second": empty, "third": both}, {"third": both, "fourth": own}]
+    assert RemoteWorkerGroup._store_shared(group, given) == {id(both): "reference"}  # type: ignore[arg-type]
+    assert stored == [both]

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import traceback
+from queue import Empty, Queue
+from typing import Any
 
 from rlframework.conformance.rules import holds
 from rlframework.conformance.suites.worker_group_harness import PATIENCE, PROBE, WorkerGroupHarness
 from rlframework.errors import BatchError, DeadlineExceeded, PluginError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import WorkerSpec
+
+_NOTHING = "nothing"
+_CALLBACK_WAIT = 5.0
+
+
+def _received(arrived: Queue[list[Any] | None], is_expected: bool) -> Any:
+    """Return what a callback has brought, waiting for it if it is expected."""
+    try:
+        return arrived.get(timeout=_CALLBACK_WAIT) if is_expected else arrived.get_nowait()
+    except Empty:
+        return _NOTHING
 
 
 class Failures:
@@ -84,6 +97,25 @@ class Failures:
         """A result that cannot be pickled must fail the call with a `WorkerError`, not leave it waiting."""
         group = harness.start(call=PATIENCE)
         harness.raises(WorkerError, lambda: harness.ask(group, "answer_with_a_lock"), "a lock as an answer")
+
+    @holds(7)
+    def test_a_callback_gets_the_results_of_a_call_or_none(self, harness: WorkerGroupHarness) -> None:
+        """`when_done` must bring results, None for a call that fails, nothing if it says that it does not call back.
+
+        What it brings, `get_all_worker_results` returns or raises too.
+        """
+        group, last = harness.start(call=PATIENCE), harness.layout.workers - 1
+
+        def ask(method: str, expected: Any, **arguments: Any) -> list[Any]:
+            call = group.run_single_worker_single_data(method, worker_idx=last, **arguments)
+            arrived: Queue[Any] = Queue()
+            calls_back = group.when_done(call, arrived.put)
+            got = _received(arrived, calls_back)
+            harness.equal(f"brought by the callback of {method!r}", got, expected if calls_back else _NOTHING)
+            return group.get_all_worker_results(call)
+
+        harness.equal("results", ask("give_back", ["answer"], value="answer"), ["answer"])
+        harness.raises(Exception, lambda: ask("fail", None, rank=last), "a call that fails", match="a bolt is loose")
 
     @holds(7, data_parallel=2)
     def test_a_group_is_not_usable_after_a_failure(self, harness: WorkerGroupHarness) -> None:

@@ -32,6 +32,7 @@ MAPPED_FROM = 1 << 24
 _NO_RESERVE = 0x4000
 """Linux's MAP_NORESERVE: commit no memory for writes that never happen."""
 _SENT_AS_THEY_ARE = (ObjectRef, type(None), bool, int, float, str)
+_EMPTY = ()
 
 
 class Packed:
@@ -65,7 +66,7 @@ def packed_call(method: Any, /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
 
 
 def _packed(value: Any) -> Any:
-    return value if isinstance(value, _SENT_AS_THEY_ARE) else Packed(value)
+    return value if isinstance(value, _SENT_AS_THEY_ARE) or value is _EMPTY else Packed(value)
 
 
 class _Pickler(cloudpickle.Pickler):

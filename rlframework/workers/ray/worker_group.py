@@ -16,6 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -157,6 +158,11 @@ class RayWorkerGroup(RemoteWorkerGroup):
         future = replace(future_bundle, futures=list(self._items), return_from_workers=None)
         return [item for items in super().get_all_worker_results(future) for item in items]
 
+    def when_done(self, future: MultiWorkerFuture, callback: Callable[[list[Any] | None], None]) -> bool:
+        """See `WorkerGroup.when_done`; only for calls of one worker that does not yield."""
+        yields = any(isinstance(each, ray.ObjectRefGenerator) for each in future.futures)
+        return not yields and super().when_done(future, callback)
+
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """See `WorkerGroup.shutdown`; no `timeout` means no limit, and `force` ends the workers immediately."""
         return super().shutdown(None if force else cleanup_method, math.inf if timeout is None else timeout)
@@ -196,6 +202,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         while True:
             left = max(until - time.monotonic(), 0.0)
             ready: list[Any] = ray.wait(waiting, num_returns=1, timeout=min(left, heartbeat.PERIOD))[0]
+            if len(ready) == len(waiting):
+                return ready
             if ready:  # all that have arrived: a call for each would look at all of them as often as there are results
                 more = _GATHER if len(waiting) > _MANY else 0
                 return list(ray.wait(waiting, num_returns=len(waiting), timeout=more)[0])
@@ -217,6 +225,13 @@ class RayWorkerGroup(RemoteWorkerGroup):
             return replace(HostFailure.of(error), message=message, died=True)
         except Exception as error:  # noqa: BLE001 - for example a result that cannot be unpickled
             return HostFailure.of(error)
+
+    def _when_done(self, rank: int, ref: Any, callback: Callable[[Any], None]) -> None:
+        def arrived(done: Future[Any]) -> None:  # in a thread of Ray's, where `ray.get` may not wait
+            error = done.exception()
+            callback(done.result() if error is None else HostFailure.of(error))
+
+        ref.future().add_done_callback(arrived)
 
     def _exception(self, failures: Mapping[int, HostFailure], doing: str) -> Exception:
         error = super()._exception(failures, doing)

@@ -162,6 +162,15 @@ def notices_lost(part: Any) -> type:
     return with_methods(part, __init__=init, notify=lambda self: None)
 
 
+def failures_as_results(part: Any) -> type:
+    """Give a callback an empty list for a call that has failed."""
+
+    def when_done(self: Any, future: Any, callback: Any) -> bool:
+        return bool(part.when_done(self, future, lambda results: callback(results or [])))
+
+    return with_methods(part, when_done=when_done)
+
+
 def _sharded(name: str, bug: str, test: str, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Mutant:
     return Mutant(name, bug, (test,), sharded_call_with(change), TWO)
 
@@ -258,6 +267,18 @@ MUTANTS = (
         ("test_a_notice_reaches_each_worker_once_also_during_a_call",),
         notices_lost,
         TWO,
+    ),
+    Mutant(
+        "callbacks_lost",
+        "A callback is promised and never called.",
+        ("test_a_callback_gets_the_results_of_a_call_or_none",),
+        lambda part: with_methods(part, when_done=lambda self, future, callback: True),
+    ),
+    Mutant(
+        "failures_as_results",
+        "The callback of a call that has failed gets no results instead of None.",
+        ("test_a_callback_gets_the_results_of_a_call_or_none",),
+        failures_as_results,
     ),
     Mutant(
         "batch_becomes_a_dict",
