@@ -273,7 +273,10 @@ _AZURE_CONTAINER = re.compile(r"^((?:abfss?|az)://[a-z0-9](?:[a-z0-9-]{1,61})[a-
 class CheckpointsConfig(Section):
     """Checkpoints in `output_dir/checkpoints`, from which `rlframework train --resume` resumes."""
 
-    every: StepsOrZero = Field(0, description="steps between checkpoints; 0: only when the run is interrupted")
+    every: StepsOrZero = Field(
+        0,
+        description="steps between checkpoints, with one more after the last step; 0: only when the run is interrupted",
+    )
     keep_last: Count = Field(2, description="number of newest checkpoints to keep")
     keep_best: CountOrZero = Field(0, description="number of checkpoints with the best `metric` to keep in addition")
     metric: str = Field("validation/accuracy", description="metric for `keep_best`, as named in metrics.jsonl")

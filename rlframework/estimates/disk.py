@@ -17,7 +17,8 @@ def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
     """
     steps, section, every = config.algorithm.num_steps, config.checkpoints, config.recording.every
     most = section.keep_last + section.keep_best + 1
-    kept = min(most, steps // section.every if steps else most) if section.every else 0  # 0 steps: of epochs, not known
+    written = -(-steps // section.every) if steps and section.every else most  # 0 steps: of epochs, not known
+    kept = min(most, written) if section.every else 0
     recorded = len({*config.recording.steps, *(range(every, steps + 1, every) if every else ())})
     recorded *= not isinstance(config.policy, FurtherPolicyConfig)
     if not getattr(config.policy, "trained", True):

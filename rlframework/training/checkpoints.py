@@ -1,4 +1,4 @@
-"""Save checkpoints of a run every N steps and when it is interrupted, and resume from them with the same numbers.
+"""Save checkpoints of a run every N steps, at its end and when interrupted, and resume with the same numbers.
 
     checkpoints/step-000010/
         run.json         step, position in the data, random states of the driver, last metrics
@@ -103,16 +103,22 @@ class Checkpoints:
         """The checkpoint that is being written."""
 
     def after_step(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], measured: Mapping[str, float]
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        measured: Mapping[str, float],
+        *,
+        last: bool = False,
     ) -> None:
         """Save if the configuration asks for it. After an interrupt, save and raise `RunInterrupted`.
 
-        `metrics` has the latest value of every metric; `measured` those of this step alone. An asynchronous save only
-        begins here: a later step or `finishing` completes it.
+        `metrics` has the latest value of every metric; `measured` those of this step alone. `last`: the run ends after
+        this step. An asynchronous save only begins here: a later step or `finishing` completes it.
         """
         if self._pending is not None and all(policy.checkpoint_written() for policy in self._trained.values()):
             self._finish()
-        due = self._config.every > 0 and step % self._config.every == 0
+        due = self._config.every > 0 and (last or step % self._config.every == 0)
         if due or self._stop is not None:
             self._finish()
             facts = RunState(

@@ -143,17 +143,20 @@ class StepLoop(Algorithm):
         self.parts.timeline = self.parts.generation.client.timeline = self.timeline
         with collecting_what_is_new(), self.checkpoints.handling_signals(), self.checkpoints.finishing():
             last = self._begin()
-            for step in range(int(last["step"]) + 1, self.config.num_steps + 1):
+            stopped = self._restored is not None and self.should_stop(self._restored.measured)
+            for step in range(int(last["step"]) + 1, 0 if stopped else self.config.num_steps + 1):
                 metrics, samples = self._timed_step(step)
                 last_of_all = validation.at_end and step == self.config.num_steps
                 if last_of_all or (validation.every > 0 and step % validation.every == 0):
                     scores, more = self._timed_validation(step)
                     metrics, samples = metrics | scores, [*samples, *more]
                 last |= self._report(step, metrics, samples)
-                if self.should_stop(metrics):
-                    break
+                stopped = self.should_stop(metrics)
+                ends = stopped or step == self.config.num_steps
                 with Timer(self.timeline).phase("checkpoint"):
-                    self.checkpoints.after_step(step, self.state_dict(), last, metrics)
+                    self.checkpoints.after_step(step, self.state_dict(), last, metrics, last=ends)
+                if stopped:
+                    break
         return RunResult(metrics=last, history=self._history)
 
     def restore(self) -> None:

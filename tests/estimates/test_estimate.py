@@ -49,6 +49,8 @@ def test_disk(run_config):
     found = disk(config, 1000, 1000)
     assert found["2 checkpoints"] == 24_000
     assert found["5 recorded steps"] == 20_000  # 1, 5, 10, 15, 20
+    config = load_config(config, ["algorithm.num_steps=21"])
+    assert disk(config, 1000, 1000)["3 checkpoints"] == 36_000  # after steps 10, 20, and 21, the last
 
 
 def test_the_turns_of_episodes_are_counted(run_config):

@@ -17,7 +17,7 @@ from rlframework import run
 from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
 from rlframework.files import exclusive_directory
 from rlframework.runner.launch import resume
-from rlframework.training.checkpoints import checkpoints_in
+from rlframework.training.checkpoints import checkpoints_in, step_of_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +72,28 @@ def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_pa
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000003", "step-000006"]
 
 
+@pytest.mark.parametrize(("every", "written"), [(4, [4, 5]), (5, [5]), (9, [5]), (0, [])])
+def test_the_last_step_has_a_checkpoint_too(run_config, tmp_path, every, written):
+    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=5", f"checkpoints.every={every}"))
+    assert [step_of_checkpoint(path) for path in checkpoints_in(tmp_path / "run")] == written
+    if written:
+        resume(tmp_path / "run")  # has nothing to do
+        assert list(numbers_of(tmp_path / "run")) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_that_stops_early_has_a_checkpoint_of_its_last_step(run_config, tmp_path, monkeypatch):
+    """A resume trains on only for a higher goal."""
+    monkeypatch.setattr(
+        "rlframework.training.loop.validate", lambda parts, step: ({"validation/accuracy": 0.1 * step}, [])
+    )
+    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.stop_at_accuracy=0.3"))
+    assert [step_of_checkpoint(path) for path in checkpoints_in(tmp_path / "run")] == [2, 3]
+    resume(tmp_path / "run")
+    assert max(numbers_of(tmp_path / "run")) == 3
+    resume(tmp_path / "run", ["algorithm.stop_at_accuracy=0.9"])
+    assert max(numbers_of(tmp_path / "run")) == 6
+
+
 def test_sigterm_before_the_first_step_releases_everything(run_config, tmp_path, monkeypatch):
     released = []
 
@@ -115,6 +137,7 @@ def test_other_data_is_rejected(run_config, tmp_path):
 def test_a_resume_that_is_rejected_changes_no_file(run_config, tmp_path):
     """Full weights are resumed as adapters, from a step before the last, with other settings besides."""
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=5", "checkpoints.every=4"))
+    shutil.rmtree(checkpoints_in(tmp_path / "run")[-1])
     before = contents(tmp_path / "run")
     with pytest.raises(UserError, match=r"no adapters: it is of a run without policy\.lora"):
         resume(tmp_path / "run", ["algorithm.num_steps=6", "policy.lora={rank: 4}", "policy.optimizer.lr=1e-4"])

@@ -62,8 +62,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(run_config, tmp_path, monkeyp
     monkeypatch.setattr(FileSystemWriter, "write_data", slow)
     monkeypatch.setattr(Policy, "train", step)
     run(run_config("sft", *overrides(tmp_path / "run", *SHARDED), "algorithm.num_steps=3"))
-    assert waited == [True, True]  # weights and moments
-    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002"]
+    assert waited == [True] * 4  # weights and moments of steps 2 and 3
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002", "step-000003"]
 
 
 @pytest.mark.parametrize(
