@@ -77,8 +77,14 @@ def _doubled(batch: dict[str, list[str]]) -> dict[str, list[str]]:
         ({"validation": ROWS}, r"has the splits \['validation'\]; they must be 'train' and, optionally, 'validation'"),
         ({"train": ROWS, "test": ROWS}, r"Leave out \['test'\], or give one as 'validation'"),
         ({"train": ROWS, "validation": []}, "the validation rows are empty"),
-        ([ROWS[0], "text"], "train rows from Python, row 1: must be a dictionary of columns, not str"),
-        ([{"a": 1}, {"a": object()}], r"row 1: has a value that cannot be compared .*\(it is object\)"),
+        (
+            [ROWS[0], "text"],
+            r"train rows from Python, row 1 \(counted from 0\): must be a dictionary of columns, not str",
+        ),
+        (
+            [{"a": 1}, {"a": object()}],
+            r"row 1 \(counted from 0\): has a value that cannot be compared .*\(it is object\)",
+        ),
         (datasets.Dataset.from_list(ROWS).with_transform(_doubled), "has a transform, which is not applied"),
     ],
 )

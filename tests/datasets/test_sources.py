@@ -91,7 +91,22 @@ def test_values_of_csv_are_text_as_written(tmp_path: Path, suffix: str, mark: st
         {"question": "é", "answer": "", "level": None},
         {"question": None, "answer": "1.50", "level": "NA"},
     ]
-    assert rows.where(2) == f"{tmp_path}/b.{suffix}, row 0"
+    assert [rows.where(number).rpartition("/")[2] for number in range(3)] == [
+        f"a.{suffix}, line 2",  # to line 3
+        f"a.{suffix}, line 4",
+        f"b.{suffix}, line 2",
+    ]
+    assert rows.label(1) == "a-4"
+
+
+def test_lines_of_csv_are_an_editors(tmp_path: Path) -> None:
+    """Blank lines count. A value that is too long for Python's reader leaves the number of the row."""
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n\n3,4\n")
+    assert open_rows(tmp_path / "a.csv").where(1) == f"{tmp_path}/a.csv, line 4"
+    (tmp_path / "a.csv").write_text(f"a,b\n1,2\n\n3,{'4' * 200_000}\n")
+    rows = open_rows(tmp_path / "a.csv")
+    assert rows.where(1) == f"{tmp_path}/a.csv, row 2 (counted from 1, without the header)"
+    assert rows.label(1) == "a-1"
 
 
 @pytest.mark.parametrize(
@@ -126,8 +141,8 @@ def test_files_by_pattern_and_where_their_rows_stand(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", ROWS)
     rows = open_rows(str(tmp_path / "*.parquet"))
     assert list(rows) == ROWS
-    assert rows.where(2) == f"{tmp_path}/a-0.parquet, row 2"
-    assert rows.where(3) == f"{tmp_path}/a-1.parquet, row 0"
+    assert rows.where(2) == f"{tmp_path}/a-0.parquet, row 2 (counted from 0)"
+    assert rows.where(3) == f"{tmp_path}/a-1.parquet, row 0 (counted from 0)"
     assert open_rows(str(tmp_path / "*.jsonl")).where(3) == f"{tmp_path}/a.jsonl, line 4"
     assert "has files of several kinds (jsonl, parquet)" in refused(str(tmp_path / "a*"))
     assert "no file matches this pattern" in refused(str(tmp_path / "b*.parquet"))
@@ -172,7 +187,7 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     assert list(open_rows(tmp_path / "both")) == ROWS[:3]
     rows = open_rows(tmp_path / "both", split="test")
     assert list(rows) == ROWS[3:]
-    assert rows.where(1) == f"{tmp_path}/both, split test, row 1"
+    assert rows.where(1) == f"{tmp_path}/both, split test, row 1 (counted from 0)"
     assert "there is no split 'dev'; the splits are ['test', 'train']" in refused(tmp_path / "both", split="dev")
     alone = saved(tmp_path / "alone", ROWS)
     assert "without splits; remove split" in refused(alone, split="train")
@@ -200,7 +215,7 @@ def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.get_dataset_split_names", lambda name, subset: ["train", "test"])
     rows = open_rows("someone/data", subset="easy")
     assert list(rows) == [ROWS[2], ROWS[0]]
-    assert rows.where(1) == "data set someone/data, split train, row 1"
+    assert rows.where(1) == "data set someone/data, split train, row 1 (counted from 0)"
     assert asked == [("someone/data", "easy", "train")]
     monkeypatch.setattr("datasets.get_dataset_split_names", lambda name, subset: ["dev", "test"])
     assert "there is no split 'train'; the splits are ['dev', 'test']" in refused("someone/data")

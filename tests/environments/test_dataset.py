@@ -299,7 +299,9 @@ def test_rows_from_python_are_split_like_those_of_a_file(tmp_path: Path) -> None
     given = DatasetEnvironment(DatasetConfig().with_given(both, "x"), seed=0)
     assert answers(given, "train") == [str(row["answer"]) for row in sums(6)[3:]]
     assert answers(given, "validation") == [str(row["answer"]) for row in sums(3)]
-    with pytest.raises(DataError, match="train rows from Python, row 1: no conversation in the columns"):
+    with pytest.raises(
+        DataError, match=r"train rows from Python, row 1 \(counted from 0\): no conversation in the columns"
+    ):
         DatasetEnvironment(DatasetConfig().with_given(given_rows([*sums(1), {"a": 1}]), "x"), seed=0)
 
 

@@ -91,7 +91,7 @@ def test_a_run_without_data(run_config) -> None:
     assert "environment.path: required key is missing" in refused(config, ConfigError)
     dumped = load_config(with_data(config, ROWS), [])
     assert "Resume it with rlframework.resume(output_dir, data=rows)" in refused(dumped, ConfigError)
-    with pytest.raises(DataError, match="train rows from Python, row 1: no conversation"):
+    with pytest.raises(DataError, match=r"train rows from Python, row 1 \(counted from 0\): no conversation"):
         run(config, data=[ROWS[0], {"a": 1}])
     assert not config.output_dir.exists()
 

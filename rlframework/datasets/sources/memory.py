@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlframework.datasets.sources.opening import dataset_rows
-from rlframework.datasets.sources.rows import Row, Rows
+from rlframework.datasets.sources.rows import Row, Rows, counted_from_0
 from rlframework.errors import DataError
 from rlframework.interfaces.pictures import Picture
 
@@ -53,8 +53,8 @@ class MemoryRows(Rows):
         return dict(row)
 
     def where(self, index: int) -> str:
-        """The split and the row, from 0."""
-        return f"{self._split} rows from Python, row {index}"
+        """The split and the row, as Python counts them."""
+        return f"{self._split} rows from Python, {counted_from_0(index)}"
 
     def label(self, index: int) -> str:
         """See `Rows.label`."""

@@ -1,4 +1,4 @@
-"""`Rows`, the interface of every source of data: `JsonlRows` of JSON lines, `ArrowRows` of Arrow, Parquet and CSV.
+"""`Rows`, the interface of every source of data: `JsonlRows` of JSON lines, `ArrowRows` of Arrow and Parquet.
 
 A JSON-lines file is scanned once for the offsets of its lines, 8 bytes per row, and stays open; a row is read on
 access. The readers of `datasets` and pyarrow convert a file to Arrow first: they know no line numbers, and reject rows
@@ -8,7 +8,6 @@ batches, and `datasets` adds formatting and a cache on disk. Columns are not dec
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import mmap
@@ -224,9 +223,9 @@ class ArrowRows(Rows):
         return int(self._ends[-1])
 
     def where(self, index: int) -> str:
-        """The name of the file, and the row in it, from 0."""
-        part = bisect_right(self._part_starts, index) - 1
-        return f"{self._part_names[part]}, row {index - self._part_starts[part]}"
+        """The name of the file, and the row in it, as tables count them."""
+        part, row = self._place(index)
+        return f"{self._part_names[part]}, {counted_from_0(row)}"
 
     def label(self, index: int) -> str:
         """See `Rows.label`."""
@@ -250,6 +249,11 @@ class ArrowRows(Rows):
         with reading(f"{self._part_names[0]}: {_DAMAGED}"):
             found = [sum(map(_bytes, batch.columns), np.zeros(batch.num_rows, np.int64)) for batch in self._batches]
         return np.concatenate([*found, np.zeros(0, np.int64)])
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The part of row `index`, and the number of the row in it."""
+        part = bisect_right(self._part_starts, index) - 1
+        return part, index - self._part_starts[part]
 
 
 def read_parquet(paths: Sequence[Path], label: str) -> ArrowRows:
@@ -305,38 +309,6 @@ def _batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
             yield from pa.concat_tables([schema.empty_table(), given], promote_options="permissive").to_batches()
 
 
-def read_csv(paths: Sequence[Path], label: str) -> ArrowRows:
-    """Return the rows of all files in order, in memory. The first line has the names of columns; all values are text.
-
-    Values are separated by commas, in a `.tsv` by tabs. Columns that a file lacks are null in its rows. Raises a
-    `DataError` if a file is missing or damaged, or if there are no rows.
-    """
-    import pyarrow as pa
-
-    tables = []
-    for path in paths:
-        with reading(f"{path}: cannot be read as CSV, whose first line has the names of columns, in UTF-8"):
-            tables.append(_csv_table(path, "\t" if path.suffix == ".tsv" else ","))
-    if not any(table.num_rows for table in tables):
-        raise DataError(f"{paths[0]}: the file has no rows; give one with rows")
-    counts = [(str(path), table.num_rows) for path, table in zip(paths, tables, strict=True)]
-    return ArrowRows(pa.concat_tables(tables, promote_options="permissive"), counts, label)
-
-
-def _csv_table(path: Path, delimiter: str) -> pa.Table:
-    import pyarrow as pa
-    import pyarrow.csv as pc
-
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        names = next(csv.reader(file, delimiter=delimiter), [])
-    if len(set(names)) < len(names):
-        raise DataError(f"{path}: two columns have one name: {names}")
-    # no guessing: 007 stays 007, and an empty value is an empty text
-    convert = pc.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-    parse = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    return pc.read_csv(path, parse_options=parse, convert_options=convert)
-
-
 def _bytes(array: pa.Array) -> npt.NDArray[np.int64]:
     """Bytes of text in each element of `array`, from offsets alone; other values count as 0."""
     import pyarrow as pa
@@ -352,6 +324,11 @@ def _bytes(array: pa.Array) -> npt.NDArray[np.int64]:
         total = np.concatenate([[0], np.cumsum(_bytes(array.values))])
         return np.asarray(np.diff(total[array.offsets.to_numpy()]), np.int64)
     return np.zeros(len(array), np.int64)
+
+
+def counted_from_0(row: int) -> str:
+    """Name a row of a table, which has no lines: `table[row]`."""
+    return f"row {row} (counted from 0)"
 
 
 def check_fields(row: Row, fields: Mapping[str, type], where: str) -> Row:
