@@ -76,8 +76,9 @@ rlframework train run.yaml --dry-run --on 2x24GiB policy.offload.optimizer=true
 there is a worker on each GPU that the [generation workers](generation_workers.md) leave: engines of the group `ray`
 have GPUs of their own, and are counted with their memory. What cannot be checked on this machine, such as the
 environment of vLLM, is a note. Models with a `config.json` and no tokenizer are estimated too, without reading data.
-`rlframework/gpu_models.py` lists the models of GPUs that are known by name; for others, and for other memories of
-these, add the memory: `8xA100-40GB`, `2x24GiB`.
+The exit code is 1 if the run does not fit, and 0 if it fits or may not fit. `rlframework/gpu_models.py` lists the
+models of GPUs that are known by name; for others, and for other memories of these, add the memory: `8xA100-40GB`,
+`2x24GiB`.
 
 **It is an estimate.** The parts are counted as described below, and [compared with one GPU](#how-it-was-checked) in
 three cases. Not counted: fragmentation of the allocator, workspaces of cuBLAS and buffers of NCCL, compiled code. So

@@ -5,7 +5,8 @@ convert, tokenize), `evaluate` (evaluate, generate), `serve`,
 `inspect` (config, schema, plugins, doctor, report) and `develop`
 (conformance, parity, new-backend).
 
-Exit codes: 0 for success; 2 for a user error (`UserError`, or bad arguments); 1 for any other failure; 130 for Ctrl-C.
+Exit codes: 0 for success; 2 for a user error (`UserError`, or bad arguments); 1 for any other failure,
+and where a check finds that something is not as it must be; 130 for Ctrl-C.
 """
 
 from rlframework.cli import develop, evaluate, inspect, serve, train  # noqa: F401 - they register their commands with `app`

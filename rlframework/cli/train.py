@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from rlframework.algorithm import RunResult
 from rlframework.cli.common import Config, Debug, Overrides, TrustRun, app, print_table
@@ -40,6 +40,8 @@ def train(
     """Run the training that CONFIG describes, or resume one that was stopped.
 
     rlframework train --resume runs/run [a.b=value ...]
+
+    With --dry-run --on GPUS the exit code is 1 if the run does not fit on GPUS, and 0 if it fits or may not fit.
     """
     from rlframework.configure import load_config
 
@@ -91,6 +93,8 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
     for warning in found.warnings():
         _LOG.warning("%s", warning)
     print("dry run complete: nothing was started or written")
+    if on is not None and not found.fits:
+        raise Exit(1)
 
 
 def _summary(result: RunResult, output_dir: str) -> str:

@@ -146,11 +146,18 @@ class Estimate:
             )
         return f"generates up to {rows.generated:,} tokens and trains on up to {rows.trained:,}"
 
+    @property
+    def fits(self) -> bool:
+        """Whether planned GPUs are enough in number, and have the memory that is needed at least."""
+        assert self.planned is not None
+        needed = max(self.needed_bytes, self.engine_bytes)
+        return self.taken <= self.planned.count and needed <= self.planned.memory_bytes
+
     def verdict(self) -> str:
         """One line that says whether workers and engines fit; for GPUs that a run is planned for."""
         assert self.planned is not None
         needed, have = max(self.needed_bytes, self.engine_bytes), self.planned.memory_bytes
-        fits = "fits" if MARGIN * needed <= have else "may not fit" if needed <= have else "does not fit"
+        fits = "fits" if MARGIN * needed <= have else "may not fit" if self.fits else "does not fit"
         if self.taken > self.planned.count:
             return f"does not fit on {self.planned}: {self._takers()} take {self.taken} GPUs"
         where = "on each GPU"
