@@ -29,6 +29,7 @@ from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import JoinedRows, Rows
 from rlframework.datasets.sources.splits import open_splits
 from rlframework.environments.counted_failures import require_few_failures
+from rlframework.environments.empty_columns import EmptyColumns
 from rlframework.environments.math_answers import is_comparable, same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
@@ -90,6 +91,7 @@ class DatasetEnvironment(VerifiableEnvironment):
         """Open the data. Raises a `DataError` that names file and row if it cannot be read as configured."""
         self._config = config
         self._unanswered: list[int] = []
+        self._warnings: dict[Split, list[str]] = {"train": [], "validation": []}
         addresses = ImageAddresses()
         self._pictures = {held_out: reader_of(config, addresses, validation=held_out) for held_out in (False, True)}
         train, validation = self._open()
@@ -111,9 +113,8 @@ class DatasetEnvironment(VerifiableEnvironment):
                 f"{config.source}: no training row is left, because every prompt is also in validation. Rows are "
                 "compared by their prompts alone; give the two different prompts"
             )
-        self._left_out = ""
         if validation is not train and len(kept) < len(numbers):
-            self._left_out = (
+            self._warnings["train"].append(
                 f"{len(numbers) - len(kept)} of {len(numbers)} rows of {config.source} are left out of training, "
                 "because their prompts are also in validation"
             )
@@ -128,9 +129,8 @@ class DatasetEnvironment(VerifiableEnvironment):
 
         `metadata` is the whole row as it was read, with all its columns.
         """
-        if split == "train" and self._left_out:  # not in an evaluation, which trains on nothing
-            _LOG.warning("%s", self._left_out)
-            self._left_out = ""
+        while self._warnings[split]:  # those of training are not for an evaluation, which trains on nothing
+            _LOG.warning("%s", self._warnings[split].pop(0))
         return self._samples[split]
 
     def score(self, sample: Sample, completion: str) -> float:
@@ -263,6 +263,7 @@ class DatasetEnvironment(VerifiableEnvironment):
         """
         images = self._config.images
         usable, keys, problems, columns = list[int](), list[int](), list[ImageError](), set[str]()
+        empty = EmptyColumns(rows)
         for number in numbers.tolist():
             try:
                 sample = self._sample(rows, number)
@@ -274,12 +275,17 @@ class DatasetEnvironment(VerifiableEnvironment):
                 problems.append(error)
                 continue
             usable.append(number)
+            if self._reward is not None:
+                empty.add(number, self._reward.asked_of(sample))
             if note and not has_answer(sample):
                 self._unanswered.append(number)
         log_left_out(problems, len(numbers))
         if self._reward is not None and columns:
-            given = self._config.validation_path or "the validation split"
-            self._reward.check_columns(sorted(columns), given if rows is self._validation else self._config.source)
+            held_out, source = rows is self._validation, self._config.source
+            source = self._config.validation_path or "the validation split" if held_out else source
+            self._reward.check_columns(sorted(columns), source)
+            named = columns | ({"answer"} if self._config.columns.answer in columns else set())
+            self._warnings["validation" if held_out else "train"] += empty.warnings(named, len(usable), source)
         return np.array(usable, np.int64), keys
 
 

@@ -67,6 +67,10 @@ class Judge:
     def check_columns(self, columns: Collection[str], source: str) -> None:
         """Do nothing: a judge gets no columns by name."""
 
+    def asked_of(self, sample: Sample) -> dict[str, Any]:
+        """See `Reward`: nothing."""
+        return {}
+
     def start(self, folder: Path | None) -> None:
         """Make one request. Raises a `ConfigError` that names the address and the key's variable if it fails."""
         variable = self._judge.api_key_env

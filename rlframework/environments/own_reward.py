@@ -28,7 +28,15 @@ from typing import IO, Any
 
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.counted_failures import CountedFailures
-from rlframework.environments.reward_calls import Failure, Report, RewardCalls, TextColumns, columns_given, timed_out
+from rlframework.environments.reward_calls import (
+    Failure,
+    Report,
+    RewardCalls,
+    TextColumns,
+    columns_given,
+    timed_out,
+    with_answer,
+)
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward
@@ -66,7 +74,7 @@ class OwnReward:
             form = load_reward(path)[1]
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from error
-        self._name, self._required = f"{key}={path!r} ({form.place})", form.required
+        self._name, self._form = f"{key}={path!r} ({form.place})", form
         self._counted = CountedFailures(config, self._name, optional=optional)
         timeout, limit = config.reward_timeout, config.reward_concurrency
         self._columns = TextColumns(config.columns.prompt, config.columns.answer)
@@ -82,8 +90,15 @@ class OwnReward:
     def check_columns(self, columns: Collection[str], source: str) -> None:
         """See `Reward`."""
         given = columns_given([*columns, *(["answer"] if self._columns.answer in columns else [])])
-        if missing := [name for name in self._required if name not in given]:
+        if missing := [name for name in self._form.required if name not in given]:
             raise ConfigError(f"{self._name} {missing_columns(missing, given, source)}")
+
+    def asked_of(self, sample: Sample) -> dict[str, Any]:
+        """See `Reward`."""
+        if not self._form.columns:
+            return {"answer": sample.answer or None} if {"answer", "answers"} & {*self._form.names} else {}
+        row = with_answer(sample.metadata, self._columns.answer)
+        return {name: row.get(name) for name in columns_given([*self._form.required, *self._form.optional])}
 
     def start(self, folder: Path | None) -> None:
         """Do nothing: the function's process starts on first use, and keeps no files."""

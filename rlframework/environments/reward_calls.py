@@ -223,7 +223,7 @@ def _trl_arguments(
 
     Columns that only other rows of the data have are lists of None if they are `required`.
     """
-    rows = [_with_answer(sample.metadata, columns.answer) for sample in samples]
+    rows = [with_answer(sample.metadata, columns.answer) for sample in samples]
     names = columns_given([*(name for row in rows for name in row), *required])
     prompts, answers = [], []
     for row, sample, completion in zip(rows, samples, completions, strict=True):
@@ -233,7 +233,7 @@ def _trl_arguments(
     return {**{name: [row.get(name) for row in rows] for name in names}, "prompts": prompts, "completions": answers}
 
 
-def _with_answer(row: Mapping[str, Any], column: str) -> Mapping[str, Any]:
+def with_answer(row: Mapping[str, Any], column: str) -> Mapping[str, Any]:
     """`row`, in which the answer is also under the name `answer` if its `column` has another one."""
     return {"answer": row[column], **row} if column in row else row
 

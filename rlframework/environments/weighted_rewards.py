@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlframework.config.environments import DatasetConfig, WeightedReward
 from rlframework.environments.counted_failures import ABSENT
@@ -22,6 +22,9 @@ class Reward(Protocol):
 
     def check_columns(self, columns: Collection[str], source: str) -> None:
         """Raise a `ConfigError` if a function needs a column by name that is not in `columns`, those of `source`."""
+
+    def asked_of(self, sample: Sample) -> Mapping[str, Any]:
+        """The values in `sample` of the columns that functions ask for by name; None for one that it lacks."""
 
     def start(self, folder: Path | None) -> None:
         """See `Environment.start`. Called once before `score`, or not at all."""
@@ -60,6 +63,10 @@ class WeightedRewards:
         """See `Reward`."""
         for reward in self._rewards.values():
             reward.check_columns(columns, source)
+
+    def asked_of(self, sample: Sample) -> dict[str, Any]:
+        """See `Reward`."""
+        return {name: value for reward in self._rewards.values() for name, value in reward.asked_of(sample).items()}
 
     def start(self, folder: Path | None) -> None:
         """See `Reward`. Raises a `ConfigError` if a judge does not answer."""

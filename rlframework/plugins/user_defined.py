@@ -46,7 +46,7 @@ class RewardForm:
 
     `names` are its parameter names; `place` is its file and line. `columns`: TRL's convention, with `prompts`,
     `completions` and each column of the rows as keyword arguments; `required` are the columns that it cannot be called
-    without.
+    without, `optional` those with a default.
     """
 
     batched: bool
@@ -55,6 +55,7 @@ class RewardForm:
     place: str
     columns: bool = False
     required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 def load_import_path(path: str) -> Any:
@@ -184,7 +185,8 @@ def reward_form(path: str, function: Callable[..., Any]) -> RewardForm:
         texts = ("prompts", "completions")
         named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in texts]
         required = tuple(p.name for p in named if p.default is p.empty)
-        return RewardForm(True, texts, is_async, place, columns=True, required=required)
+        optional = tuple(p.name for p in named if p.default is not p.empty)
+        return RewardForm(True, texts, is_async, place, columns=True, required=required, optional=optional)
     asked = [p for p in parameters if p.default is p.empty or p.name in (*SINGULAR, *PLURAL)]
     names = tuple(p.name for p in asked)
     batched = "completions" in names

@@ -51,7 +51,7 @@ def environment(tmp_path, monkeypatch):
     made = []
 
     def make(reward, **keys):
-        made.append(DatasetEnvironment(DatasetConfig(path="rows.jsonl", reward=reward, **keys), seed=0))
+        made.append(DatasetEnvironment(DatasetConfig(**{"path": "rows.jsonl", "reward": reward} | keys), seed=0))
         return made[-1]
 
     yield make
@@ -152,6 +152,45 @@ def test_a_column_that_a_batch_lacks_is_none_and_validation_rows_need_it_too(env
     (tmp_path / "held.jsonl").write_text(json.dumps(rows[-1]) + "\n")
     with pytest.raises(ConfigError, match=r"asks for 'level', which no row of held\.jsonl has; .* are 'answer'"):
         environment(SOME, validation_path="held.jsonl")
+
+
+ANSWERS = "def of_answers(completions, answers):\n    return [0.0 for _ in completions]\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "column", "count"), [("only_right", "level", 2), ("asks", "optional", 1), ("of_answers", "answer", 1)]
+)
+def test_rows_without_a_value_that_a_function_asks_for_are_counted_once(
+    environment, tmp_path, caplog, function, column, count
+):
+    """In lines 3 and, of `level`, 4; the column `more`, which nothing asks for, may be empty."""
+    row = {"answer": "a", "level": "x", "levl": "", "completion_ids": 1, "more": None, "optional": 1}
+    rows = [{"prompt": str(number)} | row for number in range(8)]
+    rows[2] |= {"level": None, "answer": None, "optional": None}
+    del rows[3]["level"]
+    (tmp_path / "two_rewards.py").write_text(MODULE + ANSWERS)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = environment({"one": {"function": f"two_rewards:{function}"}})
+    assert not caplog.text
+    made.samples("validation")
+    assert not caplog.text
+    made.samples("train")
+    made.samples("train")
+    [record] = caplog.records
+    told = f"{count} of the 8 rows that were read of rows.jsonl have no value in the column '{column}', which"
+    assert record.getMessage().startswith(told)
+    assert "the first is rows.jsonl, line 3." in record.getMessage()
+
+
+def test_an_empty_cell_of_csv_is_no_value(environment, tmp_path, caplog):
+    (tmp_path / "rows.csv").write_text("prompt,level\na,1\nb,\nc,3\n")
+    (tmp_path / "held.csv").write_text("prompt,level\nd,\n")
+    made = environment({"one": {"function": "two_rewards:only_right"}}, path="rows.csv", validation_path="held.csv")
+    made.samples("train")
+    assert "1 of the 3 rows that were read of rows.csv" in caplog.text
+    assert "the first is rows.csv, line 3." in caplog.text
+    made.samples("validation")
+    assert "1 of the 1 rows that were read of held.csv" in caplog.text
 
 
 def test_the_key_of_a_function_that_cannot_be_used_is_named(environment):

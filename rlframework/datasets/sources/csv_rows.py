@@ -6,7 +6,7 @@ import csv
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlframework.datasets.sources.rows import ArrowRows, reading
 from rlframework.errors import DataError
@@ -37,6 +37,10 @@ class CsvRows(ArrowRows):
         part, row = self._place(index)
         lines = self._lines[part]
         return super().label(index) if lines is None else f"{self._stems[part]}-{lines[row]}"
+
+    def is_empty(self, index: int, value: Any) -> bool:
+        """See `Rows.is_empty`: an empty cell is an empty text."""
+        return value is None or value == ""
 
 
 def read_csv(paths: Sequence[Path], label: str) -> CsvRows:

@@ -65,6 +65,10 @@ class Rows(ABC):
     def label(self, index: int) -> str:
         """A short name of row `index`, such as `train-7`."""
 
+    def is_empty(self, index: int, value: Any) -> bool:
+        """Whether `value`, of a column of row `index`, stands for none."""
+        return value is None
+
     @abstractmethod
     def sizes(self) -> npt.NDArray[np.int64]:
         """Approximate bytes of text of each row, `[n]` int64, without reading the text; to find the longest rows."""
@@ -94,6 +98,11 @@ class JoinedRows(Rows):
         """The name of the source, and its label of the row."""
         source, row = self._find(index)
         return f"{self._names[source]}/{self._rows[source].label(row)}"
+
+    def is_empty(self, index: int, value: Any) -> bool:
+        """See `Rows.is_empty`: as the source says."""
+        source, row = self._find(index)
+        return self._rows[source].is_empty(row, value)
 
     def sizes(self) -> npt.NDArray[np.int64]:
         """See `Rows.sizes`."""
