@@ -193,7 +193,8 @@ class GRPOConfig(WithAsync, AlgorithmConfig):
     preset: PresetName | None = Field(
         None,
         description="whose definition of the algorithm the defaults are: of its paper, TRL, verl or NeMo-RL; null: of "
-        "the paper, except for grpo. Keys that are set take precedence",
+        "the paper, except for grpo. Keys that are set take precedence. It changes nothing in `policy`: TRL's are "
+        "`policy.scheduler.name` linear and `policy.optimizer.weight_decay` 0",
     )
     prompts_per_step: Count = Field(32, description="distinct prompts in each rollout batch")
     samples_per_prompt: Count = Field(8, description="completions per prompt, which form a group")

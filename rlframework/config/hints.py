@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section
-from rlframework.config.peer_keys import OF_PAIRS, PEER_KEYS, WITHOUT_COUNTERPART
+from rlframework.config.peer_keys import OF_PAIRS, PEER_KEYS, REMARKS, WITHOUT_COUNTERPART
 from rlframework.config.preference_algorithms import PreferenceConfig
 
 Path = tuple[str, ...]
@@ -31,7 +31,10 @@ ANY = "NAME"
 MISSPELLED = 0.85
 """Minimum similarity for a sibling to be preferred to the word of a peer."""
 
-_HINTS = {word: f"In rlframework this is `{key}`." for word, key in PEER_KEYS.items()} | dict(WITHOUT_COUNTERPART)
+_HINTS = {
+    **{word: f"In rlframework this is `{key}`. {REMARKS.get(word, '')}".rstrip() for word, key in PEER_KEYS.items()},
+    **WITHOUT_COUNTERPART,
+}
 _MOST = 8
 
 

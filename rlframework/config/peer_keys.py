@@ -119,6 +119,22 @@ _WORDS: Mapping[str, str] = {
 PEER_KEYS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}
 """A peer's key, as the end of a dotted path, to our key. The longest matching path counts."""
 
+_OPTIMIZER_STEPS = (
+    "TRL counts optimizer steps: for GRPO, divide by those of a step here, `algorithm.epochs_per_batch` (TRL's "
+    "num_iterations) times the rows of a step, divided by `policy.train_global_batch_size`."
+)
+
+REMARKS: Mapping[str, str] = {
+    "save_steps": _OPTIMIZER_STEPS,
+    "eval_steps": _OPTIMIZER_STEPS,
+    "max_steps": _OPTIMIZER_STEPS,
+    "vllm_mode": (
+        "The run starts its engines itself. TRL's colocate, on the GPUs of the trainer, is `generation.workers.group` "
+        "processes; for GPUs of their own, instead of TRL's server, set it and `worker_group.name` to ray."
+    ),
+}
+"""What differs in the values of a peer's key in `PEER_KEYS`."""
+
 _NONE = "It has no counterpart: remove the key."
 _ROWS = (
     "It follows from `algorithm.prompts_per_step` and `algorithm.samples_per_prompt`, whose product is the rows of a "
@@ -161,7 +177,8 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
         "denominator), dr_grpo is constant, and cispo is `algorithm.name` cispo."
     ),
     "scale_rewards": (
-        "In rlframework this is `algorithm.normalize_std`: TRL's group is true, batch is batch, and none is false."
+        "In rlframework this is `algorithm.normalize_std`: TRL's group and True are true, batch is batch, and none "
+        "and False are false."
     ),
     "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
     "bf16": "Set `policy.precision` to bfloat16; weights and optimizer stay fp32.",

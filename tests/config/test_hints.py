@@ -13,7 +13,7 @@ from rlframework.config.base import Section
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.hints import PEER_KEYS, WITHOUT_COUNTERPART, key_paths, models_in, nearest_key, peer_hint
 from rlframework.config.models import run_model
-from rlframework.config.peer_keys import OF_PAIRS
+from rlframework.config.peer_keys import OF_PAIRS, REMARKS
 from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RayGroupConfig, RunConfig
 from rlframework.configure import load_config
@@ -37,7 +37,7 @@ def error_of(*overrides: str) -> str:
 
 def test_hints_name_keys_of_the_schema_and_no_peer_word_hides_one() -> None:
     assert set(PEER_KEYS.values()) <= KEYS
-    assert set(re.findall(r"`([a-z_.]+)`", " ".join(WITHOUT_COUNTERPART.values()))) <= KEYS
+    assert set(re.findall(r"`([a-z_.]+)`", " ".join([*WITHOUT_COUNTERPART.values(), *REMARKS.values()]))) <= KEYS
     pairs = {".".join(path) for path in key_paths(run_model((*PARTS, ("algorithm", DPOConfig)), ()))}
     assert set(re.findall(r"`([a-z_.]+)`", " ".join(OF_PAIRS.values()))) - {"algorithm.gamma"} <= pairs
     assert not {word for word in PEER_KEYS if word in KEYS}
@@ -93,6 +93,23 @@ def test_the_message_in_full() -> None:
         "`grpo`: unknown key (in override `grpo={num_prompts_per_step: 4, max_num_steps: 9}`). In rlframework "
         "`num_prompts_per_step` is `algorithm.prompts_per_step`, `max_num_steps` is `algorithm.num_steps`."
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("save_steps=100", "`checkpoints.every`. TRL counts optimizer steps: for GRPO, divide by those of a step here"),
+        ("algorithm.eval_steps=9", "`algorithm.validation.every`. TRL counts optimizer steps"),
+        ("max_steps=9", "`algorithm.num_steps`. TRL counts optimizer steps"),
+        ("vllm_mode=colocate", "`generation.workers`. .* `generation.workers.group` processes; .* TRL's server"),
+        (
+            "scale_rewards=false",
+            "`algorithm.normalize_std`: TRL's group and True are true, .* none and False are false",
+        ),
+    ],
+)
+def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
+    assert re.search(f"In rlframework this is {told}", error_of(written))
 
 
 def test_a_word_that_other_algorithms_have_is_told_once() -> None:
