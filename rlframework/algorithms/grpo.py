@@ -75,6 +75,13 @@ class GRPO(StepLoop):
         self.penalizes_reward = self.config.reward_kl_coef > 0
         self.scores_before_training = steps_on_batch > 1 or self.penalizes_reward
         self.uses_reference = self.needs_reference_model(self.config)
+        if self.penalizes_reward and self.config.loss.kl_coef > 0:
+            _LOG.warning(
+                "algorithm.reward_kl.coef=%g and algorithm.loss.kl_coef=%g: the divergence from the reference is "
+                "penalized twice, in the reward and in the loss; set one of them to 0, unless you want both",
+                self.config.reward_kl_coef,
+                self.config.loss.kl_coef,
+            )
         if has_episodes(parts.environment) and self.config.overlong.buffer:
             raise ConfigError(
                 f"algorithm.overlong.buffer={self.config.overlong.buffer} penalizes completions near "

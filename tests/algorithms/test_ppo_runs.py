@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rlframework import run
 from rlframework.errors import ConfigError
-from rlframework.runner.launch import resume
+from rlframework.runner.launch import dry_run, resume
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +46,21 @@ def test_a_critic_with_another_backend_group_and_batch_size(run_config: Any, ref
     found = run(run_config("grpo", *SAME, f"critic={critic}")).history
     assert found[0]["train/loss"] == pytest.approx(reference[0]["train/loss"], rel=1e-3)
     assert found[0]["train/value_loss"] > reference[0]["train/value_loss"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["algorithm.reward_kl={coef: 0.5}", "algorithm.loss.kl_coef=0.04"], 1),
+        (["algorithm.reward_kl={coef: 0.5}"], 0),
+        (["algorithm.reward_kl={coef: 0.0}", "algorithm.loss.kl_coef=0.04"], 0),
+    ],
+)
+def test_two_penalties_by_the_divergence_are_a_warning(
+    run_config: Any, caplog: Any, keys: list[str], told: int
+) -> None:
+    dry_run(run_config("grpo", *PPO, *keys))
+    assert caplog.text.count("algorithm.reward_kl.coef=0.5 and algorithm.loss.kl_coef=0.04: the divergence") == told
 
 
 @pytest.mark.thorough
