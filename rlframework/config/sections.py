@@ -5,6 +5,7 @@ A plugin's record names a `config_model` derived from one of these bases (`Algor
 """
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -358,6 +359,11 @@ class RunConfig(Section):
     critic: SerializeAsAny[CriticConfig] | None = None
     teacher: SerializeAsAny[TeacherConfig] | None = None
     reward_model: SerializeAsAny[RewardModelConfig] | None = None
+
+    @property
+    def resume_command(self) -> str:
+        """The command that resumes this run from its newest checkpoint."""
+        return f"rlframework train --resume {shlex.quote(str(self.output_dir))}"
 
     @property
     def further_policies(self) -> dict[str, FurtherPolicyConfig]:

@@ -79,13 +79,16 @@ class ConsoleObserver:
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
-        """Print the opening line, and start the live display on a terminal."""
+        """Print the opening lines, and start the live display on a terminal."""
         self._name, self._total = run.config.algorithm.name, run.config.algorithm.num_steps
         self._print(
             f"{self._name}: up to {self._total} step{'s' if self._total != 1 else ''}, writing to {run.output_dir}"
         )
         if (resumed := read_environment(run.output_dir).get("resumed")) is not None:
             self._print(str(Resumed.model_validate(resumed)))
+        if every := run.config.checkpoints.every:
+            steps = "every step" if every == 1 else f"every {every} steps"
+            self._print(f"a checkpoint {steps}; to resume: {run.config.resume_command}")
         self._began, self._printed = self._clock(), -math.inf
         self._pace = Pace(self._total, self._began)
         if self._stream.isatty() and os.environ.get("TERM") != "dumb":

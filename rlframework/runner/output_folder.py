@@ -115,7 +115,7 @@ def check_output_dir(config: RunConfig, overwrite: bool = False) -> None:
     if contents.results and not overwrite:
         from rlframework.training.checkpoints import newest_checkpoint  # imports torch, which takes seconds
 
-        resume = "" if newest_checkpoint(folder) is None else f"resume it (rlframework train --resume {folder}), "
+        resume = "" if newest_checkpoint(folder) is None else f"resume it ({config.resume_command}), "
         raise ConfigError(
             f"{name} is not empty: it holds a run ({_listed(contents.results)}). Either {resume}replace it "
             "(--overwrite), or take another output_dir"

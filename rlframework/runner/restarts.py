@@ -111,10 +111,10 @@ def _without_restarts(config: RunConfig, attempt: Callable[[Attempt], RunResult]
         reached = checkpoints.newest_checkpoint(config.output_dir)
         if reached is not None and _is_recoverable(error, first):
             _LOG.error(
-                "a worker was lost after %s was written: `rlframework train --resume %s` continues there; "
+                "a worker was lost after %s was written: `%s` continues there; "
                 "fault_tolerance.max_restarts=N would have done so by itself",
                 reached,
-                config.output_dir,
+                config.resume_command,
             )
         raise
 

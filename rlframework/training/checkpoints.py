@@ -135,7 +135,7 @@ class Checkpoints:
             if self._stop is not None or not self._config.asynchronous:
                 self._finish()
             if self._stop is not None:
-                raise RunInterrupted(self._stop, f"rlframework train --resume {self._parts.config.output_dir}", path)
+                raise RunInterrupted(self._stop, self._parts.config.resume_command, path)
 
     def _begin(self, path: Path, facts: RunState) -> Replacement:
         if self._lock is not None and not self._lock.exists():

@@ -278,3 +278,7 @@ def test_the_printed_configuration_loads_to_the_same(manager: Any, tmp_path: Pat
     again = load_config(path, manager=manager)
     assert again == config
     assert config_yaml(again) == config_yaml(config)
+
+
+def test_the_command_that_resumes_a_run_can_be_pasted(run_config: Any) -> None:
+    assert run_config("sft", "output_dir=runs/a b").resume_command == "rlframework train --resume 'runs/a b'"

@@ -23,8 +23,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def info(tmp_path, steps=60, name="grpo"):
-    return RunInfo(SimpleNamespace(algorithm=SimpleNamespace(name=name, num_steps=steps)), tmp_path)
+def info(tmp_path, steps=60, name="grpo", every=0):
+    checkpoints, resume = SimpleNamespace(every=every), f"rlframework train --resume {tmp_path}"
+    algorithm = SimpleNamespace(name=name, num_steps=steps)
+    return RunInfo(SimpleNamespace(algorithm=algorithm, checkpoints=checkpoints, resume_command=resume), tmp_path)
 
 
 @pytest.fixture
@@ -102,6 +104,14 @@ def test_a_resume_and_what_it_changes_is_shown(tmp_path, clock):
     assert stream.getvalue().splitlines()[1:] == [
         "resumed after step 3 with policy.optimizer.lr 0.5 -> 0.1, algorithm.preset null -> trl"
     ]
+
+
+@pytest.mark.parametrize(("every", "shown"), [(1, "every step"), (50, "every 50 steps")])
+def test_the_command_that_resumes_the_run_is_shown_at_the_start(tmp_path, clock, every, shown):
+    stream = io.StringIO()
+    ConsoleObserver(stream, clock).rlframework_run_started(info(tmp_path, every=every))
+    [_, line] = stream.getvalue().splitlines()
+    assert line == f"a checkpoint {shown}; to resume: rlframework train --resume {tmp_path}"
 
 
 def test_fast_steps_do_not_flood_the_log_and_slow_ones_all_show(tmp_path, clock):
