@@ -25,7 +25,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError, NotSupported
 from rlframework.huggingface.hub import local_files_only
-from rlframework.huggingface.model_directories import invalid_config, read_config
+from rlframework.huggingface.model_directories import invalid_config, quiet_transformers, read_config
 from rlframework.huggingface.model_files import check_model_files
 from rlframework.models.described_weights import (
     ModelFiles,
@@ -58,7 +58,10 @@ def load_model(config: PolicyConfig, attention: str | None) -> Any:
     transformers.utils.logging.disable_progress_bar()
     model_config = load_config(config)
     try:
-        with nullcontext() if config.trust_remote_code else without_code(config.model_name):
+        with (
+            quiet_transformers() if new_weights(config) else nullcontext(),  # it would report the new head as missing
+            nullcontext() if config.trust_remote_code else without_code(config.model_name),
+        ):
             model, found = auto_class(model_config, config.head).from_pretrained(
                 config.model_name,
                 config=model_config,

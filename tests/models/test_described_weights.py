@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,35 @@ def test_a_new_head_on_a_language_model_is_zeros(model, name, head):
     for load in (lambda wrong: load_model(wrong, None), loads):
         with pytest.raises(DataError, match=r"lacks \['score.weight'\].*set policy.head_init=zeros"):
             load(config.model_copy(update={"head": head}))
+
+
+class Messages(logging.Handler):
+    """Keeps what transformers logs, whose loggers do not propagate to those that pytest looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def messages() -> Iterator[Messages]:
+    handler = Messages()
+    logging.getLogger("transformers").addHandler(handler)
+    yield handler
+    logging.getLogger("transformers").removeHandler(handler)
+
+
+def test_transformers_reports_missing_weights_but_not_a_new_head(model, messages):
+    """Its level is as before afterwards."""
+    config = model("untied").model_copy(update={"head": "score", "head_init": "zeros"})
+    load_model(config, None)
+    assert not messages.texts
+    with pytest.raises(DataError, match=r"lacks \['score.weight'\]"):
+        load_model(config.model_copy(update={"head_init": "checkpoint"}), None)
+    assert "LOAD REPORT" in "".join(messages.texts)
 
 
 def test_a_new_head_does_not_replace_one(model):
