@@ -42,10 +42,17 @@ def serve(
     from rlframework.rollout.endpoint.serving import serve as serve_model
     from rlframework.runner.parts import build_generation, open_images
 
+    sampling = config.generation
     key = token or secrets.token_urlsafe(32)
 
     def started(base_url: str) -> None:
-        print(f"base_url={base_url}\napi_key={key if token is None else '(as given)'}\nCtrl-C ends it", flush=True)
+        print(f"base_url={base_url}\napi_key={key if token is None else '(as given)'}")
+        print(
+            f"requests without their own are answered with temperature={sampling.temperature:g}, "
+            f"top_p={sampling.top_p:g} and at most {sampling.max_new_tokens} tokens, which is also the most; "
+            "--set generation.temperature=... and generation.max_new_tokens=... change that"
+        )
+        print("Ctrl-C ends it", flush=True)
 
     with build_generation(config) as (tokenizer, policy, generation):
         section, inputs = config.environment.images, open_images(config, tokenizer)

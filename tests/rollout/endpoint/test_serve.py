@@ -68,6 +68,9 @@ def test_a_token_that_is_given_is_not_printed(tmp_path: Path) -> None:
     with serve(tmp_path, "--token", token) as (process, printed):
         assert printed["api_key"] == "(as given)"
         assert ask(process, printed, api_key=token).choices
+        assert process.stdout is not None
+        told = "requests without their own are answered with temperature=1, top_p=1 and at most 5 tokens, which is"
+        assert process.stdout.readline().startswith(told)
         process.send_signal(signal.SIGTERM)
         assert token not in "".join(process.communicate(timeout=30))
         assert process.returncode == 0
