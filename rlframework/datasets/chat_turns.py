@@ -121,9 +121,9 @@ class Chat:
             found = self._earlier_turn(messages, turn, before, after)
             if found is None:
                 raise DataError(
-                    f"the chat template rewrites assistant turn {turn} when later turns follow (it drops reasoning, or "
-                    "adds text), so no row has all turns as generation saw them. Train on the last turn only "
-                    "(algorithm.train_on=last), or give a policy.chat_template that keeps earlier turns"
+                    f"the chat template rewrites turn {turn + 1}, of the assistant, when later turns follow (it drops "
+                    "reasoning, or adds text), so no row has all turns as generation saw them. Train on the last turn "
+                    "only (algorithm.train_on=last), or give a policy.chat_template that keeps earlier turns"
                 )
             content, end = found
             rest = after[len(before) + len(content) :]
@@ -172,7 +172,7 @@ class Chat:
         whole = self._template([*messages, turn])
         if not whole.startswith(before):
             raise DataError(
-                f"the chat template does not write assistant turn {len(messages)}, which has tool calls or reasoning, "
+                f"the chat template does not write turn {len(messages) + 1}, which has tool calls or reasoning, "
                 "after the prompt that it makes for generation; give another policy.chat_template"
             )
         return whole[len(before) :].rstrip()

@@ -114,7 +114,7 @@ def _messages(value: Any, where: str, pictures: PictureReader | None = None) -> 
     if not isinstance(value, list) or not value:
         given = "an empty list" if value == [] else type(value).__name__
         raise DataError(f"{where}: must be a list of messages, not {given}")
-    return [_message(turn, f"{where}, turn {number}", pictures) for number, turn in enumerate(value)]
+    return [_message(turn, f"{where}, turn {number}", pictures) for number, turn in enumerate(value, 1)]
 
 
 def _message(turn: Any, where: str, pictures: PictureReader | None) -> Message:
@@ -144,7 +144,7 @@ def _content(content: Any, where: str, pictures: PictureReader | None) -> Conten
     if pictures is None or not any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts):
         return _text(content, where)
     found: list[ContentPart] = []
-    for number, part in enumerate(parts):
+    for number, part in enumerate(parts, 1):
         if isinstance(part, Mapping) and part.get("type") in KINDS:
             given = {key: value for key, value in part.items() if not is_missing(value)}
             found += pictures.parts(given, f"{where}, part {number}")

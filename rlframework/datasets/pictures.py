@@ -85,7 +85,7 @@ class PictureReader:
             assert user is not None
             given = [ImagePart(type="image", image=picture) for picture in left]
             placed[user] = {**placed[user], "content": [*given, *_parts(placed[user])]}
-        for number, turn in enumerate(placed):
+        for number, turn in enumerate(placed, 1):
             if turn["role"] == "assistant" and any(part["type"] == "image" for part in _parts(turn)):
                 raise ImageError(f"{where}, turn {number}: an assistant turn has an image; models here write text only")
         return placed

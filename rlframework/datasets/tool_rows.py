@@ -26,7 +26,7 @@ def read_tools(value: Any, where: str) -> tuple[ToolSpec, ...]:
         return ()
     if not isinstance(given, list):
         raise DataError(f"{where}: must be a list of tools, or one as JSON, not {type(given).__name__}")
-    return tuple(_tool(without_nulls(tool), f"{where}, tool {number}") for number, tool in enumerate(given))
+    return tuple(_tool(without_nulls(tool), f"{where}, tool {number}") for number, tool in enumerate(given, 1))
 
 
 def structured_parts(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _tool(tool: Any, where: str) -> ToolSpec:
 
 
 def _call(call: Any, number: int, where: str) -> ToolCall:
-    place = f"{where}, tool call {number}"
+    place = f"{where}, tool call {number + 1}"
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(f"{place}: must name a function and its arguments, not {call!r:.80}")

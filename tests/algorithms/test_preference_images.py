@@ -132,7 +132,7 @@ def test_other_losses_take_a_step(settings: Path, algorithm: str) -> None:
 def test_images_that_cannot_be_used_are_named_or_left_out(settings: Path, caplog: Any) -> None:
     (settings.parent / "1-0.png").write_bytes(b"no image")
     with pytest.raises(
-        ImageError, match=r"pairs\.jsonl, line 2, column 'prompt', turn 0, part 0: the image .*1-0\.png is"
+        ImageError, match=r"pairs\.jsonl, line 2, column 'prompt', turn 1, part 1: the image .*1-0\.png is"
     ):
         run(load_config(settings))
     with build_parts(load_config(settings, ["environment.images.invalid=skip"])) as parts:

@@ -105,11 +105,11 @@ def test_prompts_with_images(tmp_path: Path, row: dict[str, Any]) -> None:
         ({"prompt": "<image>?", "chosen": "yes", "rejected": "no"}, "here: there are 1 places for images .* and 0"),
         (
             {"prompt": "?", "chosen": "<image>", "rejected": "no", "image": "a.png"},
-            "here, turn 1: an assistant turn has",
+            "here, turn 2: an assistant turn has",
         ),
         (
             {"prompt": "?", "chosen": [SEEN | {"role": "assistant"}], "rejected": "no"},
-            "here, turn 1: an assistant turn",
+            "here, turn 2: an assistant turn",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_images_out_of_place(tmp_path: Path, row: dict[str, Any], message: str) 
         ({"prompt": "8?", "chosen": [YES, ASKED, YES], "rejected": "no"}, "one turn of the assistant, in plain text"),
         ({"prompt": "8?", "chosen": [ASKED], "rejected": "no"}, r"it ends with the turns \['user'\]"),
         ({"prompt": "8?", "chosen": "", "rejected": "no"}, "'chosen': must end with one turn of the assistant"),
-        ({"prompt": "8?", "chosen": {"from": "gpt"}, "rejected": "no"}, "'chosen', turn 0: needs 'role' and 'content'"),
+        ({"prompt": "8?", "chosen": {"from": "gpt"}, "rejected": "no"}, "'chosen', turn 1: needs 'role' and 'content'"),
         (
             {"preferred_output": [YES], "non_preferred_output": [NO]},
             "'input': must be an object with 'messages'",

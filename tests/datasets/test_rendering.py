@@ -136,7 +136,7 @@ def test_a_template_that_trims() -> None:
 @pytest.mark.parametrize("template", [DROPS_THOUGHTS, OPENS_THOUGHT], ids=["drops", "opens"])
 def test_a_template_that_writes_earlier_turns_anew_is_refused_for_all_turns(template) -> None:
     tokenizer, messages = bpe(template), turns("hi", "<think>hm</think>hello", "2+2?", "4")
-    with pytest.raises(DataError, match=r"rewrites assistant turn 1.*algorithm\.train_on=last.*chat_template"):
+    with pytest.raises(DataError, match=r"rewrites turn 2, of the assistant.*algorithm\.train_on=last.*chat_template"):
         render_conversation(tokenizer, messages, "assistant")
     ids, _ = rendered = render_conversation(tokenizer, messages, "last")
     prompt = render_prompt(tokenizer, messages[:3])
@@ -150,7 +150,7 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused_for_all_turns(temp
 def test_a_turn_that_is_dropped_but_looks_like_what_follows_it() -> None:
     """The answer `<` is left out, and the text goes on with `<end>`."""
     leaves_out = CHATML.replace("m.content", "('' if m.content == '<' and not loop.last else m.content)")
-    with pytest.raises(DataError, match="rewrites assistant turn 1"):
+    with pytest.raises(DataError, match="rewrites turn 2, of the assistant"):
         render_conversation(bpe(leaves_out), turns("hi", "<", "2+2?", "4"), "assistant")
 
 

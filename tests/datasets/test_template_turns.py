@@ -203,7 +203,7 @@ def test_reasoning_that_a_template_drops_from_earlier_turns() -> None:
     """The prompt of the second turn has no thoughts any more, so not all turns can be trained in one row."""
     made = tokenizer(CALLS.replace("if m.reasoning_content", "if m.reasoning_content and loop.last"))
     turns = [*HALVED, {"role": "user", "content": "and"}, {"role": "assistant", "content": "so"}]
-    with pytest.raises(DataError, match="rewrites assistant turn 3 when later turns follow"):
+    with pytest.raises(DataError, match="rewrites turn 4, of the assistant, when later turns follow"):
         render_conversation(made, turns, "assistant")
 
 
