@@ -123,7 +123,7 @@ class AgentRunner:
 
     async def play(self, sample: Sample, seed: int) -> PlayedEpisode:
         """Run the agent on `sample` once, with a session of its own, which is closed at its end."""
-        session = Session(self._bridge.begin(), seed, max_turns=self._config.max_turns)
+        session = Session(self._bridge.begin(), seed, max_turns=self._config.max_turns, timeline=self._bridge.timeline)
         self._endpoint.sessions.open(session)
         try:
             end = await self._run(sample, session)
@@ -142,6 +142,7 @@ class AgentRunner:
         """Run the agent to its end or deadline; return why it failed, or the reward that it returned, if any."""
         seconds = self._config.agent_timeout
         view = AgentSession(self._base_url, session.token, self._endpoint.model, session.id)
+        session.begin_own_time()
         task = asyncio.ensure_future(self._environment.run_agent(sample, view))
         try:
             await asyncio.wait({task}, timeout=seconds)
@@ -150,6 +151,7 @@ class AgentRunner:
             raise
         finally:
             in_time = task.done()
+            session.end_own_time()
             if not in_time:
                 self._endpoint.sessions.close(session)
                 task.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 import secrets
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlframework.interfaces.environment import LARGEST_REWARD
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
 from rlframework.interfaces.pictures import Picture
+from rlframework.observers.timeline import ENVIRONMENT, Timeline
 from rlframework.rollout.endpoint.conversations import Conversations, Turn
 from rlframework.rollout.endpoint.errors import ApiError, unauthorized
 from rlframework.rollout.endpoint.requests import TurnRequest
@@ -39,7 +41,7 @@ class Session:
     `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
     those that the agent has posted. `truncated`: whether a limit has ended a turn or refused one. `refusal`: why a
     budget refused the last turn that was asked for; empty if it was sampled. `pictures`: the images of recorded
-    requests by their digests, each stored once.
+    requests by their digests, each stored once. `timeline`: gets the times of the agent's own code.
     """
 
     engine_session: str
@@ -60,6 +62,8 @@ class Session:
     completion: str = ""
     closed: ApiError | None = None
     pictures: dict[str, Picture] = field(default_factory=dict)
+    timeline: Timeline | None = None
+    _own_since: float | None = None
     _conversations: Conversations = field(default_factory=Conversations)
     _responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
     _asked: dict[bytes, int] = field(default_factory=dict)
@@ -151,6 +155,7 @@ class Session:
             work.close()
             raise self.closed
         task = asyncio.ensure_future(work)
+        self.end_own_time()
         self._running.add(task)
         try:
             return await task
@@ -161,6 +166,18 @@ class Session:
         finally:
             task.cancel()
             self._running.discard(task)
+            if not self._running:
+                self.begin_own_time()
+
+    def begin_own_time(self) -> None:
+        """Note that the agent's own code runs from now on: no request of it is being answered."""
+        self._own_since = time.perf_counter()
+
+    def end_own_time(self) -> None:
+        """Add the time since `begin_own_time` to the timeline, unless that has been done."""
+        begun, self._own_since = self._own_since, None
+        if begun is not None and self.timeline is not None:
+            self.timeline.add(ENVIRONMENT, "agent", begun, time.perf_counter())
 
     def close(self, error: ApiError) -> None:
         """Cancel the requests in progress; they and later ones are rejected with `error`."""

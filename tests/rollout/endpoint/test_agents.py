@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlframework.errors import UserError
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.observers.timeline import Timeline
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.sessions import Session, Sessions
 from rlframework.rollout.rollouts import rollout
@@ -127,6 +129,38 @@ def test_an_agent_that_raises_at_a_budget_is_truncated(agent_parts: Any, caplog:
     assert caplog.text.count("counts as truncated") == 1
     assert "this request for 1 exceeds environment.max_turns=2. Others" in caplog.text
     assert result.records(1, "train", 1)[0].truncated
+
+
+def test_the_time_of_an_agents_own_code_is_what_lies_between_its_requests() -> None:
+    """Two requests at the same time, of 0.1 and 0.2 seconds, and one later: three spans, of 0.05 seconds each."""
+
+    async def attempt() -> None:
+        session.begin_own_time()
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*(session.run(asyncio.sleep(seconds)) for seconds in (0.1, 0.2)))
+        await asyncio.sleep(0.05)
+        await session.run(asyncio.sleep(0.1))
+        await asyncio.sleep(0.05)
+        session.end_own_time()
+
+    session = Session("engine", timeline=(timeline := Timeline()))
+    asyncio.run(attempt())
+    spans = timeline.pop()
+    assert {(span.lane, span.activity) for span in spans} == {("environment", "agent")}
+    assert len(spans) == 3
+    assert all(span.end - span.start >= 0.045 for span in spans)
+    gaps = [after.start - before.end for before, after in pairwise(spans)]
+    assert gaps[0] >= 0.19
+    assert gaps[1] >= 0.09
+
+
+@pytest.mark.slow
+def test_the_timeline_has_the_agents_own_time(agent_parts: Any) -> None:
+    parts = agent_parts("digits")
+    parts.generation.client.timeline = timeline = Timeline()
+    rollout(parts, samples(3), torch.arange(3))
+    found = [span for span in timeline.pop() if (span.lane, span.activity) == ("environment", "agent")]
+    assert len(found) >= 2 * 3  # before and after the request of each
 
 
 def test_an_attempt_that_was_given_up_is_told_so() -> None:
