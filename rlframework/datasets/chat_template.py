@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +83,24 @@ def _forms(
         if tools:  # Gemma 2 has no system role
             yield [template_message(message) for message in tools_as_text(messages, tools, role="user")], ()
         return
-    if tools:
+    if tools and _LOG.isEnabledFor(logging.WARNING):
         _warn_of_unlisted_tools(template)
     yield [template_message(message) for message in messages], tools
     if any(message.get("tool_calls") for message in messages):
         # DeepSeek-R1 wants the arguments as text; gpt-oss wants content or reasoning, not both, beside a call
         yield [template_message(message, mappings=False) for message in messages], tools
         yield [template_message(_with_content_as_reasoning(message)) for message in messages], tools
+
+
+@contextmanager
+def without_template_warnings() -> Iterator[None]:
+    """Context in which nothing is logged about templates: that of a trained model is what it was trained with."""
+    level = _LOG.level
+    _LOG.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _LOG.setLevel(level)
 
 
 @lru_cache(maxsize=16)  # logged once for a template

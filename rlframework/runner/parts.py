@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from rlframework.algorithm import Algorithm, Parts
 from rlframework.configure import resolve_device
 from rlframework.errors import ConfigError, PluginError
 from rlframework.huggingface.hub import require_available
+from rlframework.observers.environment import read_environment
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability, GenerationEngineRecord, PolicyWorkerRecord
@@ -119,11 +120,25 @@ def _require_head(config: RunConfig, head: str) -> None:
 def build_generation(
     config: RunConfig, *, manager: PluginManager | None = None
 ) -> Iterator[tuple[PreTrainedTokenizerBase, Policy, Generation]]:
-    """Build only what generation needs (tokenizer, policy, engine): no optimizer, no reference model, no data."""
+    """Build only what generation needs (tokenizer, policy, engine): no optimizer, no reference model, no data.
+
+    Of a model that a run has trained, nothing is logged about its chat template: the run has logged it.
+    """
     require_models(config)
+    from rlframework.datasets.chat_template import without_template_warnings
+
     manager, tokenizer = manager or create_manager(config.plugins), open_tokenizer(config.policy)
-    with _workers(config, manager, tokenizer, init_optimizer=False) as (policy, generation):
+    with (
+        without_template_warnings() if _is_of_a_run(config.policy.model_name) else nullcontext(),
+        _workers(config, manager, tokenizer, init_optimizer=False) as (policy, generation),
+    ):
         yield tokenizer, policy, generation
+
+
+def _is_of_a_run(name: str) -> bool:
+    """Whether the model `name` is that of a run, or of one of its checkpoints."""
+    folder = Path(name).resolve()
+    return any("run_id" in read_environment(above) for above in (folder.parent, *folder.parents[2:3]))
 
 
 @contextmanager

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from chat_formats import NAMES, TOOLS, tokenizer
 
-from rlframework.datasets.chat_template import apply_template, template_message, template_text
+from rlframework.datasets.chat_template import (
+    apply_template,
+    template_message,
+    template_text,
+    without_template_warnings,
+)
 from rlframework.datasets.rendering import render_conversation, render_prompt
 from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
@@ -76,6 +81,18 @@ def test_a_template_with_calls_that_lists_no_tools_is_logged_once(caplog: pytest
     assert not caplog.messages
     apply_template(character_template(calls + " "), [ASK], TOOLS)
     assert "it does not use the variable `tools`), so prompts have no list of them" in caplog.text
+
+
+def test_within_a_context_nothing_is_logged_about_templates(caplog: pytest.LogCaptureFixture) -> None:
+    """What was not logged within it is logged after it."""
+    template = character_template(
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}{# logged later #}"
+    )
+    with without_template_warnings():
+        apply_template(template, [ASK], TOOLS)
+    assert not caplog.messages
+    apply_template(template, [ASK], TOOLS)
+    assert len(caplog.messages) == 1
 
 
 def test_a_template_without_system_role_has_the_tools_in_the_first_question() -> None:

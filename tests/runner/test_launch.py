@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_formats import TOOLS
 from probe_runs import rows_of
 from safetensors.torch import load_file
 
 from rlframework import load_config, run
+from rlframework.datasets.chat_template import apply_template
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.rollout.seeds import row_seeds
+from rlframework.runner.parts import build_generation
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +72,22 @@ def test_global_random_numbers_follow_from_the_seed(run_config, tmp_path):
     assert driver["torch"] == torch.Generator().manual_seed(3).get_state().numpy().tobytes().hex()
     workers = load_file(checkpoint / "optimizer" / "random.safetensors")
     assert all(torch.equal(workers[f"cpu.{rank}"], torch.Generator().manual_seed(rank).get_state()) for rank in (0, 1))
+
+
+def test_the_template_of_a_trained_model_is_not_warned_about_again(run_config, tmp_path, tiny_llama, caplog):
+    """The template writes tool calls, and not the tools."""
+    run(run_config("sft", "algorithm.validation={at_start: false, at_end: false}", "checkpoints.every=3"))
+    folder = tmp_path / "run"
+    logged = []
+    for number, model in enumerate((folder / "model", folder / "checkpoints" / "step-000003" / "model", tiny_llama)):
+        caplog.clear()
+        with build_generation(run_config("sft", f"policy.model_name={model}")) as (tokenizer, *_):
+            tokenizer.chat_template = (
+                "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}" + "\n" * number
+            )
+            apply_template(tokenizer, [{"role": "user", "content": "1+1="}], TOOLS)
+        logged.append(caplog.text.count("the chat template writes tool calls but not the tools"))
+    assert logged == [0, 0, 1]
 
 
 def test_the_trainer_and_the_generator_agree(run_config, tmp_path):
