@@ -133,7 +133,7 @@ REMARKS: Mapping[str, str] = {
         "processes; for GPUs of their own, instead of TRL's server, set it and `worker_group.name` to ray."
     ),
 }
-"""What differs in the values of a peer's key in `PEER_KEYS`."""
+"""Differences in the values of peers' keys in `PEER_KEYS`."""
 
 _NONE = "It has no counterpart: remove the key."
 _ROWS = (

@@ -84,7 +84,7 @@ def test_a_template_with_calls_that_lists_no_tools_is_logged_once(caplog: pytest
 
 
 def test_within_a_context_nothing_is_logged_about_templates(caplog: pytest.LogCaptureFixture) -> None:
-    """What was not logged within it is logged after it."""
+    """A warning that was suppressed is not taken for one that was logged."""
     template = character_template(
         "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}{# logged later #}"
     )
