@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,28 +14,38 @@ from torch import Tensor
 from rlframework.algorithms.losses.kl import kl_divergence
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import GRPOConfig, RewardKLConfig
+from rlframework.errors import UserError
 from rlframework.rollout.result import Rollout
+
+OwnAdvantage = Callable[[Tensor, Rollout], Tensor]
+"""A function of the user's: from the rewards of the groups, `[P, N]`, and the rollout, their advantages, `[P, N]`."""
 
 SMALLEST_VARIANCE = 1e-8
 """Of a batch of advantages (arXiv:2501.03262): a lower bound, or a summand, so that equal ones stay 0."""
 
 
-def add_advantages(result: Rollout, config: GRPOConfig, max_new_tokens: int) -> dict[str, float]:
+def add_advantages(
+    result: Rollout, config: GRPOConfig, max_new_tokens: int, own: OwnAdvantage | None = None
+) -> dict[str, float]:
     """Add `advantages [R, T]` fp32 and the final `sample_mask` (0: not computed or counted) to the data of `result`.
 
-    Needs `prev_logprobs` and `reference_policy_logprobs` there for a KL penalty in the reward. Returns metrics.
+    Needs `prev_logprobs` and `reference_policy_logprobs` there for a KL penalty in the reward. `own` compares the
+    rewards of a group instead of `group_advantages`. Returns metrics.
     """
     data, count = result.data, config.samples_per_prompt
     shaped, penalty, metrics = shaped_rewards(result, config, max_new_tokens)
-    advantages, constant = group_advantages(
-        shaped,
-        count,
-        group_baseline=config.group_baseline,
-        leave_one_out=config.leave_one_out,
-        normalize_std=config.normalize_std,
-        eps=config.std_epsilon,
-        left_out=result.failed,
-    )
+    if own is not None:
+        advantages, constant = own_advantages(own, shaped.view(-1, count), result, config.advantage)
+    else:
+        advantages, constant = group_advantages(
+            shaped,
+            count,
+            group_baseline=config.group_baseline,
+            leave_one_out=config.leave_one_out,
+            normalize_std=config.normalize_std,
+            eps=config.std_epsilon,
+            left_out=result.failed,
+        )
     tokens = advantages[result.episode_of][:, None] * data["token_mask"]
     if penalty is not None:
         if config.reward_kl is not None and config.reward_kl.spread == "to_go":
@@ -112,6 +123,26 @@ def group_advantages(
                 advantages[rest], equal = _of_groups(rewards[rest], len(rest), *options)
                 constant[rows] = equal[0]
     return advantages if spread is None else advantages / (spread + eps), constant
+
+
+def own_advantages(
+    own: OwnAdvantage, rewards: Tensor, result: Rollout, name: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the advantages `[B]` that `own` gives to groups of `rewards [P, N]`; 0 for samples that have failed.
+
+    Also returns `constant [B]` bool, True for samples of groups whose advantages are all 0. Raises a `UserError` with
+    the `name` of the function if it returns something else than a finite number for each reward.
+    """
+    found = own(rewards.clone(), result)
+    if not isinstance(found, Tensor) or found.shape != rewards.shape or not bool(found.isfinite().all()):
+        got = f"of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"of class {type(found).__name__}"
+        raise UserError(
+            f"algorithm.advantage={name!r} returned a value {got}; it must return a tensor of finite numbers of shape "
+            f"{tuple(rewards.shape)}: one for each reward, by prompt"
+        )
+    found = found.detach().to(rewards).masked_fill(result.failed.view_as(rewards), 0.0)
+    constant = (found == 0).all(1, keepdim=True).expand_as(found)
+    return found.reshape(-1), constant.reshape(-1)
 
 
 def _of_groups(

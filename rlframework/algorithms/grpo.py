@@ -22,7 +22,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import has_episodes
 from rlframework.interfaces.loss import LossFunction
-from rlframework.plugins.user_defined import load_loss
+from rlframework.plugins.user_defined import load_advantage, load_loss
 from rlframework.policy.microbatching import average_metrics
 from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.rollout.optimizer_steps import optimizer_steps
@@ -69,6 +69,7 @@ class GRPO(StepLoop):
         self.loader = self.rollouts
         self._noted_equal_groups = False
         self.loss = policy_loss(self.config, parts.config.generation.max_new_tokens)
+        self.own_advantage = None if self.config.advantage is None else load_advantage(self.config.advantage)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # a single optimizer step per batch is on-policy, so the loss does not need `prev_logprobs`
@@ -104,7 +105,7 @@ class GRPO(StepLoop):
 
     def add_advantages(self, result: Rollout, timer: Timer) -> dict[str, float]:
         """Add `advantages [R, T]` fp32 and the final `sample_mask` to the data of `result`; return metrics."""
-        return add_advantages(result, self.config, self.parts.config.generation.max_new_tokens)
+        return add_advantages(result, self.config, self.parts.config.generation.max_new_tokens, self.own_advantage)
 
     def train_on(self, step: int, result: Rollout, timer: Timer) -> dict[str, float]:
         """Train on `result`, which has advantages, in step `step`; return metrics."""

@@ -15,14 +15,12 @@ from pydantic import (
 
 from rlframework.config.algorithm_presets import AlgorithmName, PresetName, with_preset
 from rlframework.config.asynchrony import WithAsync, with_importance_correction
-from rlframework.config.base import NeedsTrust, Section
+from rlframework.config.base import NeedsTrust, OwnPath, Section
 from rlframework.config.numbers import Coefficient, Count, CountOrZero, Limit, Tokens, TokensOrZero
 from rlframework.config.sections import AlgorithmConfig
 
 TrainOn = Literal["last", "assistant", "all"]
 """Tokens of a conversation to train on: the last assistant turn, every assistant turn, or all tokens."""
-
-OwnPath = Annotated[str, Field(pattern=":")]
 
 
 class OwnLossConfig(Section):
@@ -71,7 +69,7 @@ def _which_loss(value: Any) -> str:
 class SFTConfig(AlgorithmConfig):
     """Supervised fine-tuning on the environment's completions, one global batch per step."""
 
-    name: Literal["sft"] = Field("sft", description="supervised fine-tuning")
+    name: Literal["sft"] | OwnPath = Field("sft", description="supervised fine-tuning")
     train_on: TrainOn = Field("last", description="tokens to train on: the last or every assistant turn, or all")
     max_tokens: Tokens | None = Field(
         None, description="truncate longer rows at the end; null: a row longer than the model's limit is an error"
@@ -189,7 +187,7 @@ class RewardKLConfig(Section):
 class GRPOConfig(WithAsync, AlgorithmConfig):
     """Group-relative policy optimization (arXiv:2402.03300) and the algorithms that are other settings of it."""
 
-    name: AlgorithmName = Field("grpo", description="the algorithm, whose page lists its defaults")
+    name: AlgorithmName | OwnPath = Field("grpo", description="the algorithm, whose page lists its defaults")
     preset: PresetName | None = Field(
         None,
         description="whose definition of the algorithm the defaults are: of its paper, TRL, verl or NeMo-RL; null: of "
@@ -210,6 +208,11 @@ class GRPOConfig(WithAsync, AlgorithmConfig):
         True,
         description="divide advantages by the standard deviation of the group's rewards; batch: of all rewards; "
         "others: of the group's other rewards, if it is not 0",
+    )
+    advantage: Annotated[OwnPath | None, NeedsTrust("calls this function")] = Field(
+        None,
+        description="import path of a function of your own that compares the rewards of a group, instead of "
+        "group_baseline, leave_one_out and normalize_std; null: these",
     )
     std_epsilon: Coefficient = Field(1e-6, description="added to that standard deviation")
     batch_normalization: Literal["none", "population", "sample"] = Field(
@@ -245,7 +248,7 @@ class GRPOConfig(WithAsync, AlgorithmConfig):
         """Whether groups whose rewards are all equal are skipped: all else that gives them a gradient is off."""
         penalized = self.reward_kl is not None and self.reward_kl.coef > 0 and self.reward_kl.spread != "sequence"
         others = self.loss.kl_coef > 0 or penalized or self.batch_normalization != "none"
-        return self.skip_zero_variance and self.group_baseline and not others
+        return self.skip_zero_variance and (self.group_baseline or self.advantage is not None) and not others
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -256,7 +259,7 @@ class GRPOConfig(WithAsync, AlgorithmConfig):
     @model_validator(mode="after")
     def _groups(self) -> Self:
         in_group = self.group_baseline or self.leave_one_out or self.normalize_std in (True, "others")
-        if self.samples_per_prompt < 2 and in_group:
+        if self.samples_per_prompt < 2 and in_group and self.advantage is None:
             raise ValueError(
                 "samples_per_prompt must be at least 2, because advantages compare the samples of a prompt; one sample "
                 "needs group_baseline=false and normalize_std=false"

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -15,6 +15,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+
+OwnPath = Annotated[str, Field(pattern=":")]
+"""The import path of something of the user's, `module:name`."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlframework.config.algorithms import ClippedPGLossConfig, TrainOn
-from rlframework.config.base import Section
+from rlframework.config.base import OwnPath, Section
 from rlframework.config.endpoint import EndpointConfig
 from rlframework.config.numbers import Coefficient, Count, Fraction, Limit, Seconds, Tokens
 from rlframework.config.sections import AlgorithmConfig
@@ -63,7 +63,7 @@ class DistillationConfig(AlgorithmConfig):
     }
     """The values of keys that each preset has in place of the defaults."""
 
-    name: Literal["distillation"] = Field("distillation", description="distillation of a teacher")
+    name: Literal["distillation"] | OwnPath = Field("distillation", description="distillation of a teacher")
     preset: Literal["trl", "verl", "nemo_rl"] | None = Field(
         None, description="whose defaults to use; keys that are set take precedence"
     )

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from rlframework.config.algorithms import GRPOConfig, RewardKLConfig
-from rlframework.config.base import Section
+from rlframework.config.base import OwnPath, Section
 from rlframework.config.numbers import Count, Fraction, Limit, StepsOrZero
 
 
@@ -33,7 +33,7 @@ class ValueLossConfig(Section):
 class PPOConfig(GRPOConfig):
     """Proximal policy optimization (arXiv:1707.06347) with a critic, and advantages of arXiv:1506.02438."""
 
-    name: Literal["ppo"] = Field("ppo", description="proximal policy optimization")  # type: ignore[assignment]
+    name: Literal["ppo"] | OwnPath = Field("ppo", description="proximal policy optimization")
     samples_per_prompt: Count = Field(1, description="completions per prompt")
     gamma: Fraction = Field(1.0, description="discount of the rewards of later tokens")
     gae_lambda: Fraction = Field(
@@ -42,6 +42,7 @@ class PPOConfig(GRPOConfig):
     )
     value_loss: ValueLossConfig = ValueLossConfig()
     critic_warmup: StepsOrZero = Field(0, description="first steps, in which only the critic is trained")
+    advantage: None = Field(None, description="must be null: the critic gives the advantages")
     group_baseline: Literal[False] = Field(False, description="must be false: the critic is the baseline")
     normalize_std: Literal[False] = Field(False, description="must be false; see batch_normalization")
     batch_normalization: Literal["none", "population", "sample"] = Field(

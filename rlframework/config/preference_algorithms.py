@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlframework.config.base import Section
+from rlframework.config.base import OwnPath, Section
 from rlframework.config.numbers import Coefficient, Limit, Tokens
 from rlframework.config.sections import AlgorithmConfig
 
@@ -85,7 +85,7 @@ class DPOConfig(PairwiseConfig):
         "nemo_rl": {"beta": 0.05, "sft_mean": "sum"},
     }
 
-    name: Literal["dpo"] = Field("dpo", description="direct preference optimization")
+    name: Literal["dpo"] | OwnPath = Field("dpo", description="direct preference optimization")
     preset: Literal["paper", "trl", "nemo_rl"] = Field("paper", description=_PRESET)
     beta: Limit = Field(0.1, description="weight of the KL divergence from the reference that the optimum has")
     length_mean: bool = Field(
@@ -107,7 +107,7 @@ class IPOConfig(PairwiseConfig):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"length_mean": True, "sft_mean": "token"}}
 
-    name: Literal["ipo"] = Field("ipo", description="identity preference optimization")
+    name: Literal["ipo"] | OwnPath = Field("ipo", description="identity preference optimization")
     preset: Literal["paper", "trl"] = Field("paper", description=_PRESET)
     beta: Limit = Field(0.1, description="tau of the paper: the difference of log-ratios is drawn to 1 / (2 beta)")
     length_mean: bool = Field(False, description="divide the log-ratio of an answer by its number of tokens")
@@ -123,7 +123,7 @@ class SimPOConfig(PairwiseConfig):
     uses_reference: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"beta": 0.1, "gamma": 0.5, "sft_mean": "token"}}
 
-    name: Literal["simpo"] = Field("simpo", description="simple preference optimization")
+    name: Literal["simpo"] | OwnPath = Field("simpo", description="simple preference optimization")
     preset: Literal["paper", "trl"] = Field("paper", description=_PRESET)
     beta: Limit = Field(2.0, description="factor of the difference of mean log-probabilities; the paper: 2.0 to 2.5")
     gamma: Coefficient = Field(1.0, description="target margin of the scaled difference; the paper: 0.3 to 1.6")
@@ -142,7 +142,7 @@ class ORPOConfig(PairwiseConfig):
 
     uses_reference: ClassVar[bool] = False
 
-    name: Literal["orpo"] = Field("orpo", description="odds ratio preference optimization")
+    name: Literal["orpo"] | OwnPath = Field("orpo", description="odds ratio preference optimization")
     weight: Coefficient = Field(0.1, description="weight of the odds ratio term, lambda of the paper")
     sft_weight: Coefficient = Field(1.0, description="weight of the SFT term, the likelihood of chosen answers; 0: off")
 
@@ -154,7 +154,7 @@ class ORPOConfig(PairwiseConfig):
 class KTOConfig(PreferenceConfig):
     """Kahneman-Tversky optimization (arXiv:2402.01306), on each answer of a pair by itself."""
 
-    name: Literal["kto"] = Field("kto", description="Kahneman-Tversky optimization")
+    name: Literal["kto"] | OwnPath = Field("kto", description="Kahneman-Tversky optimization")
     beta: Limit = Field(0.1, description="factor of the difference of log-ratio and KL divergence")
     desirable_weight: Coefficient = Field(1.0, description="weight of chosen answers, lambda_D of the paper")
     undesirable_weight: Coefficient = Field(1.0, description="weight of rejected answers, lambda_U of the paper")

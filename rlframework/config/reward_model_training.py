@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from rlframework.config.base import OwnPath
 from rlframework.config.numbers import Coefficient
 from rlframework.config.preference_algorithms import PairLossConfig, PreferenceConfig, Smoothing
 
@@ -13,7 +14,7 @@ class RewardModelTrainingConfig(PreferenceConfig):
 
     uses_reference: ClassVar[bool] = False
 
-    name: Literal["reward_model"] = Field("reward_model", description="a score per row from preference pairs")
+    name: Literal["reward_model"] | OwnPath = Field("reward_model", description="a score per row from preference pairs")
     label_smoothing: Smoothing = Field(
         0.0, description="assumed fraction of pairs whose answers are in the wrong order"
     )
@@ -41,5 +42,7 @@ class ProcessRewardModelTrainingConfig(PreferenceConfig):
 
     uses_reference: ClassVar[bool] = False
 
-    name: Literal["process_reward_model"] = Field("process_reward_model", description="a value per step of an answer")
+    name: Literal["process_reward_model"] | OwnPath = Field(
+        "process_reward_model", description="a value per step of an answer"
+    )
     separator: str = Field("\n", description="text after each step, which belongs to it")

@@ -49,7 +49,7 @@ from rlframework.plugins.types import (
     Record,
     WorkerGroupRecord,
 )
-from rlframework.plugins.user_defined import load_agent, load_loss, load_reward
+from rlframework.plugins.user_defined import load_advantage, load_agent, load_loss, load_reward
 
 _Kind = TypeVar("_Kind", bound=Record)
 
@@ -309,6 +309,8 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
     if not isinstance(algorithm, GRPOConfig):
         return []
     problems = check_sft(config, device)
+    if algorithm.advantage is not None:
+        problems += _problem_of("algorithm.advantage", load_advantage, algorithm.advantage)
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
     trained = {"policy": config.policy} | ({} if config.critic is None else {"critic": config.critic})
     for name, batch_size in ((name, section.train_global_batch_size) for name, section in trained.items()):

@@ -31,6 +31,10 @@ ACCEPTED_FORMS = (
     "TRL's signature, `def score(prompts, completions, **columns)`, gets the columns of the rows by name"
 )
 
+_ADVANTAGE_FORM = (
+    "define `def compare(rewards, rollout)`, which returns the advantages of the rewards of each prompt, a tensor of "
+    "the same shape"
+)
 _AGENT_FORM = "define `async def solve(sample, session)` or `def solve(sample, session)`"
 
 _LOSS_ATTRIBUTES = ("loss_type", "input_type", "wants_entropy", "at_sampling_temperature")
@@ -86,19 +90,32 @@ def load_agent(path: str) -> Callable[..., Any]:
 
     Raises a `ConfigError` that says what to define.
     """
+    return _load_function(path, ("a sample", "a session"), _AGENT_FORM)
+
+
+def load_advantage(path: str) -> Callable[..., Any]:
+    """Return the function at `path`, which can be called with the rewards of groups and a rollout.
+
+    Raises a `ConfigError` that says what to define.
+    """
+    return _load_function(path, ("rewards", "a rollout"), _ADVANTAGE_FORM)
+
+
+def _load_function(path: str, arguments: tuple[str, str], form: str) -> Callable[..., Any]:
+    """Return the function at `path`, which can be called with two `arguments`; `form` says what to define."""
     found = load_import_path(path)
     if not callable(found) or isinstance(found, type):
-        raise ConfigError(f"{path!r} is not a function; {_AGENT_FORM}")
+        raise ConfigError(f"{path!r} is not a function; {form}")
     try:
         parameters = inspect.signature(found)
     except (ValueError, TypeError):  # of a function without a readable signature
         return cast("Callable[..., Any]", found)
     try:
-        parameters.bind("sample", "session")
+        parameters.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{path!r} ({_place(found)}) cannot be called with a sample and a session: its parameters are "
-            f"{parameters} ({error}); {_AGENT_FORM}"
+            f"{path!r} ({_place(found)}) cannot be called with {' and '.join(arguments)}: its parameters are "
+            f"{parameters} ({error}); {form}"
         ) from error
     return cast("Callable[..., Any]", found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from rlframework.algorithms.advantages import (
     group_advantages,
     normalize,
     overlong_penalty,
+    own_advantages,
     reward_std,
     sum_to_end,
 )
+from rlframework.errors import UserError
 
 
 def test_group_mean_and_standard_deviation():
@@ -61,6 +64,35 @@ def test_no_baseline_leaves_the_rewards() -> None:
     assert alone.tolist() == [1.0, 0.5, 2.0, 2.0]
     failed, _ = group_advantages(rewards, 2, left_out=torch.tensor([False, True, False, False]), **options)
     assert failed.tolist() == [1.0, 0.0, 2.0, 2.0]
+
+
+def test_own_advantages_are_those_of_the_function_and_zero_for_what_has_failed() -> None:
+    """Groups whose advantages are all 0 count as constant, whatever their rewards are."""
+    rewards = torch.tensor([[1.0, 0.0, 4.0], [2.0, 2.0, 5.0]])
+    result: Any = SimpleNamespace(failed=torch.tensor([False, True, False, False, False, True]))
+
+    def above_median(groups: torch.Tensor, rollout: Any) -> torch.Tensor:
+        assert rollout is result
+        return (groups - groups.median(1, keepdim=True).values).double()
+
+    advantages, constant = own_advantages(above_median, rewards, result)
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
+    assert constant.tolist() == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (torch.zeros(6), r"of shape \(6,\)"),
+        (torch.full((2, 3), float("nan")), r"of shape \(2, 3\); it must return a tensor of finite numbers"),
+        ([0.0] * 6, "of class list"),
+    ],
+)
+def test_own_advantages_are_one_finite_number_for_each_reward(returned: Any, got: str) -> None:
+    result: Any = SimpleNamespace(failed=torch.zeros(6, dtype=torch.bool))
+    with pytest.raises(UserError, match=f"algorithm.advantage='mine:compare' returned a value {got}"):
+        own_advantages(lambda groups, rollout: returned, torch.zeros(2, 3), result, "mine:compare")
 
 
 def test_the_deviation_of_all_rewards() -> None:

@@ -199,6 +199,8 @@ def test_an_environment_that_cannot_score_is_told_before_anything_starts(run_con
 ALGORITHMS = """
 from pydantic import Field
 from rlframework.algorithm import Algorithm, RunResult
+from rlframework.algorithms.grpo import GRPO
+from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.sections import AlgorithmConfig
 
 
@@ -221,6 +223,27 @@ class Half(Counting):
 
 
 not_a_class = Counting.__init__
+
+
+class CappedConfig(GRPOConfig):
+    cap: float = 1.0
+
+
+class Capped(GRPO):
+    config_model = CappedConfig
+
+    def add_advantages(self, result, timer):
+        metrics = super().add_advantages(result, timer)
+        result.data["advantages"] = result.data["advantages"].clamp(max=self.config.cap)
+        return metrics | {"train/largest_advantage": float(result.data["advantages"].max())}
+
+
+def from_the_mean(rewards, rollout):
+    return rewards - rewards.mean(1, keepdim=True)
+
+
+def of_one(rewards):
+    return rewards
 """
 
 
@@ -253,6 +276,36 @@ def test_algorithms_that_cannot_be_used_are_rejected(run_config, algorithms: str
     section = f"{{name: '{algorithms}:{name}'{',' * bool(rest)}{rest}}}"
     with pytest.raises((ConfigError, PluginError), match=message):
         run_config("grpo", "~algorithm", f"algorithm={section}")
+
+
+def test_a_subclass_of_a_built_in_algorithm_has_its_keys_and_more(run_config, algorithms: str) -> None:
+    section = f"{{name: '{algorithms}:Capped', cap: 0.25, num_steps: 1, prompts_per_step: 4, samples_per_prompt: 4}}"
+    config = run_config("grpo", *with_reward("digits"), "~algorithm", f"algorithm={section}")
+    assert run(config).history[1]["train/largest_advantage"] == 0.25
+
+
+def test_an_own_advantage_takes_the_place_of_the_comparison(run_config, algorithms: str, tmp_path: Path) -> None:
+    """The differences from the mean by a function are those of the built-in baseline without a standard deviation."""
+    same = [*with_reward("digits"), "algorithm.num_steps=2"]
+    own = [f"algorithm.advantage={algorithms}:from_the_mean", f"output_dir={tmp_path / 'own'}"]
+    built_in = ["algorithm.normalize_std=false", f"output_dir={tmp_path / 'built_in'}"]
+    runs = [run(run_config("grpo", *same, *keys)).history for keys in (own, built_in)]
+    assert runs[0][1]["train/grad_norm"] > 0
+    for name in ("train/loss", "train/grad_norm", "train/zero_variance_groups"):
+        assert [row[name] for row in runs[0][1:3]] == pytest.approx([row[name] for row in runs[1][1:3]], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("Missing", r"`algorithm\.advantage`: .*has no 'Missing'"),
+        ("Counting", "is not a function; define `def compare"),
+        ("of_one", r"cannot be called with rewards and a rollout: its parameters are \(rewards\)"),
+    ],
+)
+def test_own_advantages_that_cannot_be_used_are_rejected(run_config, algorithms: str, path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_config("grpo", f"algorithm.advantage={algorithms}:{path}")
 
 
 LOSSES = '''
