@@ -78,6 +78,12 @@ def processor(context: Context) -> Iterator[Finding]:
             f"this container may use {quota:g} core(s) but sees {cores}: threads will compete",
             f"Set OMP_NUM_THREADS so that workers x threads is at most {max(1, int(quota))}, or raise the quota",
         )
+    load = os.getloadavg()[0]
+    if load > cores / 2 and "OMP_NUM_THREADS" not in os.environ:
+        yield note(
+            f"other programs keep {load:.1f} of {cores} core(s) busy: torch's threads will wait for each other",
+            "Set OMP_NUM_THREADS=1 to train a small model on the CPU: it can be ten times faster then",
+        )
 
 
 def memory(context: Context) -> Iterator[Finding]:

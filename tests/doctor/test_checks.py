@@ -37,9 +37,21 @@ def test_a_container_that_may_use_fewer_cores_than_it_sees(found, monkeypatch, t
     (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(machine, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     first, *others = found("machine", "processor")
     assert first.level is Level.OK
     assert levels(others) == level
+
+
+@pytest.mark.parametrize(("threads", "load", "level"), [(None, 5.0, [Level.NOTE]), (None, 3.9, []), ("1", 5.0, [])])
+def test_a_busy_machine_needs_one_thread_for_small_models(found, monkeypatch, threads, load, level):
+    monkeypatch.setattr(machine, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "_words", lambda path: [])
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert levels(found("machine", "processor")[1:]) == level
 
 
 @pytest.mark.parametrize(
