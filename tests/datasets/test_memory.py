@@ -53,6 +53,16 @@ def test_other_rows_have_another_digest(other: Any) -> None:
     assert digest(other) != digest(ROWS)
 
 
+def test_arrays_of_objects_are_lists() -> None:
+    """As in `pandas.read_parquet(path).to_dict("records")`, whose nested lists are arrays too; numbers stay arrays."""
+    turns = np.array([{"role": "user", "content": np.array([{"type": "text", "text": "hi"}], dtype=object)}])
+    ids = np.arange(3)
+    [row] = given_rows([{"prompt": turns, "reward_model": {"target": np.array(["a", None])}, "ids": ids}]).train
+    assert row["prompt"] == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert row["reward_model"] == {"target": ["a", None]}
+    assert row["ids"] is ids
+
+
 def test_values_of_tables() -> None:
     row = {"day": date(2026, 1, 2), "cost": Decimal("1.50"), "image": b"\x00\xff", "gap": float("nan")}
     assert digest([row]) == digest([dict(row)]) != digest([row | {"image": b"\x00"}])

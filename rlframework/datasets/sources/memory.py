@@ -38,7 +38,10 @@ _SPLITS = ("train", "validation")
 
 
 class MemoryRows(Rows):
-    """The mappings of a sequence, which must not change while they are in use. `split` names them in messages."""
+    """The mappings of a sequence, which must not change while they are in use. `split` names them in messages.
+
+    NumPy arrays of objects, as pandas has for lists, are read as lists.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], split: str) -> None:
         self._rows, self._split = rows, split
@@ -50,7 +53,7 @@ class MemoryRows(Rows):
         row = self._rows[index]
         if not isinstance(row, Mapping):
             raise DataError(f"{self.where(index)}: must be a dictionary of columns, not {type(row).__name__}")
-        return dict(row)
+        return {name: _with_lists(value) for name, value in row.items()}
 
     def where(self, index: int) -> str:
         """The split and the row, as Python counts them."""
@@ -140,6 +143,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (date, time, timedelta, Decimal, UUID)):
         return {type(value).__name__: str(value)}
     raise TypeError(f"it is {type(value).__name__}")
+
+
+def _with_lists(value: Any) -> Any:
+    """`value` with lists in place of arrays of objects, also in what it contains."""
+    if isinstance(value, dict):
+        return {key: _with_lists(entry) for key, entry in value.items()}
+    if isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return [_with_lists(entry) for entry in value]
+    return value
 
 
 def _characters(value: Any) -> int:
