@@ -105,7 +105,7 @@ class Gsm8kConfig(EnvironmentConfig):
 
 
 class ColumnsConfig(Section):
-    """Names of the columns in the data. A column with a non-default name must be present in every row."""
+    """Names of columns, or dotted names of values in them. Those with a non-default name must be in every row."""
 
     messages: str = Field("messages", description="column with a list of {role, content}, perhaps with tool calls")
     conversations: str = Field("conversations", description="column with a list of {from, value}, as in ShareGPT")

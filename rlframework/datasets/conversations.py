@@ -15,6 +15,7 @@ images if they are asked for; other parts are rejected, never dropped silently.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from decimal import Decimal
 from typing import Any, cast
 
 from rlframework.config.environments import ColumnsConfig
+from rlframework.datasets.nested_columns import nested_values, verl_answer
 from rlframework.datasets.pictures import KINDS, PictureReader
 from rlframework.datasets.tool_rows import read_tools, structured_parts
 from rlframework.errors import DataError
@@ -56,6 +58,7 @@ def conversation_of(
 
     Numbers are converted to text; null and NaN count as missing. `pictures`: reads the images; None: there may be none.
     """
+    row = {**row, **nested_values(row, columns.renamed, where)}
     row = {name: None if is_missing(value) else value for name, value in row.items()}
     shape = _shape(row, columns, where)
     place = f"{where}, column {shape!r}"
@@ -73,8 +76,7 @@ def conversation_of(
         columns_of_images = [name for name in (columns.image, columns.images) if row.get(name) is not None]
         supply = [image for name in columns_of_images for image in pictures.of(row[name], f"{where}, column {name!r}")]
         turns = pictures.placed(turns, supply, where)
-    answer = row.get(columns.answer)
-    gold = None if answer is None else _plain(answer, f"{where}, column {columns.answer!r}")
+    gold = _gold(row, columns.answer, where)
     tools = read_tools(row.get(columns.tools), f"{where}, column {columns.tools!r}")
     if turns[-1]["role"] != "assistant" or turns[-1].keys() - {"role", "content"}:
         return Conversation(tuple(turns), "", gold, tools)
@@ -82,6 +84,16 @@ def conversation_of(
         what = "text" if shape == columns.text else "last assistant turn"
         raise DataError(f"{where}: the {what} is empty; remove such rows")
     return Conversation(tuple(turns[:-1]), text_of(turns[-1]), gold, tools)
+
+
+def _gold(row: Mapping[str, Any], column: str, where: str) -> str | None:
+    """The reference answer in `column`, or without that column where verl's rows have it: as text, lists as JSON."""
+    if column in row:
+        return None if row[column] is None else _plain(row[column], f"{where}, column {column!r}")
+    answer = verl_answer(row)
+    if isinstance(answer, (list, Mapping)):
+        return json.dumps(answer, default=str)
+    return None if is_missing(answer) else _plain(answer, f"{where}, column 'reward_model', key 'ground_truth'")
 
 
 def _shape(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> str:

@@ -23,6 +23,7 @@ from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import conversation_of, with_texts
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import Source, shuffled
+from rlframework.datasets.nested_columns import VERL_COLUMN, is_column
 from rlframework.datasets.pictures import decoded, log_left_out, reader_of
 from rlframework.datasets.rendering import has_answer
 from rlframework.datasets.sources.opening import open_rows
@@ -284,7 +285,8 @@ class DatasetEnvironment(VerifiableEnvironment):
             held_out, source = rows is self._validation, self._config.source
             source = self._config.validation_path or "the validation split" if held_out else source
             self._reward.check_columns(sorted(columns), source)
-            named = columns | ({"answer"} if self._config.columns.answer in columns else set())
+            answered = VERL_COLUMN in columns or is_column(self._config.columns.answer, columns)
+            named = columns | ({"answer", "ground_truth"} if answered else set())
             self._warnings["validation" if held_out else "train"] += empty.warnings(named, len(usable), source)
         return np.array(usable, np.int64), keys
 

@@ -11,7 +11,6 @@ would run the user's program again. A function of the program itself (`__main__`
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import signal
@@ -28,15 +27,8 @@ from typing import IO, Any
 
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.counted_failures import CountedFailures
-from rlframework.environments.reward_calls import (
-    Failure,
-    Report,
-    RewardCalls,
-    TextColumns,
-    columns_given,
-    timed_out,
-    with_answer,
-)
+from rlframework.environments.reward_arguments import TextColumns, arguments_of, missing_columns
+from rlframework.environments.reward_calls import Failure, Report, RewardCalls, timed_out
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward
@@ -49,9 +41,6 @@ GRACE_SECONDS = 2.0
 
 _STARTS = 2
 """Starts in a row that may end with the death of the process, after one that did not: as by a kernel without memory."""
-
-_ONLY_TRL = ("completion_ids", "prompt_ids", "trainer_state", "environments", "log_extra", "log_metric")
-"""Arguments of TRL's reward functions that are not columns."""
 
 _DUMP_SECONDS, _STACK_LINES = 0.2, 12
 _PROGRAM = (  # not -m or PYTHONPATH: these would put the current directory before installed packages
@@ -77,28 +66,26 @@ class OwnReward:
         self._name, self._form = f"{key}={path!r} ({form.place})", form
         self._counted = CountedFailures(config, self._name, optional=optional)
         timeout, limit = config.reward_timeout, config.reward_concurrency
-        self._columns = TextColumns(config.columns.prompt, config.columns.answer)
+        columns = TextColumns(config.columns.prompt, config.columns.answer)
+        self._arguments = arguments_of(form, columns)
         self._calls: RewardCalls | RewardProcess
         self._thread: ThreadPoolExecutor | None = None
         if timeout is not None:
-            self._calls = RewardProcess(path, self._columns, timeout=timeout, concurrency=limit, is_async=form.is_async)
+            self._calls = RewardProcess(path, columns, timeout=timeout, concurrency=limit, is_async=form.is_async)
         else:
-            self._calls = RewardCalls(path, timeout=None, concurrency=limit, columns=self._columns)
+            self._calls = RewardCalls(path, timeout=None, concurrency=limit, columns=columns)
             if form.is_async:  # in a thread, because this one may run another event loop
                 self._thread = ThreadPoolExecutor(1, "reward")
 
     def check_columns(self, columns: Collection[str], source: str) -> None:
         """See `Reward`."""
-        given = columns_given([*columns, *(["answer"] if self._columns.answer in columns else [])])
+        given = self._arguments.given(columns)
         if missing := [name for name in self._form.required if name not in given]:
-            raise ConfigError(f"{self._name} {missing_columns(missing, given, source)}")
+            raise ConfigError(f"{self._name} {missing_columns(self._arguments, missing, given, source)}")
 
     def asked_of(self, sample: Sample) -> dict[str, Any]:
         """See `Reward`."""
-        if not self._form.columns:
-            return {"answer": sample.answer or None} if {"answer", "answers"} & {*self._form.names} else {}
-        row = with_answer(sample.metadata, self._columns.answer)
-        return {name: row.get(name) for name in columns_given([*self._form.required, *self._form.optional])}
+        return self._arguments.asked_of(sample)
 
     def start(self, folder: Path | None) -> None:
         """Do nothing: the function's process starts on first use, and keeps no files."""
@@ -240,17 +227,6 @@ class RewardProcess:
         ours = next((number for number, line in enumerate(frames) if "reward_calls.py" in line), 0)
         stack = ["where it was, most recent call first:", *frames[:ours][:_STACK_LINES]] if ours else []
         return Failure("\n".join([late.text, *stack]), late.cause)
-
-
-def missing_columns(missing: Sequence[str], given: Sequence[str], source: str) -> str:
-    """The end of a message about a function with TRL's signature that asks for columns which `source` lacks."""
-    asked, there = ", ".join(map(repr, missing)), ", ".join(map(repr, given)) or "none"
-    message = f"asks for {asked}, which no row of {source} has; the columns that it may ask for are {there}"
-    if ours := [name for name in missing if name in _ONLY_TRL]:
-        return f"{message}. {', '.join(map(repr, ours))}: an argument of TRL that rlframework does not give; remove it"
-    near = [(name, match) for name in missing for match in difflib.get_close_matches(name, given, 1)]
-    meant = "".join(f". Did you mean {match!r} for {name!r}?" for name, match in near)
-    return f"{message}{meant or '. Rename the parameter, or give it a default'}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:

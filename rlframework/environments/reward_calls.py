@@ -22,24 +22,13 @@ from types import TracebackType
 from typing import Any
 
 from rlframework.environments.process_ends import end_together
+from rlframework.environments.reward_arguments import TextColumns, arguments_of
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
-from rlframework.interfaces.messages import text_of
 from rlframework.plugins.user_defined import load_reward, reward_form
 
 FAILURES = "reward_failures"
 """The metric of an outcome that is 1 if the answer has no reward because the function failed."""
-
-_TRL_TEXTS = {"prompt", "completion", "prompts", "completions"}
-"""Columns that TRL does not pass on: they are, or would clash with, its two arguments."""
-
-
-@dataclass(frozen=True)
-class TextColumns:
-    """The names that the columns `prompt` and `answer` have in the data."""
-
-    prompt: str = "prompt"
-    answer: str = "answer"
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ class RewardCalls:
         """Load the function. Raises a `ConfigError` if it cannot be used as a reward."""
         self._function, self._form = load_reward(path) if function is None else (function, reward_form(path, function))
         self._path, self._timeout, self._concurrency = path, timeout, concurrency
-        self._columns = columns
+        self._arguments = arguments_of(self._form, columns)
         self._runner: asyncio.Runner | None = None
 
     def score(self, samples: Sequence[Sample], completions: Sequence[str], report: Report) -> None:
@@ -96,7 +85,7 @@ class RewardCalls:
         for called in calls:
             report(called, None)
             try:
-                returned = self._function(**self._arguments(called, samples, completions))
+                returned = self._function(**self._given(called, samples, completions))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; the error is reported
                 returned = _failure_of(error)
             report(called, self._results(returned, len(called)))
@@ -117,26 +106,17 @@ class RewardCalls:
                 timeout = asyncio.timeout(self._timeout)
                 try:
                     async with timeout:
-                        returned = await self._function(**self._arguments(called, samples, completions))
+                        returned = await self._function(**self._given(called, samples, completions))
                 except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; the error is reported
                     returned = timed_out(self._timeout or 0.0) if timeout.expired() else _failure_of(error)
                 report(called, self._results(returned, len(called)))
 
         await asyncio.gather(*map(score, calls))
 
-    def _arguments(self, called: list[int], samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
-        rows, texts = [samples[number] for number in called], [completions[number] for number in called]
-        if self._form.columns:
-            return _trl_arguments(rows, texts, self._form.required, self._columns)
-        given: dict[str, list[Any]] = {
-            "samples": rows,
-            "completions": texts,
-            "answers": [sample.answer for sample in rows],
-            "prompts": [_prompt(sample) for sample in rows],
-        }
-        if self._form.batched:
-            return {name: given[name] for name in self._form.names}
-        return {name: given[f"{name}s"][0] for name in self._form.names}
+    def _given(self, called: list[int], samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
+        return self._arguments.of_call(
+            [samples[number] for number in called], [completions[number] for number in called]
+        )
 
     def _results(self, returned: Any, count: int) -> list[RewardResult]:
         if isinstance(returned, Failure):
@@ -211,48 +191,20 @@ def _failure_of(error: BaseException) -> Failure:
     return Failure(text, f"{type(error).__name__} {where}")
 
 
-def columns_given(names: Iterable[str]) -> list[str]:
-    """The columns among `names` that functions with TRL's signature receive, each once."""
-    return [name for name in dict.fromkeys(names) if name not in _TRL_TEXTS]
-
-
-def _trl_arguments(
-    samples: Sequence[Sample], completions: Sequence[str], required: Sequence[str], columns: TextColumns
-) -> dict[str, Any]:
-    """TRL's arguments; if the column of the prompt holds messages, prompts and completions are lists of messages.
-
-    Columns that only other rows of the data have are lists of None if they are `required`.
-    """
-    rows = [with_answer(sample.metadata, columns.answer) for sample in samples]
-    names = columns_given([*(name for row in rows for name in row), *required])
-    prompts, answers = [], []
-    for row, sample, completion in zip(rows, samples, completions, strict=True):
-        conversational = isinstance(row.get(columns.prompt), list)
-        prompts.append(row[columns.prompt] if conversational else _prompt(sample))
-        answers.append([{"role": "assistant", "content": completion}] if conversational else completion)
-    return {**{name: [row.get(name) for row in rows] for name in names}, "prompts": prompts, "completions": answers}
-
-
-def with_answer(row: Mapping[str, Any], column: str) -> Mapping[str, Any]:
-    """`row`, in which the answer is also under the name `answer` if its `column` has another one."""
-    return {"answer": row[column], **row} if column in row else row
-
-
-def _prompt(sample: Sample) -> str:
-    return text_of(sample.messages[-1]) if sample.messages else ""
-
-
 def read_result(value: Any) -> RewardResult:
-    """The result in one returned value: a number, or a dict with `reward` and other numbers."""
+    """The result in one returned value: a number, or a dict with `reward` and other numbers.
+
+    A dict with `score` in place of `reward`, as verl's functions return, may have other entries, which are left out.
+    """
     try:
-        named = dict(value) if isinstance(value, Mapping) else {"reward": value}
+        named = _of_verl(value) if isinstance(value, Mapping) else {"reward": value}
         if "reward" not in named:
-            return _wrong_type(f"it returned a dict without 'reward': {value!r:.80}", value)
+            return _wrong_type(f"it returned a dict without 'reward' or 'score': {value!r:.80}", value)
         read = {}
         for name, entry in named.items():
             number = _number(entry)
             if number is None or not isinstance(name, str):
-                which = f"whose {name!r}" if isinstance(value, Mapping) else "which"
+                which = f"whose {name if name in value else 'score'!r}" if isinstance(value, Mapping) else "which"
                 return _wrong_type(f"it returned {value!r:.80}, {which} is not a number", entry)
             if not abs(number) <= LARGEST_REWARD:
                 why = f"is more than {LARGEST_REWARD:g} in size" if math.isfinite(number) else "is not finite"
@@ -261,6 +213,14 @@ def read_result(value: Any) -> RewardResult:
         return StepOutcome(read.pop("reward"), metrics={**read, FAILURES: 0.0})
     except Exception as error:  # noqa: BLE001 - the value may be of a user-defined class
         return _failure_of(error)
+
+
+def _of_verl(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`value`, in which the numbers of verl's dict stand with its `score` under the name `reward`."""
+    if "reward" in value or "score" not in value:
+        return dict(value)
+    others = {name: entry for name, entry in value.items() if name != "score" and _number(entry) is not None}
+    return {"reward": value["score"], **others}
 
 
 def _number(value: Any) -> float | None:

@@ -12,9 +12,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.loading import check_model, did_you_mean, make_current_directory_importable
@@ -24,11 +25,15 @@ SINGULAR = ("sample", "prompt", "completion", "answer")
 PLURAL = tuple(f"{name}s" for name in SINGULAR)
 """Parameter names of a reward function that scores one completion, or a batch."""
 
+VERL_VALUES = ("data_source", "ground_truth", "extra_info")
+"""Values of the row that a reward function with verl's signature gets beside `solution_str`."""
+
 ACCEPTED_FORMS = (
     "A reward function, sync or async, takes any of (samples, prompts, completions, answers), including completions, "
     "and returns a list; or any of (sample, prompt, completion, answer), including completion, and returns one value. "
     "Examples: `def score(samples, completions): ...`, `def score(prompt, completion, answer): ...`. A function with "
-    "TRL's signature, `def score(prompts, completions, **columns)`, gets the columns of the rows by name"
+    "TRL's signature, `def score(prompts, completions, **columns)`, gets the columns of the rows by name; one with "
+    "verl's is `def compute_score(data_source, solution_str, ground_truth, extra_info=None)`"
 )
 
 _ADVANTAGE_FORM = (
@@ -44,22 +49,29 @@ _LOSS_FORM = (
 )
 
 
+class Convention(Enum):
+    """The framework whose signature a reward function has."""
+
+    OWN = "rlframework"
+    TRL = "TRL"
+    VERL = "verl"
+
+
 @dataclass(frozen=True)
 class RewardForm:
     """The calling convention of a reward function: `batched` or one completion per call, and async or not.
 
-    `names` are its parameter names; `place` is its file and line. `columns`: TRL's convention, with `prompts`,
-    `completions` and each column of the rows as keyword arguments; `required` are the columns that it cannot be called
-    without, `optional` those with a default.
+    `names` are its parameter names for texts and samples; `place` is its file and line. In the conventions of TRL and
+    verl, `required` are the values of the row that it cannot be called without, `optional` those with a default.
     """
 
+    convention: Convention
     batched: bool
     names: tuple[str, ...]
-    is_async: bool
-    place: str
-    columns: bool = False
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    is_async: bool = False
+    place: str = ""
 
 
 def load_import_path(path: str) -> Any:
@@ -198,27 +210,57 @@ def reward_form(path: str, function: Callable[..., Any]) -> RewardForm:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path!r} has no readable signature ({error}). {ACCEPTED_FORMS}") from error
-    if _takes_columns(parameters):
-        texts = ("prompts", "completions")
-        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in texts]
-        required = tuple(p.name for p in named if p.default is p.empty)
-        optional = tuple(p.name for p in named if p.default is not p.empty)
-        return RewardForm(True, texts, is_async, place, columns=True, required=required, optional=optional)
+    form = _trl_form(parameters) or _verl_form(parameters) or _own_form(parameters)
+    if form is None:
+        signature = f"({', '.join(map(str, parameters))})"
+        raise ConfigError(f"{path!r} ({place}) has the unsupported parameters {signature}. {ACCEPTED_FORMS}")
+    return replace(form, is_async=is_async, place=place)
+
+
+_Parameters: TypeAlias = Collection[inspect.Parameter]
+
+
+def _own_form(parameters: _Parameters) -> RewardForm | None:
+    """The form of a function that takes any of `SINGULAR` or of `PLURAL`."""
     asked = [p for p in parameters if p.default is p.empty or p.name in (*SINGULAR, *PLURAL)]
     names = tuple(p.name for p in asked)
     batched = "completions" in names
     fits = set(names) <= set(PLURAL if batched else SINGULAR) and (batched or "completion" in names)
     if not fits or any(p.kind is p.POSITIONAL_ONLY for p in asked):
-        signature = f"({', '.join(map(str, parameters))})"
-        raise ConfigError(f"{path!r} ({place}) has the unsupported parameters {signature}. {ACCEPTED_FORMS}")
-    return RewardForm(batched, names, is_async, place)
+        return None
+    return RewardForm(Convention.OWN, batched, names)
 
 
-def _takes_columns(parameters: Collection[inspect.Parameter]) -> bool:
-    """Whether the function follows TRL: `completions` and `**columns`, and neither `samples` nor `answers`."""
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+def _trl_form(parameters: _Parameters) -> RewardForm | None:
+    """The form of a function that has `completions` and `**columns`, and neither `samples` nor `answers`."""
+    texts = ("prompts", "completions")
+    named = _named(parameters)
     open_ended = [p.kind for p in parameters if p.name not in named] == [inspect.Parameter.VAR_KEYWORD]
-    return open_ended and "completions" in named and not named & {"samples", "answers"}
+    if not open_ended or "completions" not in named or named.keys() & {"samples", "answers"}:
+        return None
+    required = tuple(name for name, needed in named.items() if needed and name not in texts)
+    optional = tuple(name for name, needed in named.items() if not needed and name not in texts)
+    return RewardForm(Convention.TRL, True, texts, required, optional)
+
+
+def _verl_form(parameters: _Parameters) -> RewardForm | None:
+    """The form of a function that has `solution_str`, any of `VERL_VALUES`, and parameters with defaults."""
+    named = _named(parameters)
+    others = [p.kind for p in parameters if p.name not in named]
+    required = tuple(name for name, needed in named.items() if needed and name != "solution_str")
+    if "solution_str" not in named or not {*required} <= {*VERL_VALUES}:
+        return None
+    if inspect.Parameter.POSITIONAL_ONLY in others:
+        return None
+    takes_all = inspect.Parameter.VAR_KEYWORD in others
+    optional = tuple(name for name in VERL_VALUES if name not in required and (takes_all or name in named))
+    return RewardForm(Convention.VERL, False, ("solution_str",), required, optional)
+
+
+def _named(parameters: _Parameters) -> dict[str, bool]:
+    """The parameters that can be given by name, and whether they must be."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name: p.default is p.empty for p in parameters if p.kind in kinds}
 
 
 def _place(function: Callable[..., Any]) -> str:

@@ -53,6 +53,11 @@ def calling(arguments: object) -> dict[str, object]:
         ({"prompt": [HI]}, Conversation((HI,))),
         ({"question": "2+2?", "answer": "4"}, Conversation((SUM,), "4", "4")),
         ({"question": "2+2?"}, Conversation((SUM,))),
+        # verl's layout; an empty answer of its own is not filled
+        ({"prompt": [SUM], "reward_model": {"ground_truth": "4"}}, Conversation((SUM,), "", "4")),
+        ({"prompt": [SUM], "reward_model": {"ground_truth": ["4"]}}, Conversation((SUM,), "", '["4"]')),
+        ({"prompt": [SUM], "reward_model": None}, Conversation((SUM,))),
+        ({"prompt": [SUM], "answer": None, "reward_model": {"ground_truth": "4"}}, Conversation((SUM,))),
         # numbers as people write them; not a number is no value
         ({"question": "2+2?", "answer": 4.0}, Conversation((SUM,), "4", "4")),
         ({"question": "2+2?", "answer": Decimal("4.50")}, Conversation((SUM,), "4.50", "4.50")),
@@ -207,3 +212,19 @@ def test_a_row_may_end_with_a_call(turn) -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
     assert (found.completion, found.tools) == ("", ())
+
+
+def test_dotted_columns_are_read_inside_of_others() -> None:
+    """A column of that exact name comes first; a key that is missing is named with its row."""
+    row = {"input": {"text": "2+2?"}, "meta": {"gold": {"value": 4}}}
+    assert read(row, prompt="input.text", answer="meta.gold.value") == Conversation((SUM,), "4", "4")
+    assert read(row | {"input.text": "hi"}, prompt="input.text").messages == (HI,)
+    assert read(row | {"meta": None}, prompt="input.text", answer="meta.gold.value").answer is None
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 3: the column 'meta\.gold' has no 'text'; its keys are \['value'\]"
+    ):
+        read(row, prompt="input.text", answer="meta.gold.text")
+    with pytest.raises(DataError, match=r"line 3: the column 'input\.text' has no 'x'; it is str"):
+        read(row, prompt="input.text.x")
+    with pytest.raises(DataError, match=r"line 3: there is no column 'other\.text'; the columns are"):
+        read(row, prompt="other.text")

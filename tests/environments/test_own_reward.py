@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from own_reward_runs import REWARDS, rewards, scored
 
 from rlframework.environments import reward_calls
-from rlframework.errors import UserError
+from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import LARGEST_REWARD, StepOutcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
@@ -78,7 +78,7 @@ def test_failures_are_counted_printed_once_and_get_their_reward(make, caplog, ti
     assert "reward_calls.py" not in printed
     assert "it returned None, which is not a number" in printed
     assert "reward is not finite" in printed
-    assert "it returned a dict without 'reward': {'accuracy': 1.0}" in printed
+    assert "it returned a dict without 'reward' or 'score': {'accuracy': 1.0}" in printed
     caplog.clear()
     scored(environment, kinds)
     assert not caplog.messages
@@ -211,6 +211,37 @@ def test_functions_of_trl_get_the_answer_under_both_names(make, folder: Path, ti
     made = make("trl_answers", reward_timeout=timeout, columns={"answer": "solution"})
     answer = made.samples("train")[0].answer
     assert rewards(made, [answer, "x"]) == [1.0, 0.0]
+
+
+VERL_ROW = {"data_source": "sums", "prompt": [{"role": "user", "content": "2+2?"}], "extra_info": {"index": 7}}
+
+
+@here_and_in_a_process
+@pytest.mark.parametrize("function", ["compute_score", "compute_score_async"])
+def test_functions_of_verl(make, folder: Path, function: str, timeout: float | None) -> None:
+    """They get values of the row by name; of a dict with `score`, numbers become metrics and texts are left out."""
+    rows = [VERL_ROW | {"n": n, "reward_model": {"style": "rule", "ground_truth": "4"}} for n in range(2)]
+    (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text((folder / "held.jsonl").read_text().replace("2+2", "3+1"))
+    outcomes = scored(make(function, reward_timeout=timeout, validation_path="held.jsonl"), ["4", "5"])
+    assert [outcome.reward for outcome in outcomes] == [1.0, -1.0]
+    assert outcomes[0].metrics == {"acc": 1.0, "reward_failures": 0.0}
+
+
+def test_functions_of_verl_get_the_answer_of_rows_in_other_layouts(make, folder: Path) -> None:
+    """Without the parameters that have a default; columns without which the function cannot be called are errors."""
+    rows = [{"prompt": f"{n}+1?", "solution": {"text": str(n + 1)}} for n in range(3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = make("short_score", reward_timeout=None, columns={"answer": "solution.text"})
+    assert rewards(made, [made.samples("train")[0].answer, "x"]) == [1.0, 0.0]
+    with pytest.raises(
+        ConfigError, match=r"asks for 'ground_truth', .* are none\. 'ground_truth' is .*columns\.answer"
+    ):
+        make("short_score")
+    with pytest.raises(
+        ConfigError, match=r"asks for 'data_source', which no row of rows\.jsonl has; .* 'ground_truth'"
+    ):
+        make("compute_score", columns={"answer": "solution.text"})
 
 
 class Spiteful:

@@ -42,6 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
         ("def score(prompt, completions): ...", "own:score", r"has the unsupported parameters \(prompt, completions\)"),
         ("def score(completion, /): ...", "own:score", r"has the unsupported parameters"),
         ("def score(completion, **rest): ...", "own:score", r"has the unsupported parameters \(completion, \*\*rest\)"),
+        ("def score(solution_str, method): ...", "own:score", r"unsupported parameters .*verl's is `def compute_score"),
         ("def score(samples, completions, **rest): ...", "own:score", r"unsupported parameters .*TRL's signature"),
     ],
 )
