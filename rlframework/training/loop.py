@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections import defaultdict
@@ -14,8 +15,9 @@ import torch
 
 from rlframework.algorithm import Algorithm, Parts, RunResult
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.environments.agent import runs_agents
 from rlframework.errors import DataError
-from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.environment import Sample, has_episodes
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.observers.timeline import TRAINER, Timeline
@@ -26,6 +28,8 @@ from rlframework.training.garbage import collecting_what_is_new
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.performance import performance_metrics
 from rlframework.training.recording import Recorder, profiling
+
+_LOG = logging.getLogger(__name__)
 
 StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
 """The metrics of a step or a validation by name, and some of its samples to inspect."""
@@ -101,6 +105,7 @@ class StepLoop(Algorithm):
         self._history: list[dict[str, float]] = []
         self._restored: RunState | None = None
         self._trained: list[TrainResult] = []
+        self._noted_truncated = False
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
@@ -146,6 +151,7 @@ class StepLoop(Algorithm):
             stopped = self._restored is not None and self.should_stop(self._restored.measured)
             for step in range(int(last["step"]) + 1, 0 if stopped else self.config.num_steps + 1):
                 metrics, samples = self._timed_step(step)
+                self._note_truncated(step, metrics.get("train/truncated_fraction", 0.0))
                 last_of_all = validation.at_end and step == self.config.num_steps
                 if last_of_all or (validation.every > 0 and step % validation.every == 0):
                     scores, more = self._timed_validation(step)
@@ -193,6 +199,27 @@ class StepLoop(Algorithm):
             peak_flops=None if (peak := parts.config.observers.peak_tflops) is None else peak * 1e12,
         )
         return metrics | {"memory/rss_mb": psutil.Process().memory_info().rss / 2**20}, samples
+
+    def _note_truncated(self, step: int, fraction: float) -> None:
+        """Log, once a run, that most of the answers or episodes of a step were cut at a limit."""
+        if self._noted_truncated or fraction <= 0.5:
+            return
+        self._noted_truncated = True
+        environment = self.parts.environment
+        episodes = has_episodes(environment) or runs_agents(environment)
+        _LOG.warning(
+            "step %d: %.0f%% of the %s were truncated: %s generation.max_new_tokens=%d%s. They are scored as they are, "
+            "without an end. If this goes on (metric train/truncated_fraction), raise the limit; if a model never ends "
+            "its answers, check its chat template with `rlframework tokenize CONFIG --show 3`",
+            step,
+            100 * fraction,
+            "episodes" if episodes else "answers",
+            "a turn reached" if episodes else "they reached",
+            self.parts.config.generation.max_new_tokens,
+            f", or the episode environment.max_turns={self.parts.config.environment.max_turns} or its most tokens"
+            if episodes
+            else "",
+        )
 
     def _timed_validation(self, step: int) -> StepResult:
         timer = Timer(self.timeline)

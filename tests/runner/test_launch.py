@@ -120,6 +120,13 @@ def test_groups_of_equal_rewards_are_counted_and_are_no_work(run_config, tmp_pat
     assert caplog.text.count("in each of the 4 groups all rewards are equal (all are ") == 1
 
 
+def test_answers_that_are_cut_are_warned_about_once(run_config, tmp_path, caplog):
+    run(run_config("grpo", "generation.max_new_tokens=1"))
+    fractions = [row["train/truncated_fraction"] for row in rows_of(tmp_path / "run")[1:]]
+    assert sum(fraction > 0.5 for fraction in fractions) > 1
+    assert caplog.text.count("of the answers were truncated: they reached generation.max_new_tokens=1. They are") == 1
+
+
 @pytest.mark.thorough
 def test_supervised_training_learns_and_stops_at_its_goal(run_config, tmp_path):
     result = run(
