@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -174,7 +175,31 @@ def _train(
                 trained.save_pretrained(str(folder / name))
             parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
             parts.observers.run_finished(result.metrics)
+    _note_best(config)
     return result
+
+
+def _note_best(config: RunConfig) -> None:
+    """Log which of the kept checkpoints of a finished run is the best, and how to get its model."""
+    from rlframework.training.checkpoints import best_checkpoint
+
+    section = config.checkpoints
+    if not (section.every and section.keep_best):
+        return
+    found = best_checkpoint(config.output_dir, section)
+    if found is None:
+        _LOG.warning(
+            "checkpoints.keep_best=%d kept no checkpoint: none is of a step that has the metric checkpoints.metric=%r; "
+            "let checkpoints.every be a multiple of algorithm.validation.every, or name another metric",
+            section.keep_best,
+            section.metric,
+        )
+        return
+    path, value = found
+    command = f"rlframework convert {shlex.quote(str(path))} DEST --to huggingface"
+    _LOG.info(
+        "best checkpoint: %s, with %s %.4g (%s); its model: %s", path, section.metric, value, section.best, command
+    )
 
 
 def _resumed(config: RunConfig, step: int) -> Resumed:

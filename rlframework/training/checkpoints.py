@@ -61,10 +61,22 @@ def kept_checkpoints(scores: Mapping[str, float | None], config: CheckpointsConf
     """The names of the checkpoints to keep, the last and the best, of all with their values of `config.metric`."""
     kept = set(sorted(scores)[-config.keep_last :])
     if config.keep_best:
-        sign = 1.0 if config.best == "highest" else -1.0
-        ranked = sorted((sign * score, name) for name, score in scores.items() if score is not None)
-        kept.update(name for _, name in ranked[-config.keep_best :])
+        kept.update(_ranked(scores, config)[-config.keep_best :])
     return kept
+
+
+def best_checkpoint(run_dir: Path, config: CheckpointsConfig) -> tuple[Path, float] | None:
+    """The checkpoint of a run with the best value of `config.metric`, and the value; None if none has that metric."""
+    scores = {path.name: _read(path).measured.get(config.metric) for path in checkpoints_in(run_dir)}
+    best = next(reversed(_ranked(scores, config)), "")
+    score = scores.get(best)
+    return None if score is None else (run_dir / FOLDER / best, score)
+
+
+def _ranked(scores: Mapping[str, float | None], config: CheckpointsConfig) -> list[str]:
+    """The names of the checkpoints that have a score, the best last."""
+    sign = 1.0 if config.best == "highest" else -1.0
+    return [name for _, name in sorted((sign * score, name) for name, score in scores.items() if score is not None)]
 
 
 def step_of_checkpoint(path: Path) -> int:

@@ -55,7 +55,7 @@ def test_steps_that_a_resume_repeats_are_in_the_files_once(run_config, tmp_path)
     assert (tmp_path / "run" / "samples.jsonl").read_text() == samples
 
 
-def test_the_last_and_the_best_are_kept(run_config, tmp_path):
+def test_the_last_and_the_best_are_kept(run_config, tmp_path, caplog):
     keep = ["checkpoints.every=1", "checkpoints.keep_last=1", "checkpoints.keep_best=1"]
     keep += ["checkpoints.metric=train/loss", "checkpoints.best=lowest"]
     run(run_config("sft", *overrides(tmp_path / "run", *keep)))
@@ -63,6 +63,17 @@ def test_the_last_and_the_best_are_kept(run_config, tmp_path):
     best = min((loss, step) for step, loss in losses.items())[1]
     kept = [int(path.name.removeprefix("step-")) for path in checkpoints_in(tmp_path / "run")]
     assert kept == sorted({best, 6})
+    path = tmp_path / "run" / "checkpoints" / f"step-{best:06d}"
+    assert (
+        f"best checkpoint: {path}, with train/loss {losses[best]:.4g} (lowest); its model: rlframework" in caplog.text
+    )
+
+
+def test_keeping_the_best_by_a_metric_that_no_checkpoint_has_is_told(run_config, tmp_path, caplog):
+    """Validation is after steps 3 and 6."""
+    keep = ["checkpoints={every: 5, keep_best: 1}", "algorithm.num_steps=5", "algorithm.validation.at_end=false"]
+    run(run_config("sft", *overrides(tmp_path / "run"), *keep))
+    assert "checkpoints.keep_best=1 kept no checkpoint: none is of a step that has" in caplog.text
 
 
 def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_path):
