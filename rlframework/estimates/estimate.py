@@ -163,11 +163,11 @@ class Estimate:
         where = "on each GPU"
         if self.engine_bytes:
             where = f"on each GPU that trains, and at least {gib(self.engine_bytes)} on each that generates"
-        least = f", of which {gib(self.needed_bytes)} needed and the rest for more rows that generate"
-        rows = least if self.needed_bytes < self.device_bytes else ""
+        more = f"; generation takes up to {gib(self.device_bytes)} if they are free, to decode more rows at a time"
+        rows = more if self.needed_bytes < self.device_bytes else ""
         return (
-            f"{fits} on {self.planned}: about {gib(self.device_bytes)} of {gib(have)} GiB {where}{rows}, by counting; "
-            f"warnings start at {MARGIN} times what is needed"
+            f"{fits} on {self.planned}: about {gib(self.needed_bytes)} of {gib(have)} GiB are needed {where}, by "
+            f"counting; warnings start at {MARGIN} times that{rows}"
         )
 
     def idle_gpus(self) -> str | None:

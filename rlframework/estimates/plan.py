@@ -105,8 +105,8 @@ def _engine_elsewhere(
     if tree.get(("policy", "lora", "refit")) == "adapters":
         replaced.append("policy.lora.refit=merged")
     note = (
-        f"note: not checked on this machine: the section generation of {name!r}, whose plugin is not installed: "
-        f"pip install 'rlframework-core[{name}]'"
+        f"note: not checked on this machine: the section generation of {name!r}, whose plugin is not installed; the "
+        f"estimate counts core's own engine in its place. To check it: pip install 'rlframework-core[{name}]'"
     )
     return PlannedGpus(gpus.count, gpus.name, gpus.memory_bytes, gpus_of_engine(tree, manager)), replaced, [note]
 

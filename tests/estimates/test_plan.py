@@ -117,6 +117,7 @@ def test_a_plugin_that_is_not_installed_is_a_note_too(planned, monkeypatch):
     monkeypatch.setattr(plan, "manager_of", lambda tree: type(manager)(plugins, frozenset()))
     run = planned("8xH100", *VLLM, "generation.vllm.tensor_parallel_size=2")
     [note] = run.notes
+    assert "the estimate counts core's own engine in its place" in note
     assert "pip install 'rlframework-core[vllm]'" in note
     found = dry_run(run.config, planned=run.gpus)
     assert (found.engines.gpus, found.taken) == (2, 8)
