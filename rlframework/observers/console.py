@@ -81,9 +81,7 @@ class ConsoleObserver:
     def rlframework_run_started(self, run: RunInfo) -> None:
         """Print the opening lines, and start the live display on a terminal."""
         self._name, self._total = run.config.algorithm.name, run.config.algorithm.num_steps
-        self._print(
-            f"{self._name}: up to {self._total} step{'s' if self._total != 1 else ''}, writing to {run.output_dir}"
-        )
+        self._print(f"{self._name}: up to {_steps(self._total)}, writing to {run.output_dir}")
         if (resumed := read_environment(run.output_dir).get("resumed")) is not None:
             self._print(str(Resumed.model_validate(resumed)))
         if every := run.config.checkpoints.every:
@@ -114,7 +112,7 @@ class ConsoleObserver:
         """Print the duration and the final metrics, below the last state of the display."""
         self.close()
         took = duration(self._clock() - self._began)
-        self._print(f"{self._name} finished after {self._step} steps in {took}", *describe(metrics))
+        self._print(f"{self._name} finished after {_steps(self._step)} in {took}", *describe(metrics))
 
     def close(self, state: str = "finished") -> None:
         """Restore the terminal. Idempotent."""
@@ -153,6 +151,10 @@ def describe(metrics: Mapping[str, float]) -> list[str]:
     if "validation/accuracy" in shown:
         shown.pop("validation/loss", None)
     return [DISPLAYED_METRICS[name].format(value) for name, value in shown.items()]
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def duration(seconds: float) -> str:

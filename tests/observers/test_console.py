@@ -144,7 +144,7 @@ def test_a_terminal_gets_a_display_and_its_cursor_is_restored(tmp_path, clock, m
     observer.close()
     ending = stream.getvalue().removeprefix(shown)
     assert "\x1b[?25h" in ending  # shows the cursor again
-    assert ending.endswith("grpo finished after 1 steps in 2s  reward 0.250\n") == finishes
+    assert ending.endswith("grpo finished after 1 step in 2s  reward 0.250\n") == finishes
 
 
 def test_a_dumb_terminal_gets_plain_lines(tmp_path, clock, monkeypatch):
