@@ -10,7 +10,12 @@ import torch
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import change_weights, in_engine, to_bfloat16
+from rlframework.conformance.mutants.policy_worker.engine_access import (
+    change_weights,
+    in_engine,
+    in_service,
+    to_bfloat16,
+)
 from rlframework.errors import DataError
 from rlframework.policy.scoring import SnapshotReference
 
@@ -91,14 +96,14 @@ moments_in_bfloat16 = mutant(
 
 
 @mutant("rank_zero_loads", "Only rank 0 loads the weights.", RESUMES, FROM_ANOTHER, layout=Layout(data=2))
-@in_engine
-def rank_zero_loads(engine_class: Any) -> Any:
+@in_service("weights_class")
+def rank_zero_loads(weights_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(engine_class):  # type: ignore[misc]
-        def load_weights(self, weights: Any) -> None:
-            if self.context.rank == 0:
-                super().load_weights(weights)
+    class Broken(weights_class):  # type: ignore[misc]
+        def read(self, path: str) -> None:
+            if self.engine.context.rank == 0:
+                super().read(path)
 
     return Broken
 

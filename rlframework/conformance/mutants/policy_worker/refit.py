@@ -41,14 +41,6 @@ def _of_the_first_refit(engine: Any, name: str, weight: Tensor) -> Tensor:
     return kept.setdefault(name, weight.clone())
 
 
-def _of_the_other_name(engine: Any, name: str, weight: Tensor) -> Tensor:
-    """Exchange two weights of the same shape."""
-    names = {SQUARE: OTHER, OTHER: SQUARE}
-    if name not in names:
-        return weight
-    return engine.snapshot()[names[name]].to(weight.device)  # type: ignore[no-any-return]
-
-
 weights_of_the_first_refit = mutant(
     "weights_of_the_first_refit", "Every refit sends the weights of the first one.", IPC, COLLECTIVE
 )(_broken_sending(_of_the_first_refit))
@@ -61,9 +53,20 @@ one_weight_stale = mutant(
     )
 )
 
-names_swapped = mutant(
-    "names_swapped", "Two weights of the same shape are sent under each other's names.", IPC, COLLECTIVE
-)(_broken_sending(_of_the_other_name))
+
+@mutant("names_swapped", "Two weights of the same shape are sent under each other's names.", IPC, COLLECTIVE)
+@in_service("weights_class")
+def names_swapped(weights_class: Any) -> Any:
+    """See the mutant's `bug`."""
+    other = {SQUARE: OTHER, OTHER: SQUARE}
+
+    class Broken(weights_class):  # type: ignore[misc]
+        def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+            for name, weight in super().gather([other.get(name, name) for name in names]):
+                yield other.get(name, name), weight
+
+    return Broken
+
 
 sent_transposed = mutant("sent_transposed", "A square matrix is sent transposed.", IPC, COLLECTIVE)(
     _broken_sending(lambda engine, name, weight: weight.t().contiguous() if name == SQUARE else weight)

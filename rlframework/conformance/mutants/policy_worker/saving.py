@@ -17,14 +17,14 @@ DATA = Layout(data=2)
 
 
 def _broken_weights(change: Any) -> Any:
-    """Break `gather_weights`: each weight becomes `change(worker, name, weight)`; None omits it."""
+    """Break `gather_weights`: each weight becomes `change(name, weight)`; None omits it."""
 
     @in_engine
     def break_it(engine_class: Any) -> Any:
         class Broken(engine_class):  # type: ignore[misc]
             def gather_weights(self, names: Any) -> Any:
                 for name, weight in super().gather_weights(names):
-                    changed = change(self, name, weight)
+                    changed = change(name, weight)
                     if changed is not None:
                         yield name, changed
 
@@ -33,12 +33,26 @@ def _broken_weights(change: Any) -> Any:
     return break_it
 
 
-def _kept_from_the_start(worker: Any, name: str, weight: torch.Tensor, only: str) -> torch.Tensor:
-    """Return the weight as it was when first gathered, if its name contains `only`."""
-    kept = worker.__dict__.setdefault("kept", {})
-    if only not in name:
-        return weight
-    return kept.setdefault(name, weight.clone())  # type: ignore[no-any-return]
+def _stale_in_a_refit(fragment: str) -> Any:
+    """Break refits: weights whose names contain `fragment` stay as they were when first gathered.
+
+    Generation gets a copy of the weights in any layout, also where the engine could give it the live module.
+    """
+
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
+            def whole_model(self) -> None:
+                return None
+
+            def gather_weights(self, names: Any) -> Any:
+                kept = self.__dict__.setdefault("kept", {})
+                for name, weight in super().gather_weights(names):
+                    yield name, kept.setdefault(name, weight.clone()) if fragment in name else weight
+
+        return Broken
+
+    return break_it
 
 
 @mutant(
@@ -53,8 +67,7 @@ def saves_the_weights_of_the_start(worker_class: Any) -> Any:
     class Broken(worker_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            weights = self.engine.gather_weights(self.engine.weight_specs())
-            self.start = {name: weight.clone() for name, weight in weights}
+            self.start = self.engine.snapshot()
 
         def save_pretrained(self, path: str) -> None:
             current = self.engine.snapshot()
@@ -70,14 +83,14 @@ one_tensor_not_saved = mutant(
     "The final norm is missing from the saved model.",
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
     "test_a_saved_model_is_the_trained_one",
-)(_broken_weights(lambda worker, name, weight: None if name == "model.norm.weight" else weight))
+)(_broken_weights(lambda name, weight: None if name == "model.norm.weight" else weight))
 
 saved_in_bfloat16 = mutant(
     "saved_in_bfloat16",
     "Weights are saved in bfloat16.",
     "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
     "test_a_saved_model_goes_on",
-)(_broken_weights(lambda worker, name, weight: weight.to(torch.bfloat16)))
+)(_broken_weights(lambda name, weight: weight.to(torch.bfloat16)))
 
 
 @mutant("saving_rounds_weights", "Saving rounds the live weights to bfloat16.", "test_saving_changes_nothing")
@@ -97,14 +110,14 @@ stale_weights = mutant(
     "The engine keeps the weights of the first refit.",
     "test_generation_uses_the_weights_of_now",
     layout=DATA,
-)(_broken_weights(lambda worker, name, weight: _kept_from_the_start(worker, name, weight, "")))
+)(_stale_in_a_refit(""))
 
 one_tensor_stale = mutant(
     "one_tensor_skipped_in_refit",
     "A refit does not update one of the norms.",
     "test_generation_uses_the_weights_of_now",
     layout=DATA,
-)(_broken_weights(lambda worker, name, weight: _kept_from_the_start(worker, name, weight, "layers.0.input_layernorm")))
+)(_stale_in_a_refit("layers.0.input_layernorm"))
 
 
 @mutant(
