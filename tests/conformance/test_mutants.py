@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rlframework.conformance import mutants
 from rlframework.conformance.measure import MutantNotApplicable
 from rlframework.conformance.mutants import MODULES, find_mutant, mutants_of
 from rlframework.conformance.mutants.policy_worker.engine_access import optimizer_of
+from rlframework.conformance.mutants.policy_worker.measured_gradients import norm_of_own_shards
+from rlframework.policy.engine import ShardedState, TensorShard, WeightSpec
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -70,3 +73,22 @@ def test_mutants_that_need_a_capability_are_left_out_where_it_is_missing():
 def test_a_mutant_of_an_optimizer_that_an_engine_lacks_says_so() -> None:
     with pytest.raises(MutantNotApplicable, match="Optimizer among the attributes of the engine, and there is none"):
         optimizer_of(SimpleNamespace(module=None))
+
+
+def _engine_with_rows(rows: int) -> SimpleNamespace:
+    """An engine whose rank has the first `rows` of a weight of shape [4, 3], with a gradient of ones."""
+    weight = torch.ones(4, 3)
+    return SimpleNamespace(
+        gradients={"weight": weight},
+        weight_specs=lambda: {"weight": WeightSpec((4, 3), weight.dtype)},
+        sharded_state=lambda: ShardedState([TensorShard("weight", weight[:rows], (0, 0), (4, 3))]),
+    )
+
+
+def test_the_norm_of_own_shards_is_that_of_a_rank() -> None:
+    assert norm_of_own_shards(_engine_with_rows(2)) == pytest.approx(6**0.5)
+
+
+def test_a_mutant_of_the_norm_of_own_shards_says_so_where_a_rank_has_all_weights() -> None:
+    with pytest.raises(MutantNotApplicable, match="each rank has all weights in this layout"):
+        norm_of_own_shards(_engine_with_rows(4))

@@ -25,6 +25,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "policy_worker.context",
         "policy_worker.tensor",
         "policy_worker.training",
+        "policy_worker.clipping",
         "policy_worker.token_sets",
         "policy_worker.experts",
         "policy_worker.scores",

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.conformance.measure import MutantNotApplicable
+from rlframework.plugins.types import Capability
 from rlframework.policy.head.patch import HeadPatch
 
 T = TypeVar("T")
+STATE = frozenset({Capability.PORTABLE_OPTIMIZER_STATE})
+"""Capabilities that the engine must declare for a mutant that loads whole weights or moments."""
 
 
 def in_service(attribute: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -72,6 +75,33 @@ def gradients_of(engine: Any) -> Iterator[Tensor]:
 def change_weights(engine: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Replace each shard of the weights by `change(shard)`."""
     engine.restore({name: change(weight) for name, weight in engine.snapshot().items()})
+
+
+def whole_weights(engine: Any) -> dict[str, Tensor]:
+    """Return copies of all weights, whole. Collective."""
+    return {name: weight.clone() for name, weight in engine.gather_weights(engine.weight_specs())}
+
+
+def changed_updates(change: Callable[[str, Tensor, Tensor], Tensor]) -> Callable[[Any], Any]:
+    """Break steps: each weight becomes `change(name, before, after)`, wherever the engine keeps gradients.
+
+    Where the epsilon of AdamW is far above the gradient, the update is in proportion to the gradient, so a part of the
+    update is that of a part of the gradient. Needs `STATE`.
+    """
+
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
+            def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+                before = whole_weights(self)
+                done = super().clip_and_step(max_grad_norm, lr)
+                after = whole_weights(self)
+                self.load_weights({name: change(name, before[name], weight) for name, weight in after.items()})
+                return done
+
+        return Broken
+
+    return break_it
 
 
 def to_bfloat16(weight: Tensor) -> Tensor:

@@ -13,8 +13,13 @@ from torch import nn
 
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.context import broken_forward
-from rlframework.conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
-from rlframework.conformance.mutants.policy_worker.training import before_the_step
+from rlframework.conformance.mutants.policy_worker.engine_access import (
+    STATE,
+    changed_updates,
+    head_of,
+    in_engine,
+    module_of,
+)
 from rlframework.models.attention import RowLayout
 from rlframework.models.rotary import SequenceRotary
 from rlframework.models.scores import PLAIN, Scores
@@ -134,17 +139,11 @@ def frequencies_of_the_longest_row(engine_class: Any) -> Any:
     return Broken
 
 
-def _skip_vectors(worker: Any, limit: Any) -> Any:
-    for parameter in module_of(worker).parameters():
-        if parameter.dim() == 1 and parameter.grad is not None:
-            parameter.grad.zero_()
-    return limit
-
-
 vectors_not_trained = mutant(
     "vectors_not_trained",
-    "Parameters of one dimension (norms, biases, sinks) get no gradient.",
+    "Parameters of one dimension (norms, biases, sinks) are not trained.",
     "test_first_step_is_that_of_the_oracle",
     "test_norms_that_heads_share_are_learnt_from_all",
     "test_sinks_take_their_share_of_attention",
-)(before_the_step(_skip_vectors))
+    needs=STATE,
+)(changed_updates(lambda name, before, after: before if after.ndim == 1 else after))

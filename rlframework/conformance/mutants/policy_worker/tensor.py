@@ -13,36 +13,13 @@ from torch import Tensor
 
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
+from rlframework.conformance.mutants.policy_worker.clipping import clips_own_shards
+from rlframework.conformance.mutants.policy_worker.engine_access import STATE, changed_updates, head_of, in_engine
+from rlframework.conformance.mutants.policy_worker.measured_gradients import SHARDS, measuring, total_norm
 from rlframework.policy.head.vocabulary_shard import VocabularyShard
 
 TENSOR = Layout(tensor=2)
 SEQUENCE = Layout(tensor=2, sequence=True)
-
-
-def _replicated_gradients(worker: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradients, by name, of weights that are replicated on every rank."""
-    shapes = {name: spec.shape for name, spec in worker.weight_specs().items()}
-    for name, parameter in module_of(worker).named_parameters():
-        if (gradient := parameter.grad) is not None:
-            local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            if local.numel() == math.prod(shapes[name]):
-                yield name, local
-
-
-def _with_gradients(change: Any) -> Any:
-    """Call `change(worker)` before each step, when the gradients exist."""
-
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-                change(self)
-                return super().clip_and_step(max_grad_norm, lr)
-
-        return Broken
-
-    return break_it
 
 
 def with_head(change: Any) -> Any:
@@ -98,60 +75,42 @@ head_gradient_of_own_rows = mutant(
 
 @mutant(
     "copied_weights_counted_twice",
-    "The gradient norm counts replicated weights once per rank.",
+    "The gradient norm counts the weights of norms, which are replicated, once per rank.",
     "test_first_step_is_that_of_the_oracle",
     "test_clipping_is_of_the_whole_gradient",
     layout=TENSOR,
+    needs=STATE,
 )
 @in_engine
 def copied_weights_counted_twice(engine_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(engine_class):  # type: ignore[misc]
+    class Broken(measuring(engine_class)):  # type: ignore[misc]
         def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            extra = sum(float(gradient.square().sum()) for _, gradient in _replicated_gradients(self))
-            own = sum(_square(parameter.grad) for parameter in module_of(self).parameters())
-            sharded = torch.tensor(own - extra)
-            dist.all_reduce(sharded)
-            right, wrong = math.sqrt(sharded.item() + extra), math.sqrt(sharded.item() + 2 * extra)
-            limit = None if max_grad_norm is None or not right else max_grad_norm * right / wrong
-            norm, skipped = super().clip_and_step(limit, lr)
-            return norm * wrong / right if right else norm, skipped
+            whole = total_norm(self.gradients.values())
+            copied = total_norm(gradient for name, gradient in self.gradients.items() if "norm" in name)
+            factor = math.hypot(whole, copied) / whole if whole else 1.0
+            limit = None if max_grad_norm is None else max_grad_norm / factor
+            found, skipped = super().clip_and_step(limit, lr)
+            return found * factor, skipped
 
     return Broken
 
 
-def _square(gradient: Any) -> float:
-    if gradient is None:
-        return 0.0
-    return float((gradient.to_local() if hasattr(gradient, "to_local") else gradient).square().sum())
-
-
-@mutant(
+norm_of_own_part = mutant(
     "norm_of_own_part",
     "Each rank clips by the norm of its own shard of the weights.",
     "test_clipping_is_of_the_whole_gradient",
     layout=TENSOR,
-)
-@in_engine
-def norm_of_own_part(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            norm = math.sqrt(sum(_square(parameter.grad) for parameter in module_of(self).parameters()))
-            if max_grad_norm is not None and norm > max_grad_norm:
-                for parameter in module_of(self).parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(max_grad_norm / norm)
-            return super().clip_and_step(None, lr)
-
-    return Broken
+    needs=SHARDS,
+)(clips_own_shards)
 
 
-def _halve_replicated(worker: Any) -> None:
-    for _, gradient in _replicated_gradients(worker):
-        gradient.mul_(0.5)
+def _half_the_update(*fragments: str) -> Any:
+    """Halve the updates of the weights whose names contain one of the `fragments`."""
+    return changed_updates(
+        lambda name, before, after: (before + after) / 2 if any(each in name for each in fragments) else after
+    )
 
 
 norms_averaged_along_the_sequence = mutant(
@@ -160,21 +119,16 @@ norms_averaged_along_the_sequence = mutant(
     "test_first_step_is_that_of_the_oracle",
     "test_twenty_steps_end_at_the_oracles_weights",
     layout=SEQUENCE,
-)(_with_gradients(_halve_replicated))
-
-
-def _halve_head_norms(worker: Any) -> None:
-    for name, gradient in _replicated_gradients(worker):
-        if "q_norm" in name or "k_norm" in name:
-            gradient.mul_(0.5)
-
+    needs=STATE,
+)(_half_the_update("norm"))
 
 norms_of_own_heads = mutant(
     "norms_of_own_heads",
     "The gradient of a norm shared by all attention heads covers only one rank's heads.",
     "test_norms_that_heads_share_are_learnt_from_all",
     layout=TENSOR,
-)(_with_gradients(_halve_head_norms))
+    needs=STATE,
+)(_half_the_update("q_norm", "k_norm"))
 
 
 @mutant(

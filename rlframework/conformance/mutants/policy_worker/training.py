@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import (
     change_weights,
@@ -48,13 +53,10 @@ def after_the_step(change: Any) -> Any:
     return break_it
 
 
-def _scale_gradients(worker: Any, factor: float) -> None:
+def scale_gradients(worker: Any, factor: float) -> None:
+    """Multiply this rank's shards of the gradient by `factor`."""
     for gradient in gradients_of(worker):
         gradient.mul_(factor)
-
-
-def _norm(worker: Any) -> float:
-    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients_of(worker)))
 
 
 def _scaled_learning_rate(factor: float) -> Any:
@@ -78,7 +80,7 @@ update_too_small = mutant(
 
 
 def _negate_gradients(worker: Any, limit: Any) -> Any:
-    _scale_gradients(worker, -1.0)
+    scale_gradients(worker, -1.0)
     return limit
 
 
@@ -89,51 +91,6 @@ update_sign = mutant(
     "test_twenty_steps_end_at_the_oracles_weights",
     "test_first_step_is_that_of_the_oracle",
 )(before_the_step(_negate_gradients))
-
-clipping_omitted = mutant(
-    "clipping_left_out",
-    "The gradient is never clipped.",
-    "test_clipping_is_of_the_whole_gradient",
-)(before_the_step(lambda worker, limit: None))
-
-
-def _clip_shards(worker: Any, limit: Any) -> Any:
-    if limit is not None and (norm := _norm(worker)) > limit:
-        _scale_gradients(worker, limit / norm)
-    return None
-
-
-clip_per_rank = mutant(
-    "clip_per_rank",
-    "Each rank clips its shard of the gradient by the norm of that shard.",
-    "test_clipping_is_of_the_whole_gradient",
-    layout=Layout(data=2),
-)(before_the_step(_clip_shards))
-
-
-def _rescale_to_the_limit(worker: Any, limit: Any) -> Any:
-    if limit is not None and (norm := _norm(worker)):
-        _scale_gradients(worker, limit / norm)
-    return limit
-
-
-gradient_scaled_up = mutant(
-    "gradient_scaled_up",
-    "Gradients are rescaled to the clipping limit even when they are smaller.",
-    "test_a_gradient_within_the_limit_is_left_alone",
-)(before_the_step(_rescale_to_the_limit))
-
-
-def _clip_the_norm(worker: Any, norm: float, skipped: bool, limit: float | None) -> tuple[float, bool]:
-    return norm if limit is None else min(norm, limit), skipped
-
-
-norm_after_clipping = mutant(
-    "norm_after_clipping",
-    "The reported gradient norm is the one after clipping.",
-    "test_clipping_is_of_the_whole_gradient",
-    "test_twenty_steps_end_at_the_oracles_weights",
-)(after_the_step(_clip_the_norm))
 
 
 def _optimizer_settings(**settings: Any) -> Any:
@@ -252,19 +209,6 @@ not_finite_steps = mutant(
 )(before_the_step(_replace_nan_by_0))
 
 
-def _divide_by_the_norm(worker: Any, norm: float, skipped: bool, limit: float | None) -> tuple[float, bool]:
-    if norm == 0.0:
-        change_weights(worker, lambda weight: weight * math.nan)
-    return norm, skipped
-
-
-clipping_divides_by_zero = mutant(
-    "clipping_divides_by_zero",
-    "Clipping divides the gradient by its norm, so a gradient of 0 makes the weights NaN.",
-    "test_a_gradient_of_zero_is_an_ordinary_step",
-)(after_the_step(_divide_by_the_norm))
-
-
 def _skip_at_zero(worker: Any, norm: float, skipped: bool, limit: float | None) -> tuple[float, bool]:
     return norm, skipped or norm == 0.0
 
@@ -297,17 +241,14 @@ def skips_for_ever(training_class: Any) -> Any:
     "A batch without valid tokens takes an optimizer step with a zero gradient.",
     "test_a_batch_without_a_valid_token_takes_no_step",
 )
-@in_service("training_class")
-def steps_on_nothing(training_class: Any) -> Any:
+@in_service("microbatching_class")
+def steps_on_nothing(microbatching_class: Any) -> Any:
     """See the mutant's `bug`."""
 
-    class Broken(training_class):  # type: ignore[misc]
+    class Broken(microbatching_class):  # type: ignore[misc]
         def global_batch(self, *args: Any) -> Any:
             found = super().global_batch(*args)
-            if not found.global_valid_toks:
-                for parameter in module_of(self.engine).parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-                self.engine.clip_and_step(None, self.engine.config.optimizer.lr)
+            found["global_valid_toks"] = found["global_valid_toks"].clamp(min=1.0)
             return found
 
     return Broken
@@ -392,7 +333,22 @@ def learns_the_padding_token(engine_class: Any) -> Any:
 
     class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
-            super().build(init_optimizer=init_optimizer)
-            self.model.get_input_embeddings().padding_idx = None
+            with _without_padding_token(self):
+                super().build(init_optimizer=init_optimizer)
 
     return Broken
+
+
+@contextmanager
+def _without_padding_token(engine: Any) -> Iterator[None]:
+    """Give the engine a copy of its model whose configuration names no padding token, inside the context."""
+    config = engine.config
+    with TemporaryDirectory() as folder:
+        copy = shutil.copytree(config.model_name, Path(folder, "model"))
+        settings = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+        (copy / "config.json").write_text(json.dumps({**settings, "pad_token_id": None}), encoding="utf-8")
+        engine.config = config.model_copy(update={"model_name": str(copy)})
+        try:
+            yield
+        finally:
+            engine.config = config
