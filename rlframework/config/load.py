@@ -171,9 +171,10 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
     key, equals, text = (override[1:], "", "") if removes else override.partition("=")
     override = shortened(override, 200)
     if not (removes or equals) or not _KEY.fullmatch(key) or key.count(".") > DEEPEST:
+        added = "; a new key is written in the same way, without Hydra's +" if key.startswith("+") else ""
         raise ConfigError(
             f"`{override}` is not a valid override: write `key=value` with a dotted key and a YAML value, "
-            "such as `policy.optimizer.lr=1e-5`, or `~key` to remove a key"
+            f"such as `policy.optimizer.lr=1e-5`, or `~key` to remove a key{added}"
         )
     keys: Keys = tuple(key.split("."))
     if keys[0] == INHERIT:
@@ -183,25 +184,41 @@ def _apply(merged: DictConfig, override: str, origins: dict[Keys, str]) -> set[K
         if not isinstance(holder, DictConfig) or keys[-1] not in holder:
             raise ConfigError(f"`{override}`: there is no key `{key}` to remove")
         del holder[keys[-1]]
+        _forget(origins, keys)
         return set()
-    try:
-        value = parse_value(text, f"override `{override}`")
-    except ConfigError:
-        if is_secret_name(key):  # the message would have parts of the secret
-            raise ConfigError(f"override `{key}={HIDDEN}`: not valid YAML; put the value in quotes") from None
-        raise
+    value = _value(key, text, override)
     try:
         holder = OmegaConf.select(merged, key.rpartition(".")[0]) if len(keys) > 1 else merged
         if isinstance(holder, DictConfig):
             _remove_replaced(holder, {keys[-1]: value})
+        sections = [keys[:length] for length in range(1, len(keys))]
+        made = [each for each in sections if OmegaConf.select(merged, ".".join(map(str, each))) is None]
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"override `{override}`: {_reason(error)}") from None
     except ValueError:  # a name where a list has an index
         raise ConfigError(f"override `{override}`: the items of a list are numbered: `list.0=value`") from None
     keys = tuple(int(part) if str(part).isdigit() else part for part in keys)
-    origins[keys] = f"override `{override}`"
-    return set(leaves(value, keys))
+    given = set(leaves(value, keys))
+    for leaf in given:
+        _forget(origins, leaf)
+    origins.update(dict.fromkeys([*made, keys, *given], f"override `{override}`"))
+    return given
+
+
+def _value(key: str, text: str, override: str) -> Any:
+    try:
+        return parse_value(text, f"override `{override}`")
+    except ConfigError:
+        if is_secret_name(key):  # the message would have parts of the secret
+            raise ConfigError(f"override `{key}={HIDDEN}`: not valid YAML; put the value in quotes") from None
+        raise
+
+
+def _forget(origins: dict[Keys, str], keys: Keys) -> None:
+    """Remove from `origins` the value at `keys` and those within it."""
+    for old in [old for old in origins if old[: len(keys)] == keys]:
+        del origins[old]
 
 
 def _remove_replaced(old: DictConfig, new: Mapping[Any, Any]) -> None:

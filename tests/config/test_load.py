@@ -127,6 +127,30 @@ def test_overrides_merge_open_replace_and_remove(
     assert tree.origin(("l", 1)) == ("override `l.1=5`" if "l" in values else "")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "keys", "line"),
+    [
+        (["~a", "a={b: {c: 5}}"], "a.b.c", ""),
+        (["a={b: {c: 5}}"], "a.b.c", ""),
+        (["a={b: {c: 5}}"], "a.d", "run.yaml:4"),
+        (["l=[3]"], "l.0", ""),
+        (["a.new.x=1"], "a.new", ""),
+        (["a.new.x=1"], "a.d", "run.yaml:4"),
+        (["a.new.x=1"], "a", "run.yaml:1"),
+    ],
+)
+def test_the_origin_is_where_a_value_was_given_last(tmp_path: Path, overrides: list[str], keys: str, line: str) -> None:
+    write(tmp_path, {"run.yaml": "a:\n  b:\n    c: 1\n  d: 2\nl: [1, 2]\n"})
+    place = tuple(int(key) if key.isdigit() else key for key in keys.split("."))
+    wanted = f"{tmp_path}/{line}" if line else f"override `{overrides[-1]}`"
+    assert compose(tmp_path / "run.yaml", overrides).origin(place) == wanted
+
+
+@pytest.mark.parametrize("override", ["+a.b=1", "++a=1"])
+def test_an_override_of_hydra_is_told_to_drop_the_plus(override: str) -> None:
+    assert refused({}, [override]).endswith("to remove a key; a new key is written in the same way, without Hydra's +")
+
+
 @pytest.mark.parametrize("override", ["lr", "=1", "a..b=1", ".a=1", "a.=1", "a b=1", "~", "~a..b", "", "a[0]=1"])
 def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
     message = refused({}, [override])
