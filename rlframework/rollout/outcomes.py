@@ -120,7 +120,9 @@ class EpisodeChecks:
                 if answered not in unanswered:
                     open_ids = ", ".join(map(repr, sorted(unanswered))) or "none"
                     self._reject(
-                        turn, f"a tool message with tool_call_id={answered!r}; calls without an answer: {open_ids}"
+                        turn,
+                        f"a tool message with tool_call_id={answered!r}; calls without an answer: {open_ids}. A tool "
+                        "that the model calls in plain text, not in `tool_calls`, answers with role 'user'",
                     )
                 unanswered.remove(answered)
         return tuple(checked)
