@@ -142,6 +142,14 @@ def in_section(text: str, name: str) -> str:
     return _KEY.sub(lambda found: f"{name}." if found[1] == "policy" else f"{name}.worker_group.", text)
 
 
+def as_of_policy(key: str) -> str:
+    """Return `key` of a further policy as that of `policy` or `worker_group`; any other key as it is."""
+    name, _, rest = key.partition(".")
+    if name not in FURTHER_POLICIES:
+        return key
+    return rest if rest.partition(".")[0] == "worker_group" else f"policy.{rest}"
+
+
 @contextmanager
 def naming(name: str) -> Iterator[None]:
     """Let errors about the keys of `policy` in the block name those of the section `name`."""

@@ -15,7 +15,9 @@ from pydantic.fields import FieldInfo
 
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section
 from rlframework.config.peer_keys import OF_PAIRS, PEER_KEYS, REMARKS, WITHOUT_COUNTERPART
+from rlframework.config.peer_values import value_hint
 from rlframework.config.preference_algorithms import PreferenceConfig
+from rlframework.secrets import hide_secrets, is_secret_name
 
 Path = tuple[str, ...]
 
@@ -31,11 +33,13 @@ ANY = "NAME"
 MISSPELLED = 0.85
 """Minimum similarity for a sibling to be preferred to the word of a peer."""
 
+_IS = "In rlframework this is "
 _HINTS = {
-    **{word: f"In rlframework this is `{key}`. {REMARKS.get(word, '')}".rstrip() for word, key in PEER_KEYS.items()},
+    **{word: f"{_IS}`{key}`. {REMARKS.get(word, '')}".rstrip() for word, key in PEER_KEYS.items()},
     **WITHOUT_COUNTERPART,
 }
-_MOST = 8
+_MOST = 40
+_LONGEST = 40
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -92,11 +96,15 @@ def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
     """Return the key of `model` that was most likely meant by `path`, or None if nothing is similar.
 
     In order of preference: a key of the same name deeper in the same section (`policy.optimizer.lr` for `policy.lr`);
-    a sibling that differs by a letter or two; a key of the same name anywhere; other similar keys.
+    a sibling that differs by a letter or two; a key of the same name anywhere; other similar keys. A key within a
+    section is not taken for one of another section, except for a name that only that one has.
     """
     parent, name = path[:-1], path[-1]
     paths = dict.fromkeys(_as_written(key, path) for key in key_paths(model))
     known = [key for key in paths if key[0] not in FURTHER_POLICIES or key[0] == path[0] or len(key) == 1]
+    if len(path) > 1 and any(key[0] == path[0] for key in known):
+        same = [key for key in known if key[-1] == name and key[0] != path[0]]
+        known = [key for key in known if key[0] == path[0]] + (same if len(same) == 1 else [])
 
     def rank(other: Path) -> tuple[float, float]:
         near, inside = _similarity(name, other[-1]), parent and other[: len(parent)] == parent
@@ -117,25 +125,46 @@ def _similarity(left: str, right: str) -> float:
 def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = None) -> str:
     """Return what the unknown key `path` is called in rlframework, or "" if no peer uses the word.
 
-    If the key is a section that rlframework does not have, the hint translates the known keys inside `value`. Some
-    words mean something else to the algorithm of `model`; one that is the name of its own key is no peer's.
+    If the key is a section, the hint has a line for each known key inside `value`. Some words mean something else to
+    the algorithm of `model`; one that is the name of its own key is no peer's.
     """
     algorithm = model.model_fields.get("algorithm") if model else None
     chosen = algorithm.annotation if algorithm else None
     of_pairs = isinstance(chosen, type) and issubclass(chosen, PreferenceConfig)
     if of_pairs and model and len(path) == 1 and ("algorithm", path[0]) in key_paths(model):
         return ""
-    if not (found := (of_pairs and _longest(path, OF_PAIRS)) or _longest(path, _HINTS)):
-        inner = {
-            ".".join(inside[len(path) :]): key
-            for inside in _leaves(path, value)
-            if (key := _longest(inside, PEER_KEYS))
-        }
-        if not inner:
-            return ""
-        shown = ", ".join(f"`{written}` is `{key}`" for written, key in list(inner.items())[:_MOST])
-        found = f"In rlframework {shown}{', ...' if len(inner) > _MOST else '.'}"
+    found = _hint_of(path, value, of_pairs=of_pairs)
+    lines = [
+        f"\n    `{'.'.join(inside[len(path) :])}`: {hint.removeprefix(_IS)}"
+        for inside, item in _inside(path, value)
+        if inside != path and (hint := _hint_of(inside, item, of_pairs=of_pairs))
+    ]
+    if lines:
+        more = f"\n    and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
+        found = f"{found} Its keys in rlframework:{''.join(lines[:_MOST])}{more}".lstrip()
     return in_section(found, path[0]) if path[0] in FURTHER_POLICIES else found
+
+
+def _hint_of(path: Path, value: Any, *, of_pairs: bool) -> str:
+    """The hint for the longest end of `path` that is a peer's word, and for its value; "" if there is none."""
+    if hint := (of_pairs and _longest(path, OF_PAIRS)) or _longest(path, _HINTS):
+        return f"{hint} {value_hint(_longest(path, PEER_KEYS), value)}".rstrip()
+    return ""
+
+
+def section_example(path: Path, value: Any, model: type[BaseModel]) -> str:
+    """Return how to write the section `path` of `model`, for which `value` was given; "" if that is unknown."""
+    info = key_paths(model).get(path)
+    if info is None or value is None or value is False or is_secret_name(path[-1]) or len(str(value)) > _LONGEST:
+        return ""
+    for section in models_in(info.annotation):
+        fields = section.model_fields
+        if value is True and not any(field.is_required() for field in fields.values()):
+            return f"For its defaults, write `{path[-1]}: {{}}`."
+        for name, field in fields.items():
+            if type(field.default) is type(value) or (field.is_required() and field.annotation is type(value)):
+                return f"For example, write `{path[-1]}: {{{name}: {hide_secrets(value)}}}`."
+    return ""
 
 
 def _longest(path: Path, table: Mapping[str, str]) -> str:
@@ -144,9 +173,9 @@ def _longest(path: Path, table: Mapping[str, str]) -> str:
     return next((table[end] for end in ends if end in table), "")
 
 
-def _leaves(path: Path, value: Any) -> Iterator[Path]:
-    if not isinstance(value, Mapping):
-        yield path
-        return
-    for key, item in value.items():
-        yield from _leaves((*path, str(key)), item)
+def _inside(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Each key within `value`, sections too, with its value; not those of a section that has no counterpart."""
+    yield path, value
+    if isinstance(value, Mapping) and not _longest(path, WITHOUT_COUNTERPART):
+        for key, item in value.items():
+            yield from _inside((*path, str(key)), item)

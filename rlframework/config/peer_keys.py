@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 _WORDS: Mapping[str, str] = {
     # model and adapters
-    "policy.model_name": "model_name_or_path pretrain model.path",
+    "policy.model_name": "model_name_or_path pretrain model.path critic.path reward_model.path teacher.path",
     "policy.tokenizer_name": "tokenizer.name",
     "policy.chat_template": "tokenizer.chat_template",
     "policy.backend": "strategy",
     "policy.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "policy.offload.parameters": "param_offload cpu_offload",
-    "policy.offload.optimizer": "optimizer_offload",
+    "policy.offload.optimizer": "optimizer_offload adam_offload",
     "policy.lora.rank": "lora_rank lora_r r",
     "policy.lora.alpha": "lora_alpha",
     "policy.lora.dropout": "lora_dropout",
@@ -26,7 +26,7 @@ _WORDS: Mapping[str, str] = {
     "policy.optimizer.betas": "adam_beta1 adam_beta2 adam_betas",
     "policy.optimizer.eps": "adam_epsilon optimizer.epsilon",
     "policy.scheduler.name": "lr_scheduler_type lr_scheduler",
-    "policy.scheduler.warmup_steps": "lr_warmup_steps lr_warmup_steps_ratio",
+    "policy.scheduler.warmup_steps": "lr_warmup_steps warmup_steps",
     "policy.max_grad_norm": "grad_clip max_norm clip_grad",
     # batches
     "policy.train_micro_batch_size": (
@@ -47,26 +47,28 @@ _WORDS: Mapping[str, str] = {
     "policy.parallelism.context": "context_parallel_size ulysses_sequence_parallel_size ring_attn_size",
     "policy.parallelism.expert": "expert_model_parallel_size",
     "policy.parallelism.sequence": "sequence_parallel",
-    "worker_group.num_workers": "nnodes num_nodes num_processes",
-    "worker_group.workers_per_node": "n_gpus_per_node gpus_per_node",
+    "worker_group.num_workers": "nnodes num_nodes num_processes actor_num_nodes",
+    "worker_group.workers_per_node": "n_gpus_per_node gpus_per_node actor_num_gpus_per_node",
     # rollouts and generation
     "algorithm.samples_per_prompt": "n rollout.n n_samples_per_prompt num_generations num_generations_per_prompt",
     "generation.name": "use_vllm",
     "generation.workers": "vllm_mode",
+    "generation.workers.num_workers": "vllm_num_engines",
+    "generation.batch_size": "max_num_seqs",
     "generation.top_k": "algorithm.top_k",
     "generation.max_new_tokens": (
         "max_completion_length max_response_length response_length generate_max_len "
         "generation.max_length generation.max_tokens"
     ),
     # algorithm and loss
-    "algorithm.num_epochs": "num_train_epochs total_epochs",
+    "algorithm.num_epochs": "num_train_epochs total_epochs num_episodes",
     "algorithm.num_steps": "max_steps max_num_steps total_training_steps",
-    "algorithm.epochs_per_batch": "num_iterations ppo_epochs",
+    "algorithm.epochs_per_batch": "num_iterations ppo_epochs max_epochs",
     "algorithm.loss.kl_coef": "beta kl_coef init_kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty",
     "algorithm.loss.kl_estimator": "kl_loss_type",
     "algorithm.loss.ratio_clip_min": "epsilon clip_ratio clip_ratio_low eps_clip",
     "algorithm.loss.ratio_clip_max": "epsilon_high clip_ratio_high",
-    "algorithm.loss.ratio_clip_c": "clip_ratio_c delta",
+    "algorithm.loss.ratio_clip_c": "clip_ratio_c delta dual_clip",
     "algorithm.loss.kl_max": "kl_output_clamp_value",
     "algorithm.loss.kl_correction": "use_bias_correction_kl use_on_policy_kl_approximation",
     "algorithm.loss.constant_length": "loss_scale_factor",
@@ -82,11 +84,11 @@ _WORDS: Mapping[str, str] = {
     "algorithm.reward_kl.coef": "kl_ctrl.kl_coef",
     "algorithm.normalize_std": "normalize_rewards norm_adv_by_std_in_grpo",
     "algorithm.leave_one_out": "use_leave_one_out_baseline",
-    "algorithm.name": "adv_estimator",
+    "algorithm.name": "adv_estimator advantage_estimator",
     "algorithm.overlong.drop_truncated": "mask_truncated_completions",
-    "algorithm.overlong.buffer": "overlong_buffer.len",
-    "algorithm.overlong.penalty": "overlong_buffer.penalty_factor",
-    "algorithm.dynamic_sampling": "filter_groups use_dynamic_sampling",
+    "algorithm.overlong.buffer": "overlong_buffer.len overlong_buffer_len",
+    "algorithm.overlong.penalty": "overlong_buffer.penalty_factor overlong_penalty_factor",
+    "algorithm.dynamic_sampling": "filter_groups use_dynamic_sampling dynamic_filtering",
     # supervised training and data
     "algorithm.max_tokens": "max_seq_length max_length",
     "algorithm.train_on": "assistant_only_loss completion_only_loss",
@@ -95,7 +97,7 @@ _WORDS: Mapping[str, str] = {
     "environment.columns.prompt": "prompt_key input_key",
     "environment.columns.answer": "label_key",
     "environment.columns.text": "dataset_text_field",
-    "environment.reward": "reward_funcs custom_reward_function",
+    "environment.reward": "reward_funcs custom_reward_function remote_rm_url",
     # validation, checkpoints and logging
     "algorithm.validation.every": "eval_steps test_freq val_period",
     "algorithm.validation.at_start": "val_at_start val_before_train",
@@ -128,6 +130,27 @@ REMARKS: Mapping[str, str] = {
     "save_steps": _OPTIMIZER_STEPS,
     "eval_steps": _OPTIMIZER_STEPS,
     "max_steps": _OPTIMIZER_STEPS,
+    "lr_warmup_steps": "It counts passes over rollouts: verl's number times `algorithm.epochs_per_batch`.",
+    "warmup_steps": (
+        "It counts passes over rollouts, `algorithm.epochs_per_batch` in a step of the run; TRL counts optimizer steps."
+    ),
+    "ppo_mini_batch_size": (
+        "Here it counts rows: verl counts prompts, so multiply by `algorithm.samples_per_prompt`, verl's rollout.n."
+    ),
+    "train_batch_size": (
+        "That is verl's meaning, prompts. OpenRLHF's, the completions of an optimizer step, is "
+        "`policy.train_global_batch_size`."
+    ),
+    "init_kl_coef": (
+        "That is with OpenRLHF's use_kl_loss; without it the KL is in the reward: `algorithm.reward_kl.coef`."
+    ),
+    "use_kl_loss": "A coefficient above 0 enables it.",
+    **dict.fromkeys(
+        ("nnodes", "num_nodes", "actor_num_nodes"),
+        "It counts workers in all: nodes times GPUs of each (`worker_group.workers_per_node`).",
+    ),
+    "remote_rm_url": "An import path of a function; one that asks a service is an async function.",
+    "custom_reward_function": "One import path, module:name, in place of path and name.",
     "vllm_mode": (
         "The run starts its engines itself. TRL's colocate, on the GPUs of the trainer, is `generation.workers.group` "
         "processes; for GPUs of their own, instead of TRL's server, set it and `worker_group.name` to ray."
@@ -141,6 +164,18 @@ _ROWS = (
     "step, and `policy.train_global_batch_size`, the rows of an optimizer step."
 )
 _WHOLE = "The model's distribution is sampled as it is, apart from `generation.temperature`: remove the key."
+_RATIO = (
+    "rlframework counts passes over the rows: set `policy.scheduler.warmup_steps` to this fraction of "
+    "`algorithm.num_steps`, times `algorithm.epochs_per_batch` where there is such a key."
+)
+_GREEDY = (
+    "Validation has one greedy answer per prompt: remove the key. `rlframework evaluate RUN --attempts 4 --temperature "
+    "0.8` has pass@k."
+)
+_VLLM_TENSOR = (
+    "With vLLM it is generation.vllm.tensor_parallel_size, the GPUs of an engine; the embedded engine has the "
+    "whole model."
+)
 _REFERENCE = "The reference keeps the weights that the run starts from: remove the key."
 
 WITHOUT_COUNTERPART: Mapping[str, str] = {
@@ -156,10 +191,7 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
         "Weights are beside the functions, in `environment.reward`: "
         '{correct: {function: "my_rewards:correct", weight: 1.0}, brief: {function: "my_rewards:brief", weight: 0.2}}.'
     ),
-    "warmup_ratio": (
-        "rlframework counts passes over the rows: set `policy.scheduler.warmup_steps` to this fraction of "
-        "`algorithm.num_steps`, times `algorithm.epochs_per_batch` where there is such a key."
-    ),
+    **dict.fromkeys(("warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio"), _RATIO),
     "repetition_penalty": _WHOLE,
     "min_p": _WHOLE,
     "ref_model": "The reference has the weights that the run starts from: remove the key.",
@@ -169,7 +201,14 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "precompute_ref_log_probs": "The reference scores each batch: remove the key.",
     "remove_unused_columns": "Reward functions get every column: remove the key.",
     "per_device_eval_batch_size": "`algorithm.validation.samples` is the number of validation samples: remove the key.",
-    "num_generations_eval": "Validation has one greedy answer per prompt: remove the key.",
+    **dict.fromkeys(
+        (
+            "num_generations_eval",
+            "val_kwargs",
+            *(f"validation.{word}" for word in ("n", "num_generations", "samples_per_prompt", "temperature")),
+        ),
+        _GREEDY,
+    ),
     "eval_strategy": "Set `algorithm.validation.every` to the steps between validations; 0: at the start and end only.",
     "save_strategy": "Set `checkpoints.every` to the steps between checkpoints.",
     "loss_type": (
@@ -180,7 +219,6 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
         "In rlframework this is `algorithm.normalize_std`: TRL's group and True are true, batch is batch, and none "
         "and False are false."
     ),
-    "num_episodes": "rlframework counts steps: set `algorithm.num_steps`.",
     "bf16": "Set `policy.precision` to bfloat16; weights and optimizer stay fp32.",
     "fp16": "Set `policy.precision` to float16; weights and optimizer stay fp32.",
     "eos_token": "The end of an answer is the chat template's or the tokenizer's: remove the key.",
@@ -192,11 +230,42 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "push_to_hub": "Upload the model that the run saves with `hf upload`: remove the key.",
     "top_entropy_quantile": _NONE,
     "neftune_noise_alpha": _NONE,
-    "vllm_gpu_memory_utilization": "With vLLM it is generation.vllm.gpu_memory_utilization.",
-    "vllm_tensor_parallel_size": "With vLLM it is generation.vllm.tensor_parallel_size.",
-    "rollout.tensor_model_parallel_size": (
-        "The embedded engine holds the whole model; with vLLM it is generation.vllm.tensor_parallel_size."
+    **{
+        f"{prefix}{word}": f"With vLLM it is generation.vllm.{word}."
+        for word in ("gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_model_len")
+        for prefix in ("", "vllm_")
+    },
+    **dict.fromkeys(
+        (
+            "rollout.tensor_model_parallel_size",
+            "generation.tensor_model_parallel_size",
+            "generation.tensor_parallel_size",
+            "vllm_cfg.tensor_parallel_size",
+            "vllm_tensor_parallel_size",
+        ),
+        _VLLM_TENSOR,
     ),
+    "free_cache_engine": "On GPUs vLLM's sleep mode is always on: remove the key.",
+    "zero_stage": "With policy.backend=deepspeed it is policy.deepspeed.zero_optimization.stage.",
+    "max_total_sequence_length": (
+        "Prompts are not truncated. Answers have at most `generation.max_new_tokens` tokens, and rows of supervised "
+        "training `algorithm.max_tokens`."
+    ),
+    **dict.fromkeys(
+        ("rollout.mode", "generation.mode"),
+        "Requests are always served as they come: remove the key. To generate while training, set algorithm.async.",
+    ),
+    "normalize_reward": (
+        "Rewards are not normalized over the run: remove the key. For advantages it is `algorithm.normalize_std`."
+    ),
+    **dict.fromkeys(
+        ("kl_ctrl.type", "kl_ctrl.horizon", "kl_ctrl.target_kl"), "The coefficient is constant: remove the key."
+    ),
+    "truncation": "No prompt is dropped or cut: remove the key.",
+    "prompt_max_len": "No prompt is cut, and one that leaves no room for an answer is an error: remove the key.",
+    "data.shuffle": "Rows are always shuffled, by `seed`: remove the key.",
+    "apply_chat_template": "The tokenizer's template is used; another one is `policy.chat_template`: remove the key.",
+    "no_advantage_std_norm": "In rlframework this is `algorithm.normalize_std` false.",
     "filter_overlong_prompts": "No prompt is dropped: filter the file beforehand, and remove the key.",
     "resume_from_checkpoint": "To resume a run, use `rlframework train --resume RUN_DIR`.",
     "resume_mode": "To resume a run, use `rlframework train --resume RUN_DIR`.",

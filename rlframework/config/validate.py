@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
-from rlframework.config.further_policies import in_section
-from rlframework.config.hints import key_paths, peer_hint, unknown_key_hint
+from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section
+from rlframework.config.hints import key_paths, peer_hint, section_example, unknown_key_hint
+from rlframework.config.peer_values import value_hint
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
@@ -22,8 +23,9 @@ from rlframework.config.yaml_text import Keys, Tree
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_SECTION = "must be a section (a mapping of keys)"
 _ALLOWED = {
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a section (a mapping of keys)"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), _SECTION),
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be an integer"),
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
@@ -82,7 +84,8 @@ def _problems(
         problem = Problem(".".join(path), message, given=value, origin=tree.origin(keys))
         if kind.endswith("_type"):
             wrong_types.add(keys)
-            problem = replace(problem, hint=_INSTEAD_OF_NULL.get(problem.key, "") if value is None else "")
+            example = section_example(path, value, model) if message == _SECTION else ""
+            problem = replace(problem, hint=_INSTEAD_OF_NULL.get(problem.key, "") if value is None else example)
         if kind == "extra_forbidden" and len(by_key) < MOST:
             other = elsewhere.get(keys)  # a word of another framework may be a key of another plugin too
             if other and (meant := peer_hint(path, value, model)):
@@ -92,11 +95,25 @@ def _problems(
             info = key_paths(model).get(path)
             described = f" ({info.description})" if info and info.description else ""
             problem = replace(problem, message=f"{problem.message}{described}", origin=tree.origin(keys[:-1]))
+        elif meaning := value_hint(as_of_policy(problem.key), value):
+            problem = replace(problem, hint=meaning)
         known = by_key.get(keys)
         if known and problem.message != known.message:
-            problem = replace(known, message=f"{known.message}, or {problem.message}")
+            hint = known.hint or problem.hint
+            problem = replace(known, message=f"{known.message}, or {problem.message}", hint=hint)
         by_key[keys] = problem
-    return [problem for keys, problem in by_key.items() if keys not in wrong_types or not _has_deeper(keys, by_key)]
+    return [
+        problem
+        for keys, problem in by_key.items()
+        if not (keys in wrong_types and _has_deeper(keys, by_key)) and not _inherited(keys, by_key, tree)
+    ]
+
+
+def _inherited(keys: Keys, problems: Collection[Keys], tree: Tree) -> bool:
+    """Whether a further policy has this problem from `policy` or `worker_group`, where it is reported."""
+    source = tuple(as_of_policy(".".join(map(str, keys))).split("."))
+    same = source in problems and tree.get(source) == tree.get(keys)
+    return same and keys[0] in FURTHER_POLICIES and keys not in tree.origins
 
 
 def _has_deeper(keys: Keys, problems: Collection[Keys]) -> bool:

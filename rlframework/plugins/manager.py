@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pluggy
 
+from rlframework.config.peer_values import value_hint
 from rlframework.errors import PluginError
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
@@ -192,8 +193,10 @@ class PluginManager:
         own = _OWN.get(kind, ())
         near = next(iter(difflib.get_close_matches(name, [*installed, *own], n=1)), "")
         yield f"{key}: there is no {_NOUNS.get(kind, kind.replace('_', ' '))} {name!r}."
-        if near and name not in own:
-            yield f"Did you mean {near!r}?"
+        meaning = value_hint(key, name)
+        near = "" if meaning else near
+        if meaning or (near and name not in own):
+            yield meaning or f"Did you mean {near!r}?"
         listed = ", ".join(f"{known} ({entry.blame})" for known, entry in installed.items())
         yield f"Installed: {listed or 'none'}."
         for plugin in self._plugins:

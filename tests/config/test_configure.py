@@ -68,7 +68,7 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
         "It is a key of `cards`, but environment.name is `dice`. Remove it; the override "
         "`~environment.suits` does that, too."
     )
-    rows = "policy.train_micro_batch_size"
+    rows, example = "policy.train_micro_batch_size", "For example, write `generation: {max_new_tokens: 3}`."
     assert sorted(message.splitlines()[1:]) == sorted(
         [
             f"- `policy.lr`: unknown key (given 0.1 in {path}:3). Did you mean `policy.optimizer.lr`?",
@@ -76,7 +76,7 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
             f'- `algorithm.num_steps`: must be an integer (given "many" in {path}:7)',
             f"- `algorithm.loss.clipp`: unknown key (given 1 in {path}:9). Did you mean `algorithm.loss.clip`?",
             f"- `environment.suits`: unknown key (given 4 in {path}:10). {suits}",
-            f"- `generation`: must be a section (a mapping of keys) (given 3 in {path}:11)",
+            f"- `generation`: must be a section (a mapping of keys) (given 3 in {path}:11). {example}",
             "- `observers.console`: must be true or false (given 5 in override `observers.console=5`)",
             f"- `{rows}`: must be greater than 0 (given -1 in override `{rows}=-1`)",
         ]

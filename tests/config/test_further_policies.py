@@ -90,7 +90,7 @@ def test_of_puts_a_further_policy_in_the_place_of_the_policy(real: Any) -> None:
         ("critic=3", "`critic`: must be a section"),
         ("teacher.head=score", "`teacher.head`: must be 'language'"),
         ("teacher.lora={rank: 2}", "`teacher.lora`: "),
-        ("critic.optim.lr=1", "`lr` is `critic.optimizer.lr`"),
+        ("critic.optim.lr=1", "`lr`: `critic.optimizer.lr`"),
         ("lr=1", "Did you mean `policy.optimizer.lr`"),
         ("teacher={parallelism: {tensor: 3}}", r"`teacher.worker_group.num_workers`: .*\(teacher.parallelism: tensor"),
         (

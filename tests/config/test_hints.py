@@ -17,7 +17,7 @@ from rlframework.config.peer_keys import OF_PAIRS, REMARKS
 from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RayGroupConfig, RunConfig
 from rlframework.configure import load_config
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, PluginError
 
 MOVING = Path(__file__).resolve().parents[2] / "docs" / "moving"
 MINIMAL = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
@@ -30,7 +30,7 @@ KEYS = {
 
 
 def error_of(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises((ConfigError, PluginError)) as error:
         load_config(MINIMAL, overrides)
     return str(error.value)
 
@@ -90,8 +90,9 @@ def test_the_message_in_full() -> None:
         "In rlframework this is `algorithm.samples_per_prompt`."
     )
     assert error_of("grpo={num_prompts_per_step: 4, max_num_steps: 9}") == (
-        "`grpo`: unknown key (in override `grpo={num_prompts_per_step: 4, max_num_steps: 9}`). In rlframework "
-        "`num_prompts_per_step` is `algorithm.prompts_per_step`, `max_num_steps` is `algorithm.num_steps`."
+        "`grpo`: unknown key (in override `grpo={num_prompts_per_step: 4, max_num_steps: 9}`). Its keys in "
+        "rlframework:\n    `num_prompts_per_step`: `algorithm.prompts_per_step`.\n    `max_num_steps`: "
+        "`algorithm.num_steps`."
     )
 
 
@@ -101,6 +102,15 @@ def test_the_message_in_full() -> None:
         ("save_steps=100", "`checkpoints.every`. TRL counts optimizer steps: for GRPO, divide by those of a step here"),
         ("algorithm.eval_steps=9", "`algorithm.validation.every`. TRL counts optimizer steps"),
         ("max_steps=9", "`algorithm.num_steps`. TRL counts optimizer steps"),
+        ("ppo_mini_batch_size=4", "`policy.train_global_batch_size`. Here it counts rows: verl counts prompts"),
+        ("train_batch_size=8", "`algorithm.prompts_per_step`. .* OpenRLHF's, .* is `policy.train_global_batch_size`"),
+        ("num_episodes=1", "`algorithm.num_epochs`"),
+        ("init_kl_coef=0.1", "`algorithm.loss.kl_coef`. .* `algorithm.reward_kl.coef`"),
+        ("advantage_estimator=group_norm", "`algorithm.name`. Another framework's group_norm is `grpo`"),
+        ("algorithm.adv_estimator=remax", "`algorithm.name`. Another framework's remax has no counterpart"),
+        ("kl_loss_type=low_var_kl", "`algorithm.loss.kl_estimator`. Another framework's low_var_kl is k3"),
+        ("save_freq=-1", "`checkpoints.every`. Another framework's -1 is 0 here"),
+        ("reward_model.path=m", "`reward_model.model_name`"),
         ("vllm_mode=colocate", "`generation.workers`. .* `generation.workers.group` processes; .* TRL's server"),
         (
             "scale_rewards=false",
@@ -110,6 +120,53 @@ def test_the_message_in_full() -> None:
 )
 def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
     assert re.search(f"In rlframework this is {told}", error_of(written))
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("generation.val_kwargs={n: 4}", "Validation has one greedy answer per prompt"),
+        ("algorithm.validation.n=4", "Validation has one greedy answer per prompt"),
+        ("generation.tensor_model_parallel_size=2", "With vLLM it is generation.vllm.tensor_parallel_size"),
+        ("rollout.tensor_model_parallel_size=2", "With vLLM it is generation.vllm.tensor_parallel_size"),
+        ("generation.enforce_eager=true", "With vLLM it is generation.vllm.enforce_eager."),
+        ("cluster.num_nodes=2", "`worker_group.num_workers`. It counts workers in all"),
+        ("zero_stage=3", "it is policy.deepspeed.zero_optimization.stage"),
+        ("policy.max_total_sequence_length=9", "`generation.max_new_tokens` tokens"),
+        ("generation.mode=async", "served as they come"),
+        ("environment.truncation=left", "No prompt is dropped or cut"),
+        ("algorithm.normalize_reward=true", "Rewards are not normalized over the run"),
+        ("algorithm.name=gae", "is `ppo`"),
+        ("algorithm.name=opo", "Another framework's opo has no counterpart."),
+        ("policy.backend=fsdp2", "Another framework's fsdp2 is dtensor."),
+        ("algorithm.loss.kl_estimator=mse", "Another framework's mse is k2."),
+        ("policy.batching.mode=true", "is dynamic, or packed"),
+        ("generation.top_k=-1", "is null here"),
+        ("algorithm.validation.every=-1", "is 0 here"),
+        ("observers.wandb=true", "For its defaults, write `wandb: {}`."),
+        ("generation.workers=2", "For example, write `workers: {num_workers: 2}`."),
+        ("algorithm=grpo", "For example, write `algorithm: {name: grpo}`."),
+    ],
+)
+def test_what_to_write_instead_is_told(written: str, hint: str) -> None:
+    message = error_of(written)
+    assert hint in message
+    assert "Did you mean" not in message
+
+
+def test_a_pasted_tree_has_a_line_for_each_key_that_has_a_hint() -> None:
+    many = ", ".join(f"s{index}: {{n: 1}}" for index in range(45))
+    message = error_of(f"actor_rollout_ref={{rollout: {{val_kwargs: {{n: 4}}, max_prompt_length: 9}}, {many}}}")
+    lines = message.splitlines()
+    assert lines[1].startswith("    `rollout.val_kwargs`: Validation has one greedy answer")
+    assert lines[2].startswith("    `rollout.max_prompt_length`: Prompts are not truncated")
+    assert lines[3] == "    `s0.n`: `algorithm.samples_per_prompt`."
+    assert (len(lines), lines[-1]) == (42, "    and 7 more")
+
+
+def test_a_problem_is_reported_where_it_was_written() -> None:
+    message = error_of("critic={bar: 2}", "policy.foo=1", "policy.max_grad_norm=x", "algorithm.name=ppo")
+    assert re.findall(r"^- `([\w.]+)`", message, re.MULTILINE) == ["policy.max_grad_norm", "policy.foo", "critic.bar"]
 
 
 def test_a_word_that_other_algorithms_have_is_told_once() -> None:
@@ -250,13 +307,14 @@ def test_all_keys_are_found_through_optional_and_listed_models() -> None:
         ("worker_group.deadline.start", "worker_group.deadlines.start"),
         ("output-dir", "output_dir"),
         ("sead", "seed"),
+        ("policy.temperature", "generation.temperature"),
     ],
 )
 def test_the_key_that_was_meant(written: str, meant: str) -> None:
     assert nearest_key(tuple(written.split(".")), RunConfig) == tuple(meant.split("."))
 
 
-@pytest.mark.parametrize("written", ["zzz", "policy.qqqqqq", "x"])
+@pytest.mark.parametrize("written", ["zzz", "policy.qqqqqq", "x", "generation.mode"])
 def test_nothing_is_suggested_when_nothing_is_near(written: str) -> None:
     assert nearest_key(tuple(written.split(".")), RunConfig) is None
 
