@@ -238,7 +238,7 @@ def rows_of_the_pages() -> list[tuple[list[str], str]]:
         for line in keys.splitlines():
             cells = line.strip("|").split(" | ", 1)
             if line.startswith("| `") and len(cells) == 2:
-                rows.append((re.findall(r"`([\w.]+)`", cells[0]), cells[1]))
+                rows.append((re.findall(r"`(?:--)?([\w.]+)[ `]", cells[0]), cells[1]))
     return rows
 
 
