@@ -216,8 +216,9 @@ class DatasetEnvironment(VerifiableEnvironment):
             raise DataError(f"{where}: a text without a prompt cannot be scored; {remedy}")
         if self.scores and conversation.messages[-1]["role"] == "assistant":
             raise DataError(
-                f"{where}: the conversation ends with tool calls or reasoning of the assistant, which is only for "
-                "supervised training; remove such rows, or set environment.check=none and no environment.reward"
+                f"{where}: the prompt ends with a turn of the assistant (an answer, tool calls or reasoning), which is "
+                "only for supervised training; remove such turns or rows, or set environment.check=none and no "
+                "environment.reward"
             )
         if self._config.check == "math":
             answer = answer.rpartition("####")[2].strip()

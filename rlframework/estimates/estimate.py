@@ -20,7 +20,7 @@ from rlframework.estimates.disk import disk, gib
 from rlframework.estimates.engines import Engines, engines_of, gpus_taken
 from rlframework.estimates.hardware import PlannedGpus
 from rlframework.estimates.model_size import model_size
-from rlframework.estimates.rows import Rows, rows_of
+from rlframework.estimates.rows import Rows, optimizer_steps, rows_of
 from rlframework.estimates.worker_memory import MemoryUse, peak, worker_memory
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
 from rlframework.plugins.state_layout import Place, PlannedWorker, StateLayout, assumed_layout
@@ -249,6 +249,10 @@ class Estimate:
             table.add_row(f"GPUs, of {self.planned.count}", f"{self.taken:,}", "")
         table.add_row("tokens generated per step, at most", f"{self.rows.generated:,}", "")
         table.add_row("tokens trained on per step", f"{self.rows.trained:,}", "")
+        if self.rows.generated:
+            steps = optimizer_steps(self.config)
+            rows = self.config.policy.train_global_batch_size
+            table.add_row(f"optimizer steps per step, of {rows:,} rows each", f"{steps:,}", "")
         return table
 
     def _add_engines(self, table: Table) -> None:

@@ -92,6 +92,12 @@ def rows_per_step(config: RunConfig) -> tuple[int, int]:
     return count, count * config.generation.max_new_tokens
 
 
+def optimizer_steps(config: RunConfig) -> int:
+    """The optimizer steps of a step: those of a pass over its rows, for each pass."""
+    passes: int = getattr(config.algorithm, "epochs_per_batch", 1)
+    return passes * rows_per_step(config)[0] // config.policy.train_global_batch_size
+
+
 CPU_TOKENS, GPU_TOKENS = 1024, 8192
 """Tokens of a microbatch where `policy.batching.tokens` leaves them to the backend: those of dtensor."""
 

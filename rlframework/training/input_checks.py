@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -106,6 +106,7 @@ class InputCheck:
                     scored=scored,
                 )
             return
+        _warn_of_answered(samples, getattr(getattr(self._config.environment, "columns", None), "prompt", None))
         sample, length = self._longest_prompt("train", samples)
         most = length + self._config.generation.max_new_tokens
         most = most if self._positions is None else min(most, self._positions)
@@ -203,6 +204,28 @@ def evenly_spaced(samples: Sequence[Sample], count: int) -> list[Sample]:
     """At most `count` of `samples`, with the first and the last one."""
     count = min(count, len(samples))
     return [samples[number] for number in np.linspace(0, len(samples) - 1, count, dtype=np.int64).tolist()]
+
+
+def _warn_of_answered(samples: Sequence[Sample], column: str | None) -> None:
+    """Log how many prompts end with an answer, which is in the `column` of the row or the last of the messages."""
+    looked_at = samples if len(samples) <= RENDERED else evenly_spaced(samples, LONGEST)
+    found = [sample for sample in looked_at if _ends_with_answer(sample, column)]
+    if found:
+        _LOG.warning(
+            "%d of %d checked train prompts end with an assistant turn, %r first; %s. Remove these turns",
+            len(found),
+            len(looked_at),
+            found[0].id,
+            "the model does not see it, and answers the turns before it"
+            if found[0].completion
+            else "the model writes another one after it",
+        )
+
+
+def _ends_with_answer(sample: Sample, column: str | None) -> bool:
+    turns: Any = sample.metadata.get(column) if column else None
+    turns = turns if isinstance(turns, list) else sample.messages
+    return bool(turns) and isinstance(turns[-1], Mapping) and turns[-1].get("role") == "assistant"
 
 
 def _without_answer(samples: Sequence[Sample]) -> int | None:

@@ -15,7 +15,7 @@ from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.estimates.disk import disk, gib
 from rlframework.estimates.estimate import estimate, estimate_rows, print_estimate
 from rlframework.estimates.hardware import PlannedGpus
-from rlframework.estimates.rows import Rows, microbatch_tokens, rows_of
+from rlframework.estimates.rows import Rows, microbatch_tokens, optimizer_steps, rows_of
 from rlframework.estimates.worker_memory import peak
 from rlframework.observers.host import Gpu
 from rlframework.plugins.manager import create_manager
@@ -58,6 +58,12 @@ def test_the_turns_of_episodes_are_counted(run_config):
     with _planned(grpo) as parts:
         rows = rows_of(parts)
     assert (rows.count, rows.turns, rows.generated) == (32, 4, 32 * 4 * 3)
+
+
+@pytest.mark.parametrize(("size", "epochs", "steps"), [(32, 1, 1), (8, 2, 8)])
+def test_the_optimizer_steps_of_a_step(run_config, size, epochs, steps):
+    config = run_config("grpo", f"policy.train_global_batch_size={size}", f"algorithm.epochs_per_batch={epochs}")
+    assert optimizer_steps(config) == steps
 
 
 def test_tokens_of_a_step(run_config):

@@ -15,6 +15,7 @@ from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama, model_positions
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
+from rlframework.runner.launch import dry_run
 from rlframework.training import input_checks
 
 POSITIONS = 128  # of the model that run_config takes
@@ -126,6 +127,26 @@ def test_of_a_very_large_set_the_longest_texts_are_rendered(monkeypatch):
     monkeypatch.setattr(input_checks, "RENDERED", 7)
     monkeypatch.setattr(input_checks, "LONGEST", 2)
     assert [sample.id for sample in input_checks.worth_rendering(samples)] == ["0", "1"]  # 40 and 37 characters
+
+
+@pytest.mark.slow
+def test_prompts_that_have_an_answer_are_warned_of(run_config, tmp_path, caplog, monkeypatch):
+    (tmp_path / "flat_reward.py").write_text("def score(completion): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    question, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    rows = [
+        {"prompt": prompt} for prompt in ([question], [question, answer], [{**question, "content": "1+2="}, answer])
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "2+2="}))
+    environment = f"environment={{name: dataset, path: {path}, validation_path: {other}, reward: 'flat_reward:score'}}"
+    dry_run(run_config("grpo", "~environment", environment, *ONE_STEP))
+    assert "2 of 3 checked train prompts end with an assistant turn, 'rows-2' first; the model does not" in caplog.text
+    episode = Sample("s", (question, answer), "2")
+    input_checks._warn_of_answered([episode], None)
+    assert "1 of 1 checked train prompts end with an assistant turn, 's' first; the model writes another" in caplog.text
 
 
 def test_positions_of_a_model(tmp_path, tiny_llama):
