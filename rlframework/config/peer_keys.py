@@ -51,7 +51,7 @@ _WORDS: Mapping[str, str] = {
     "worker_group.workers_per_node": "n_gpus_per_node gpus_per_node actor_num_gpus_per_node",
     # rollouts and generation
     "algorithm.samples_per_prompt": "n rollout.n n_samples_per_prompt num_generations num_generations_per_prompt",
-    "generation.name": "use_vllm",
+    "generation.name": "use_vllm rollout.name",
     "generation.workers": "vllm_mode",
     "generation.workers.num_workers": "vllm_num_engines",
     "generation.batch_size": "max_num_seqs",
@@ -72,6 +72,7 @@ _WORDS: Mapping[str, str] = {
     "algorithm.loss.kl_max": "kl_output_clamp_value",
     "algorithm.loss.kl_correction": "use_bias_correction_kl use_on_policy_kl_approximation",
     "algorithm.loss.constant_length": "loss_scale_factor",
+    "algorithm.loss.entropy_coef": "entropy_coeff entropy_loss_coef",
     "algorithm.loss.level": "loss_agg_mode token_level_loss",
     "algorithm.loss.importance_correction": "use_importance_sampling_correction vllm_importance_sampling_correction",
     "algorithm.loss.importance_level": "rollout_is vllm_importance_sampling_mode",
@@ -92,6 +93,7 @@ _WORDS: Mapping[str, str] = {
     # supervised training and data
     "algorithm.max_tokens": "max_seq_length max_length",
     "algorithm.train_on": "assistant_only_loss completion_only_loss",
+    "environment.max_turns": "max_assistant_turns",
     "environment.path": "train_files prompt_data dataset_name",
     "environment.validation_path": "val_files",
     "environment.columns.prompt": "prompt_key input_key",

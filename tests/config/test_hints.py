@@ -14,6 +14,7 @@ from rlframework.config.environments import DatasetConfig
 from rlframework.config.hints import PEER_KEYS, WITHOUT_COUNTERPART, key_paths, models_in, nearest_key, peer_hint
 from rlframework.config.models import run_model
 from rlframework.config.peer_keys import OF_PAIRS, REMARKS
+from rlframework.config.peer_values import PEER_VALUES
 from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RayGroupConfig, RunConfig
 from rlframework.configure import load_config
@@ -41,6 +42,7 @@ def test_hints_name_keys_of_the_schema_and_no_peer_word_hides_one() -> None:
     pairs = {".".join(path) for path in key_paths(run_model((*PARTS, ("algorithm", DPOConfig)), ()))}
     assert set(re.findall(r"`([a-z_.]+)`", " ".join(OF_PAIRS.values()))) - {"algorithm.gamma"} <= pairs
     assert not {word for word in PEER_KEYS if word in KEYS}
+    assert set(PEER_VALUES) <= KEYS
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,10 @@ WRONG_MESSAGES = [
     ([{"content": "1"}], "a message with role=None"),
     ([{**USER, "colour": "red"}], "a message with colour; the keys are content, name"),
     ([{"role": "tool", "content": "1", "tool_call_id": "x"}], "tool_call_id='x'; calls without an answer: none"),
-    ([{"role": "tool", "content": "1"}], "tool_call_id=None; calls without an answer: none"),
+    (
+        [{"role": "tool", "content": "1"}],
+        "none. A tool that the model calls in plain text, not in `tool_calls`, answers with role 'user'",
+    ),
 ]
 
 
