@@ -107,9 +107,9 @@ class _TrlArguments:
 
     def hint(self, missing: Sequence[str]) -> str:
         ours = [name for name in missing if name in _ONLY_TRL]
-        return f"{', '.join(map(repr, ours))}: an argument of TRL that rlframework does not give; remove it" * bool(
-            ours
-        )
+        if not ours:
+            return ""
+        return f"{', '.join(map(repr, ours))}: an argument of TRL that rlframework does not give; remove it"
 
     def _row(self, sample: Sample) -> Mapping[str, Any]:
         """The row, in which the answer is also under the name `answer` if its column has another one."""
