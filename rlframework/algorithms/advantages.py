@@ -134,11 +134,17 @@ def own_advantages(
     the `name` of the function if it returns something else than a finite number for each reward.
     """
     found = own(rewards.clone(), result)
-    if not isinstance(found, Tensor) or found.shape != rewards.shape or not bool(found.isfinite().all()):
+    if not isinstance(found, Tensor) or found.shape != rewards.shape:
         got = f"of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"of class {type(found).__name__}"
         raise UserError(
-            f"algorithm.advantage={name!r} returned a value {got}; it must return a tensor of finite numbers of shape "
-            f"{tuple(rewards.shape)}: one for each reward, by prompt"
+            f"algorithm.advantage={name!r} returned a value {got}; it must return a tensor of shape "
+            f"{tuple(rewards.shape)}: one advantage for each reward, by prompt"
+        )
+    if len(bad := (~found.isfinite()).any(1).nonzero()):
+        raise UserError(
+            f"algorithm.advantage={name!r} returned {found[int(bad[0])].tolist()} for the rewards "
+            f"{rewards[int(bad[0])].tolist()}; advantages must be finite: if it divides by a standard deviation, that "
+            "is 0 where all rewards are equal"
         )
     found = found.detach().to(rewards).masked_fill(result.failed.view_as(rewards), 0.0)
     constant = (found == 0).all(1, keepdim=True).expand_as(found)

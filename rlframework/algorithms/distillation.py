@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,7 +15,7 @@ from rlframework.algorithms.student_rows import student_rows
 from rlframework.algorithms.teacher_targets import Rows, add_sft_weights, add_targets, open_teacher
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation import DistillationConfig
-from rlframework.config.sections import RunConfig
+from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.rendering import Rendered, has_answer, render_samples
 from rlframework.datasets.teacher_data import TeacherData
@@ -32,6 +32,7 @@ from rlframework.training.loop import StepLoop, StepResult, Timer, training_metr
 class Distillation(StepLoop):
     """Train on one global batch per step: of rollouts, of completions of the data, or of both."""
 
+    config_model: ClassVar[type[AlgorithmConfig]] = DistillationConfig
     config: DistillationConfig
 
     @classmethod

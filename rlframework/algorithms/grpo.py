@@ -10,15 +10,15 @@ import logging
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from rlframework.algorithm import Parts, RunResult
 from rlframework.algorithms.advantages import add_advantages
 from rlframework.algorithms.dynamic_sampling import sample_groups
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
-from rlframework.config.sections import RunConfig
+from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig
+from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import has_episodes
 from rlframework.interfaces.loss import LossFunction
@@ -36,6 +36,7 @@ _LOG = logging.getLogger(__name__)
 class GRPO(StepLoop):
     """Train on rollouts with group-relative advantages; see `GRPOConfig` for the options."""
 
+    config_model: ClassVar[type[AlgorithmConfig]] = GRPOConfig
     config: GRPOConfig
 
     @classmethod
@@ -74,7 +75,8 @@ class GRPO(StepLoop):
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # a single optimizer step per batch is on-policy, so the loss does not need `prev_logprobs`
         self.penalizes_reward = self.config.reward_kl_coef > 0
-        self.scores_before_training = steps_on_batch > 1 or self.penalizes_reward
+        own_reads = getattr(self.loss, "reads", ()) if isinstance(self.config.loss, OwnPolicyLossConfig) else ()
+        self.scores_before_training = steps_on_batch > 1 or self.penalizes_reward or "prev_logprobs" in own_reads
         self.uses_reference = self.needs_reference_model(self.config)
         if self.penalizes_reward and self.config.loss.kl_coef > 0:
             _LOG.warning(

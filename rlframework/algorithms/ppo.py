@@ -31,6 +31,7 @@ from rlframework.training.loop import Timer, training_metrics
 class PPO(GRPO):
     """Train the policy and its critic on rollouts; see `PPOConfig` for the options."""
 
+    config_model = PPOConfig
     config: PPOConfig
 
     @classmethod

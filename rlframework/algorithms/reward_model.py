@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLos
 from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
-from rlframework.config.sections import RunConfig
+from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.rendering import Rendered, render_steps
 from rlframework.datasets.tokens import pad_rows
 from rlframework.errors import DataError
@@ -27,6 +27,7 @@ class RewardModelTraining(PreferenceTraining):
     The samples are those of `PreferenceTraining`; with `margin_coef` they have a number in `metadata["margin"]`.
     """
 
+    config_model: ClassVar[type[AlgorithmConfig]] = RewardModelTrainingConfig
     config: RewardModelTrainingConfig
 
     @classmethod
@@ -57,6 +58,7 @@ class ProcessRewardModelTraining(PreferenceTraining):
     The samples have the steps of an answer in `metadata["steps"]`, and their labels in `metadata["labels"]`.
     """
 
+    config_model: ClassVar[type[AlgorithmConfig]] = ProcessRewardModelTrainingConfig
     config: ProcessRewardModelTrainingConfig
 
     @classmethod

@@ -6,7 +6,7 @@ Validation uses the environment's scores if it can score answers, and otherwise 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,7 +14,7 @@ from rlframework.algorithm import Parts
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import SFTConfig
-from rlframework.config.sections import RunConfig
+from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.rendering import render_samples
 from rlframework.datasets.tokens import TokenData, TokenRows, pad_rendered
@@ -35,6 +35,7 @@ class SFT(StepLoop):
     The loss covers the turns or text that `algorithm.train_on` selects, including the tokens that end them.
     """
 
+    config_model: ClassVar[type[AlgorithmConfig]] = SFTConfig
     config: SFTConfig
 
     @classmethod

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -13,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlframework.config.algorithm_presets import AlgorithmName, PresetName, with_preset
+from rlframework.config.algorithm_presets import PRESETS, AlgorithmName, PresetName, with_preset
 from rlframework.config.asynchrony import WithAsync, with_importance_correction
 from rlframework.config.base import NeedsTrust, OwnPath, Section
 from rlframework.config.numbers import Coefficient, Count, CountOrZero, Limit, Tokens, TokensOrZero
@@ -184,6 +185,14 @@ class RewardKLConfig(Section):
     )
 
 
+def _preset_of(section: type[BaseModel], name: Any) -> str:
+    """Return the algorithm whose presets those of `section` are: `name`, or the one that it is derived from."""
+    if name in PRESETS:
+        return str(name)
+    sections = [base for base in section.__mro__ if issubclass(base, BaseModel) and "name" in base.model_fields]
+    return next(str(name) for base in sections if (name := base.model_fields["name"].default) in PRESETS)
+
+
 class GRPOConfig(WithAsync, AlgorithmConfig):
     """Group-relative policy optimization (arXiv:2402.03300) and the algorithms that are other settings of it."""
 
@@ -236,7 +245,12 @@ class GRPOConfig(WithAsync, AlgorithmConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, values: Any) -> Any:
-        return with_importance_correction(with_preset(values)) if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        given = {"name": values["name"]} if "name" in values else {}
+        settings = with_preset(values | {"name": _preset_of(cls, values.get("name"))})
+        settings.pop("name")
+        return with_importance_correction(settings | given)
 
     @property
     def reward_kl_coef(self) -> float:

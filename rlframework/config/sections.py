@@ -362,8 +362,11 @@ class RunConfig(Section):
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes this run from its newest checkpoint."""
-        return f"rlframework train --resume {shlex.quote(str(self.output_dir))}"
+        """The command that resumes this run from its newest checkpoint, also if its own keys need trust."""
+        from rlframework.config.trust import needs_trust
+
+        trust = " --trust-run" if needs_trust(self) else ""
+        return f"rlframework train --resume {shlex.quote(str(self.output_dir))}{trust}"
 
     @property
     def further_policies(self) -> dict[str, FurtherPolicyConfig]:

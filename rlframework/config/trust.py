@@ -58,6 +58,11 @@ def require_own_files(run: Path) -> None:
     )
 
 
+def needs_trust(config: BaseModel) -> bool:
+    """Whether `config` has values that only the user may give, not the folder of a run."""
+    return any(isinstance(mark, NeedsTrust) and value not in mark.harmless for _, value, mark in _marked(config))
+
+
 def _require_none(run: Path, problems: Sequence[str]) -> None:
     if problems:
         raise ConfigError(

@@ -266,8 +266,8 @@ def _named(parameters: _Parameters) -> dict[str, bool]:
 def _place(function: Callable[..., Any]) -> str:
     plain: Any = inspect.unwrap(function)
     plain = getattr(plain, "func", plain)  # what a functools.partial calls
-    kind: Any = type(plain)
-    code = getattr(plain, "__code__", None) or getattr(kind.__call__, "__code__", None)
+    call: Any = getattr(plain, "__init__", None) if isinstance(plain, type) else type(plain).__call__
+    code = getattr(plain, "__code__", None) or getattr(call, "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else "no Python file"
 
 

@@ -111,8 +111,25 @@ class Checkpoints:
         self._stop: signal.Signals | None = None
         self._lock: Path | None = None
         """The lock of the run's folder, if it has one."""
+        self._noted_metric = False
         self._pending: Replacement | None = None
         """The checkpoint that is being written."""
+
+    def _note_metric(self, measured: Mapping[str, float]) -> None:
+        """Warn, once a run, if the metric of `keep_best` is not among those of its kind that a step has measured."""
+        kind, metric = self._config.metric.partition("/")[0] + "/", self._config.metric
+        known = sorted(name for name in measured if name.startswith(kind))
+        if self._noted_metric or not (self._config.keep_best and known):
+            return
+        self._noted_metric = True
+        if metric not in known:
+            _LOG.warning(
+                "checkpoints.keep_best=%d has nothing to compare: there is no metric checkpoints.metric=%r; there are "
+                "%s",
+                self._config.keep_best,
+                metric,
+                ", ".join(known),
+            )
 
     def after_step(
         self,
@@ -128,6 +145,7 @@ class Checkpoints:
         `metrics` has the latest value of every metric; `measured` those of this step alone. `last`: the run ends after
         this step. An asynchronous save only begins here: a later step or `finishing` completes it.
         """
+        self._note_metric(measured)
         if self._pending is not None and all(policy.checkpoint_written() for policy in self._trained.values()):
             self._finish()
         due = self._config.every > 0 and (last or step % self._config.every == 0)

@@ -81,15 +81,24 @@ def test_own_advantages_are_those_of_the_function_and_zero_for_what_has_failed()
     assert constant.tolist() == [False] * 3 + [True] * 3
 
 
+def test_own_advantages_that_are_not_finite_are_shown_with_their_rewards() -> None:
+    result: Any = SimpleNamespace(failed=torch.zeros(4, dtype=torch.bool))
+    with pytest.raises(UserError, match=r"returned \[nan, nan\] for the rewards \[0.5, 0.5\]; .* standard deviation"):
+        own_advantages(
+            lambda groups, rollout: (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True),
+            torch.tensor([[0.0, 1.0], [0.5, 0.5]]),
+            result,
+        )
+
+
 @pytest.mark.parametrize(
     ("returned", "got"),
     [
         (torch.zeros(6), r"of shape \(6,\)"),
-        (torch.full((2, 3), float("nan")), r"of shape \(2, 3\); it must return a tensor of finite numbers"),
         ([0.0] * 6, "of class list"),
     ],
 )
-def test_own_advantages_are_one_finite_number_for_each_reward(returned: Any, got: str) -> None:
+def test_own_advantages_are_one_number_for_each_reward(returned: Any, got: str) -> None:
     result: Any = SimpleNamespace(failed=torch.zeros(6, dtype=torch.bool))
     with pytest.raises(UserError, match=f"algorithm.advantage='mine:compare' returned a value {got}"):
         own_advantages(lambda groups, rollout: returned, torch.zeros(2, 3), result, "mine:compare")

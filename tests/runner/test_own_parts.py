@@ -229,6 +229,10 @@ class CappedConfig(GRPOConfig):
     cap: float = 1.0
 
 
+class Bare(GRPO):
+    pass
+
+
 class Capped(GRPO):
     config_model = CappedConfig
 
@@ -284,6 +288,20 @@ def test_a_subclass_of_a_built_in_algorithm_has_its_keys_and_more(run_config, al
     assert run(config).history[1]["train/largest_advantage"] == 0.25
 
 
+@pytest.mark.parametrize("name", ["Bare", "Capped"])
+@pytest.mark.parametrize("preset", ["verl", "trl", "paper", "nemo_rl"])
+def test_a_subclass_of_grpo_has_its_section_and_its_presets(
+    run_config, algorithms: str, name: str, preset: str
+) -> None:
+    own, built_in = (
+        run_config("grpo", f"algorithm.name={given}", f"algorithm.preset={preset}").algorithm.model_dump()
+        for given in (f"{algorithms}:{name}", "grpo")
+    )
+    assert own.pop("name") == f"{algorithms}:{name}"
+    del built_in["name"]
+    assert {key: own[key] for key in built_in} == built_in
+
+
 def test_an_own_advantage_takes_the_place_of_the_comparison(run_config, algorithms: str, tmp_path: Path) -> None:
     """The differences from the mean by a function are those of the built-in baseline without a standard deviation."""
     same = [*with_reward("digits"), "algorithm.num_steps=2"]
@@ -310,7 +328,7 @@ def test_own_advantages_that_cannot_be_used_are_rejected(run_config, algorithms:
 
 LOSSES = '''
 import torch
-from rlframework.interfaces.loss import LossInput, LossType
+from rlframework.interfaces.loss import LossColumn, LossInput, LossType
 
 
 class Weighted:
@@ -327,6 +345,17 @@ class Weighted:
         values = data["advantages"][:, 1:] if "advantages" in data else 1.0
         loss = -self.weight * (next_token_logprobs * values * mask).sum() / global_valid_toks
         return loss, {"weight_seen": self.weight * float(mask.sum() / global_valid_toks)}
+
+
+class Ratio(Weighted):
+    """The mean ratio of the log-probabilities now and at the rollout."""
+
+    reads = {"prev_logprobs": LossColumn()}
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+        ratio = (torch.exp(next_token_logprobs - data["prev_logprobs"][:, 1:]) * mask).sum() / global_valid_toks
+        return -ratio, {"ratio": float(ratio.detach())}
 
 
 made = Weighted(3.0)
@@ -380,6 +409,14 @@ def test_an_own_loss(run_config, folder: Path, algorithm: str, loss: str, weight
 
 
 @pytest.mark.usefixtures("losses")
+def test_an_own_loss_gets_the_log_probabilities_that_it_reads(run_config) -> None:
+    """Also with one optimizer step per rollout, where the built-in losses do not need them."""
+    one_step = ["algorithm.num_steps=1", "policy.train_global_batch_size=32"]
+    config = run_config("grpo", f"algorithm.loss={OWN_LOSSES}:Ratio", *one_step)
+    assert run(config).metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.usefixtures("losses")
 def test_an_own_loss_in_other_processes_with_a_reference(run_config) -> None:
     keys = f"{{name: '{OWN_LOSS}', weight: 2.0, kl_coef: 0.5}}"
     config = run_config("grpo", f"algorithm.loss={keys}", "algorithm.num_steps=1", "worker_group.name=processes")
@@ -394,6 +431,7 @@ def test_a_run_of_own_parts_goes_on_with_the_numbers_of_one_that_was_not_stopped
     shutil.copytree(folder / "whole", folder / "two")
     shutil.rmtree(folder / "two" / "checkpoints" / "step-000004")
     shutil.rmtree(folder / "two" / "model")
+    assert load_config(folder / "two" / "config.yaml").resume_command.endswith(f"{folder / 'whole'} --trust-run")
     with pytest.raises(ConfigError, match=r"algorithm\.loss\.name='.*', which calls this function.*--trust-run"):
         resume(folder / "two")
     two = resume(folder / "two", trust_run=True).history

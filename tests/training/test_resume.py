@@ -76,6 +76,13 @@ def test_keeping_the_best_by_a_metric_that_no_checkpoint_has_is_told(run_config,
     assert "checkpoints.keep_best=1 kept no checkpoint: none is of a step that has" in caplog.text
 
 
+def test_a_misspelled_metric_is_told_once_it_could_be_compared(run_config, tmp_path, caplog):
+    keep = ["checkpoints={every: 1, keep_best: 1, metric: validation/accurcy}", "algorithm.num_steps=2"]
+    run(run_config("sft", *keep, "algorithm.validation.every=1", f"output_dir={tmp_path / 'run'}"))
+    message = "there is no metric checkpoints.metric='validation/accurcy'; there are validation/accuracy"
+    assert caplog.text.count(message) == 1
+
+
 def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_path):
     """Validation is after steps 3 and 6: the checkpoints of 4 and 5 have no accuracy of their own."""
     keep = ["checkpoints.every=1", "checkpoints.keep_last=1", "checkpoints.keep_best=3"]
