@@ -62,6 +62,8 @@ def load_tokenizer(
                 name, trust_remote_code=trust_remote_code, local_files_only=hub.local_files_only(name)
             )
             loaded("")
+            if loaded.vocab_size <= 1:  # transformers makes an empty tokenizer from a config.json alone
+                raise ValueError("its vocabulary is empty")
     except BaseException as error:  # files that make no sense raise anything; panics of tokenizers are not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

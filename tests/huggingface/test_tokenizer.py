@@ -59,6 +59,10 @@ def test_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*nowhere.*policy\.model_name"):
         load_tokenizer(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "described").mkdir()
+    (tmp_path / "described" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 100}')
+    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*lacks the tokenizer's files"):
+        load_tokenizer(str(tmp_path / "described"))
     with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*empty"):
         load_tokenizer(str(tmp_path / "empty"))
 
