@@ -34,7 +34,7 @@ _WORDS: Mapping[str, str] = {
     ),
     "policy.train_global_batch_size": "ppo_mini_batch_size",
     "algorithm.prompts_per_step": "train_batch_size data.train_batch_size rollout_batch_size num_prompts_per_step",
-    "policy.logprob_batch_size": "log_prob_micro_batch_size_per_gpu",
+    "policy.logprob_batch_size": "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size",
     "policy.batching.mode": (
         "packing packing_samples sequence_packing dynamic_batching use_dynamic_bsz use_remove_padding "
         "log_prob_use_dynamic_bsz"
@@ -83,6 +83,7 @@ _WORDS: Mapping[str, str] = {
     "algorithm.loss.surrogate": "loss_mode use_cispo disable_ppo_ratio",
     "algorithm.reward_kl": "use_kl_in_reward",
     "algorithm.reward_kl.coef": "kl_ctrl.kl_coef",
+    "algorithm.reward_kl.estimator": "kl_penalty",
     "algorithm.normalize_std": "normalize_rewards norm_adv_by_std_in_grpo",
     "algorithm.leave_one_out": "use_leave_one_out_baseline",
     "algorithm.name": "adv_estimator advantage_estimator",
@@ -146,10 +147,21 @@ REMARKS: Mapping[str, str] = {
     "init_kl_coef": (
         "That is with OpenRLHF's use_kl_loss; without it the KL is in the reward: `algorithm.reward_kl.coef`."
     ),
+    "log_prob_micro_batch_size_per_gpu": "It is of all scoring, by the policy and the reference.",
+    "log_prob_micro_batch_size": "It is of each worker: verl's number is of all, so divide by the workers.",
     "use_kl_loss": "A coefficient above 0 enables it.",
     **dict.fromkeys(
         ("nnodes", "num_nodes", "actor_num_nodes"),
         "It counts workers in all: nodes times GPUs of each (`worker_group.workers_per_node`).",
+    ),
+    "use_kl_in_reward": (
+        "True: write this section, with kl_ctrl.kl_coef as `algorithm.reward_kl.coef`. False: remove the key, and "
+        "kl_ctrl too."
+    ),
+    "kl_ctrl.kl_coef": "Only if use_kl_in_reward is True: otherwise the KL is not in the reward, so remove the key.",
+    "kl_penalty": (
+        "Only if use_kl_in_reward is True: otherwise remove the key. verl's kl is k1, mse is k2, low_var_kl is k3 with "
+        "`algorithm.reward_kl.max` 10; abs and full have no counterpart."
     ),
     "remote_rm_url": "An import path of a function; one that asks a service is an async function.",
     "custom_reward_function": "One import path, module:name, in place of path and name.",
@@ -178,6 +190,7 @@ _VLLM_TENSOR = (
     "With vLLM it is generation.vllm.tensor_parallel_size, the GPUs of an engine; the embedded engine has the "
     "whole model."
 )
+_PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model")
 _REFERENCE = "The reference keeps the weights that the run starts from: remove the key."
 
 WITHOUT_COUNTERPART: Mapping[str, str] = {
@@ -197,6 +210,27 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "repetition_penalty": _WHOLE,
     "min_p": _WHOLE,
     "ref_model": "The reference has the weights that the run starts from: remove the key.",
+    **dict.fromkeys(
+        (
+            f"ref.{word}"
+            for word in (
+                *("fsdp_config", "fsdp_config.param_offload", "fsdp_config.optimizer_offload", "param_offload"),
+                *("megatron.param_offload", "megatron.optimizer_offload", "optimizer_offload"),
+            )
+        ),
+        "The reference's weights are always in CPU memory: remove the key. `policy.offload.parameters` would offload "
+        "the model that is trained.",
+    ),
+    **dict.fromkeys(
+        (
+            f"ref.{word}"
+            for word in (
+                *("strategy", "model", "megatron", "ulysses_sequence_parallel_size", "megatron.sequence_parallel"),
+                *(f"megatron.{size}_parallel_size" for size in _PARALLEL),
+            )
+        ),
+        "The reference has the model, the backend and the layout of the policy: remove the key.",
+    ),
     "sync_ref_model": _REFERENCE,
     "ref_model_mixup_alpha": _REFERENCE,
     "ref_model_sync_steps": _REFERENCE,
