@@ -6,7 +6,7 @@ their words to those pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, get_args, get_origin
 
@@ -17,6 +17,7 @@ from rlframework.config.further_policies import FURTHER_POLICIES, in_section
 from rlframework.config.peer_keys import OF_PAIRS, PEER_KEYS, REMARKS, WITHOUT_COUNTERPART
 from rlframework.config.peer_values import value_hint
 from rlframework.config.preference_algorithms import PreferenceConfig
+from rlframework.config.problems import shortened
 from rlframework.secrets import hide_secrets, is_secret_name
 
 Path = tuple[str, ...]
@@ -39,6 +40,7 @@ _HINTS = {
     **WITHOUT_COUNTERPART,
 }
 _MOST = 40
+_MOST_NAMES = 12
 _LONGEST = 40
 
 
@@ -125,8 +127,8 @@ def _similarity(left: str, right: str) -> float:
 def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = None) -> str:
     """Return what the unknown key `path` is called in rlframework, or "" if no peer uses the word.
 
-    If the key is a section, the hint has a line for each known key inside `value`. Some words mean something else to
-    the algorithm of `model`; one that is the name of its own key is no peer's.
+    If the key is a section, the hint has a line for each known key inside `value`, and one that names the others. Some
+    words mean something else to the algorithm of `model`; one that is the name of its own key is no peer's.
     """
     algorithm = model.model_fields.get("algorithm") if model else None
     chosen = algorithm.annotation if algorithm else None
@@ -134,15 +136,48 @@ def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = Non
     if of_pairs and model and len(path) == 1 and ("algorithm", path[0]) in key_paths(model):
         return ""
     found = _hint_of(path, value, of_pairs=of_pairs)
-    lines = [
-        f"\n    `{'.'.join(inside[len(path) :])}`: {hint.removeprefix(_IS)}"
-        for inside, item in _inside(path, value)
-        if inside != path and (hint := _hint_of(inside, item, of_pairs=of_pairs))
-    ]
-    if lines:
+    hints, others = _hints_inside(path, value, model, of_pairs=of_pairs)
+    if hints:
+        lines = [f"\n    `{'.'.join(key)}`: {hint.removeprefix(_IS)}" for key, hint in hints.items()]
         more = f"\n    and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
-        found = f"{found} Its keys in rlframework:{''.join(lines[:_MOST])}{more}".lstrip()
+        found = f"{found} Its keys in rlframework:{''.join(lines[:_MOST])}{more}{_without(others)}".lstrip()
     return in_section(found, path[0]) if path[0] in FURTHER_POLICIES else found
+
+
+def _hints_inside(
+    path: Path, value: Any, model: type[BaseModel] | None, *, of_pairs: bool
+) -> tuple[dict[Path, str], list[Path]]:
+    """Return the hints for the keys within `value`, by their paths from `path`, and the paths of keys without any.
+
+    A section whose keys have no hints, but which has one itself, is not among the others.
+    """
+    ours = [key for key in key_paths(model) if key[0] not in FURTHER_POLICIES] if model else []
+    hints, leaves = dict[Path, str](), list[Path]()
+    for inside, item in _inside(path, value):
+        if inside == path:
+            continue
+        leaf = not (isinstance(item, Mapping) and item)
+        if hint := _hint_of(inside, item, of_pairs=of_pairs) or (leaf and _of_the_same_name(inside, ours)) or "":
+            hints[inside[len(path) :]] = hint
+        elif leaf:
+            leaves.append(inside[len(path) :])
+    sections = [key for key in hints if not any(other[: len(key)] == key != other for other in hints)]
+    return hints, [leaf for leaf in leaves if not any(leaf[: len(key)] == key for key in sections)]
+
+
+def _of_the_same_name(path: Path, ours: Collection[Path]) -> str:
+    """The hint for a key that only one of `ours` is called like: by its section too, or by a name of several words."""
+    same = [key for key in ours if key[-1] == path[-1] and ("_" in path[-1] or key[-2:] == path[-2:])]
+    return f"{_IS}`{'.'.join(same[0])}`." if len(same) == 1 else ""
+
+
+def _without(keys: Sequence[Path]) -> str:
+    """The line that names `keys`, which no hint is about; "" if there are none."""
+    if not keys:
+        return ""
+    named = ", ".join(shortened(".".join(key)) for key in keys[:_MOST_NAMES])
+    count = "1 more key has" if len(keys) == 1 else f"{len(keys)} more keys have"
+    return f"\n    {count} no counterpart that is known: {named}{', ...' if len(keys) > _MOST_NAMES else '.'}"
 
 
 def _hint_of(path: Path, value: Any, *, of_pairs: bool) -> str:

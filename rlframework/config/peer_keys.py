@@ -10,8 +10,9 @@ from collections.abc import Mapping
 _WORDS: Mapping[str, str] = {
     # model and adapters
     "policy.model_name": "model_name_or_path pretrain model.path critic.path reward_model.path teacher.path",
-    "policy.tokenizer_name": "tokenizer.name",
+    "policy.tokenizer_name": "tokenizer.name data.tokenizer model.tokenizer_path",
     "policy.chat_template": "tokenizer.chat_template",
+    "policy.trust_remote_code": "model.trust_remote_code data.trust_remote_code",
     "policy.backend": "strategy",
     "policy.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "policy.offload.parameters": "param_offload cpu_offload",
@@ -34,13 +35,17 @@ _WORDS: Mapping[str, str] = {
     ),
     "policy.train_global_batch_size": "ppo_mini_batch_size",
     "algorithm.prompts_per_step": "train_batch_size data.train_batch_size rollout_batch_size num_prompts_per_step",
-    "policy.logprob_batch_size": "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size",
+    "policy.logprob_batch_size": (
+        "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size forward_micro_batch_size_per_gpu"
+    ),
     "policy.batching.mode": (
         "packing packing_samples sequence_packing dynamic_batching use_dynamic_bsz use_remove_padding "
         "log_prob_use_dynamic_bsz"
     ),
     "policy.batching.tokens": "ppo_max_token_len_per_gpu train_mb_tokens",
-    "policy.batching.logprob_tokens": "logprob_mb_tokens log_prob_max_token_len_per_gpu",
+    "policy.batching.logprob_tokens": (
+        "logprob_mb_tokens log_prob_max_token_len_per_gpu forward_max_token_len_per_gpu"
+    ),
     # parallelism
     "policy.parallelism.tensor": "tensor_parallel_size tensor_model_parallel_size",
     "policy.parallelism.pipeline": "pipeline_model_parallel_size",
@@ -55,7 +60,9 @@ _WORDS: Mapping[str, str] = {
     "generation.workers": "vllm_mode",
     "generation.workers.num_workers": "vllm_num_engines",
     "generation.batch_size": "max_num_seqs",
-    "generation.top_k": "algorithm.top_k",
+    "generation.top_k": "algorithm.top_k rollout.top_k",
+    "generation.top_p": "rollout.top_p",
+    "generation.temperature": "rollout.temperature",
     "generation.max_new_tokens": (
         "max_completion_length max_response_length response_length generate_max_len "
         "generation.max_length generation.max_tokens"
@@ -81,6 +88,8 @@ _WORDS: Mapping[str, str] = {
     ),
     "algorithm.loss.ratio": "importance_sampling_level sequence_level_importance_ratios",
     "algorithm.loss.surrogate": "loss_mode use_cispo disable_ppo_ratio",
+    "algorithm.gae_lambda": "lam lambd",
+    "algorithm.value_loss.clip": "cliprange_value value_clip",
     "algorithm.reward_kl": "use_kl_in_reward",
     "algorithm.reward_kl.coef": "kl_ctrl.kl_coef",
     "algorithm.reward_kl.estimator": "kl_penalty",
@@ -110,6 +119,8 @@ _WORDS: Mapping[str, str] = {
     "checkpoints.keep_best": "keep_top_k",
     "checkpoints.metric": "metric_name",
     "checkpoints.best": "higher_is_better",
+    "seed": "data.seed trainer.seed grpo.seed",
+    "plugins": "external_lib",
     "output_dir": "checkpoint_dir default_local_dir save_path",
     "observers": "report_to logger",
     "observers.wandb": "use_wandb wandb_enabled",
@@ -144,6 +155,16 @@ REMARKS: Mapping[str, str] = {
         "That is verl's meaning, prompts. OpenRLHF's, the completions of an optimizer step, is "
         "`policy.train_global_batch_size`."
     ),
+    **dict.fromkeys(
+        ("n_gpus_per_node", "gpus_per_node", "actor_num_gpus_per_node"),
+        "It is a key of `worker_group.name` ray only: otherwise remove it, and `worker_group.num_workers` is the GPUs.",
+    ),
+    "clip_ratio": "It is `algorithm.loss.ratio_clip_max` too: set both, unless clip_ratio_low and clip_ratio_high are.",
+    "eps_clip": "It is `algorithm.loss.ratio_clip_max` too: set both, unless eps_clip_low_high is.",
+    "epsilon": "It is `algorithm.loss.ratio_clip_max` too, unless epsilon_high is: set both.",
+    **dict.fromkeys(("lam", "lambd", "cliprange_value", "value_clip"), "It is a key of `algorithm.name` ppo."),
+    **dict.fromkeys(("rollout.top_k", "rollout.top_p"), "GRPO and PPO sample from all tokens: verl's default."),
+    "external_lib": "A list of Python modules to import.",
     "init_kl_coef": (
         "That is with OpenRLHF's use_kl_loss; without it the KL is in the reward: `algorithm.reward_kl.coef`."
     ),
@@ -152,7 +173,7 @@ REMARKS: Mapping[str, str] = {
     "use_kl_loss": "A coefficient above 0 enables it.",
     **dict.fromkeys(
         ("nnodes", "num_nodes", "actor_num_nodes"),
-        "It counts workers in all: nodes times GPUs of each (`worker_group.workers_per_node`).",
+        "It counts workers in all: nodes times GPUs of each.",
     ),
     "use_kl_in_reward": (
         "True: write this section, with kl_ctrl.kl_coef as `algorithm.reward_kl.coef`. False: remove the key, and "
@@ -281,6 +302,27 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
         ),
         _VLLM_TENSOR,
     ),
+    "reward_manager": (
+        "A reward is a function, `environment.reward`; what verl's dapo adds is `algorithm.overlong`: remove the key."
+    ),
+    "reward_fn_key": "A reward function gets data_source from the row's column of that name: remove the key.",
+    **dict.fromkeys(
+        ("reward_model.enable", "critic.enable", "reward_model.reward_model.enable"),
+        "The section itself is what enables the model. True: remove the key. False: remove the section.",
+    ),
+    "overlong_buffer.enable": (
+        "`algorithm.overlong.buffer` above 0 enables it. True: remove the key. False: leave the buffer at 0."
+    ),
+    **dict.fromkeys(
+        ("actor.shuffle", "critic.shuffle"), "The rows of a step are trained on in their order: remove the key."
+    ),
+    "critic.loss_agg_mode": "The loss of the critic is averaged over tokens: remove the key.",
+    "balance_batch": "Rows are always divided so that the workers have equally much to do: remove the key.",
+    "val_batch_size": (
+        "Validation has its own batches, and `algorithm.validation.samples` is the number of prompts: remove the key."
+    ),
+    "return_raw_chat": "Environments always have the messages: remove the key.",
+    "hybrid_engine": "Training and generation share their GPUs unless `generation.workers` is set: remove the key.",
     "free_cache_engine": "On GPUs vLLM's sleep mode is always on: remove the key.",
     "zero_stage": "With policy.backend=deepspeed it is policy.deepspeed.zero_optimization.stage.",
     "max_total_sequence_length": (

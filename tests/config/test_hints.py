@@ -15,6 +15,7 @@ from rlframework.config.hints import PEER_KEYS, WITHOUT_COUNTERPART, key_paths, 
 from rlframework.config.models import run_model
 from rlframework.config.peer_keys import OF_PAIRS, REMARKS
 from rlframework.config.peer_values import PEER_VALUES
+from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RayGroupConfig, RunConfig
 from rlframework.configure import load_config
@@ -25,7 +26,7 @@ MINIMAL = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "enviro
 PARTS = (("environment", DatasetConfig), ("worker_group", RayGroupConfig))
 KEYS = {
     ".".join(path)
-    for algorithm in (GRPOConfig, SFTConfig)
+    for algorithm in (GRPOConfig, SFTConfig, PPOConfig)
     for path in key_paths(run_model((*PARTS, ("algorithm", algorithm)), ()))
 }
 
@@ -144,7 +145,31 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
         ("actor_rollout_ref={ref: {fsdp_config: {param_offload: true}}}", "`ref.fsdp_config`: The reference's weights"),
         ("actor_rollout_ref={ref: {strategy: fsdp}}", "`ref.strategy`: The reference has the model, the backend"),
         ("actor_rollout_ref={ref: {log_prob_micro_batch_size: 8}}", "verl's number is of all, so divide"),
+        ("n_gpus_per_node=8", "`worker_group.workers_per_node`. It is a key of `worker_group.name` ray only"),
+        ("actor.clip_ratio=0.2", "`algorithm.loss.ratio_clip_min`. It is `algorithm.loss.ratio_clip_max` too"),
+        (
+            "algorithm.adv_estimator=grpo",
+            "grpo has the same name here; verl's formulas are those with algorithm.preset=verl",
+        ),
+        ("algorithm.lam=0.95", "`algorithm.gae_lambda`. It is a key of `algorithm.name` ppo"),
+        ("critic.cliprange_value=0.5", "`algorithm.value_loss.clip`"),
+        ("critic.forward_max_token_len_per_gpu=9", "`critic.batching.logprob_tokens`"),
+        ("critic.shuffle=true", "trained on in their order: remove the key"),
+        ("reward_model.enable=false", "False: remove the section"),
+        ("reward_model.reward_manager=dapo", "what verl's dapo adds is `algorithm.overlong`"),
+        ("reward_model.overlong_buffer={enable: true}", "`enable`: `algorithm.overlong.buffer` above 0 enables it"),
+        ("actor_rollout_ref={rollout: {top_k: -1}}", "`rollout.top_k`: `generation.top_k`."),
+        ("actor_rollout_ref={model: {external_lib: null}}", "`model.external_lib`: `plugins`. A list"),
+        ("data={tokenizer: null}", "`tokenizer`: `policy.tokenizer_name`"),
+        ("policy.generation={temperature: 0.7, top_k: null}", "`temperature`: `generation.temperature`"),
+        ("trainer={balance_batch: true}", "`balance_batch`: Rows are always divided"),
         ("algorithm.name=gae", "is `ppo`"),
+        ("checkpoints.best={metric: x}", "The name of the metric is the key checkpoints.metric"),
+        ("policy.scheduler.name=warmup_cosine", "is cosine, with policy.scheduler.warmup_steps"),
+        ("observers=[console, wandb]", "write `observers: {console: true, wandb: {}}`"),
+        ("trainer={logger: [console, tensorboard]}", "write `observers: {console: true, tensorboard: true}`"),
+        ("total_training_steps=null", "`algorithm.num_steps`. Another framework's null is algorithm.num_epochs here"),
+        ("trainer={total_training_steps: -1}", "Another framework's -1 is algorithm.num_epochs here"),
         ("algorithm.name=opo", "Another framework's opo has no counterpart."),
         ("policy.backend=fsdp2", "Another framework's fsdp2 is dtensor."),
         ("algorithm.loss.kl_estimator=mse", "Another framework's mse is k2."),
@@ -170,6 +195,16 @@ def test_a_pasted_tree_has_a_line_for_each_key_that_has_a_hint() -> None:
     assert lines[2].startswith("    `rollout.max_prompt_length`: Prompts are not truncated")
     assert lines[3] == "    `s0.n`: `algorithm.samples_per_prompt`."
     assert (len(lines), lines[-1]) == (42, "    and 7 more")
+
+
+def test_keys_of_a_pasted_tree_without_a_hint_are_named() -> None:
+    message = error_of("trainer={nnodes: 1, ray: {wait: 3}, esi: 2, custom_reward_function: {path: a, name: b}}")
+    assert message.splitlines()[-1] == "    2 more keys have no counterpart that is known: ray.wait, esi."
+    names = ", ".join(f"k{index}: 1" for index in range(14))
+    message = error_of(f"trainer={{nnodes: 1, {names}}}")
+    assert message.splitlines()[-1].endswith(
+        "14 more keys have no counterpart that is known: " + ", ".join(f"k{index}" for index in range(12)) + ", ..."
+    )
 
 
 def test_a_problem_is_reported_where_it_was_written() -> None:
@@ -239,14 +274,17 @@ def test_the_longest_matching_path_counts() -> None:
 
 
 def rows_of_the_pages() -> list[tuple[list[str], str]]:
-    """The rows of the tables of keys in docs/moving: the words of the peer, and the rest of the row."""
+    """The rows of the tables of keys in docs/moving: the words of the peer, and the rest of the row.
+
+    Keys of `critic` are as those of `policy`, which a hint has before it names the section.
+    """
     rows = []
     for page in sorted(MOVING.glob("*.md")):
         keys, *_ = page.read_text(encoding="utf-8").split("\n## An example, translated\n")
         for line in keys.splitlines():
             cells = line.strip("|").split(" | ", 1)
             if line.startswith("| `") and len(cells) == 2:
-                rows.append((re.findall(r"`(?:--)?([\w.]+)[ `]", cells[0]), cells[1]))
+                rows.append((re.findall(r"`(?:--)?([\w.]+)[ `]", cells[0]), cells[1].replace("`critic.", "`policy.")))
     return rows
 
 
