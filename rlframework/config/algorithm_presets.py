@@ -117,13 +117,13 @@ PRESETS: Mapping[str, Mapping[str, Settings]] = {
 """Settings by algorithm and preset. A missing preset: that system has no algorithm of this name."""
 
 
-def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values`, the keys of a section, with those of its preset that they do not set.
+def with_preset(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return `values`, the keys of a section, with those of its preset of the algorithm `name` that they do not set.
 
-    Raises `ValueError` if the system that `preset` names does not have the algorithm `name`.
+    Raises `ValueError` if the system that `preset` names does not have this algorithm.
     """
-    name, preset = values.get("name", "grpo"), values.get("preset")
-    if name not in PRESETS or (name == "grpo" and preset is None):
+    preset = values.get("preset")
+    if name == "grpo" and preset is None:
         return dict(values)
     known = PRESETS[name]
     settings = known.get("paper" if preset is None else str(preset))

@@ -247,10 +247,7 @@ class GRPOConfig(WithAsync, AlgorithmConfig):
     def _with_preset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        given = {"name": values["name"]} if "name" in values else {}
-        settings = with_preset(values | {"name": _preset_of(cls, values.get("name"))})
-        settings.pop("name")
-        return with_importance_correction(settings | given)
+        return with_importance_correction(with_preset(values, _preset_of(cls, values.get("name"))))
 
     @property
     def reward_kl_coef(self) -> float:

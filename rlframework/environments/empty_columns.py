@@ -1,4 +1,4 @@
-"""Rows in which a column that a reward function asks for has no value: counted at the start, and told in a warning."""
+"""Rows without a value in a column that a reward function asks for: counted at the start, reported in a warning."""
 
 from __future__ import annotations
 

@@ -100,7 +100,12 @@ class EngineHandle(ABC):
 
     def _exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> list[Incoming]:
         with _Watch(self):
-            return self.group.get_all_worker_results(self._start_exchange(outgoing, timeout))
+            call = self._start_exchange(outgoing, timeout)
+        return self._results_of(call)
+
+    def _results_of(self, call: MultiWorkerFuture) -> list[Incoming]:
+        with _Watch(self):
+            return self.group.get_all_worker_results(call)
 
     def _in_thread(self, call: Callable[[], list[Incoming]]) -> Future[list[Incoming]]:
         """Run `call` in the thread of this handle."""
@@ -158,10 +163,6 @@ class RemoteEngine(EngineHandle):
         """See `EngineHandle.watch`."""
         if isinstance(self._exchanging, _Exchange) and not self._exchanging.done():
             self._exchanging.wait()
-
-    def _results_of(self, call: MultiWorkerFuture) -> list[Incoming]:
-        with _Watch(self):
-            return self.group.get_all_worker_results(call)
 
     def _start_exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> MultiWorkerFuture:
         (out,) = outgoing

@@ -116,7 +116,7 @@ class Checkpoints:
         """The checkpoint that is being written."""
 
     def _note_metric(self, measured: Mapping[str, float]) -> None:
-        """Warn, once a run, if the metric of `keep_best` is not among those of its kind that a step has measured."""
+        """Warn, once per run, if the metric of `keep_best` is not among those of its kind that a step has measured."""
         kind, metric = self._config.metric.partition("/")[0] + "/", self._config.metric
         known = sorted(name for name in measured if name.startswith(kind))
         if self._noted_metric or not (self._config.keep_best and known):

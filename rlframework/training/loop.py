@@ -201,7 +201,7 @@ class StepLoop(Algorithm):
         return metrics | {"memory/rss_mb": psutil.Process().memory_info().rss / 2**20}, samples
 
     def _note_truncated(self, step: int, fraction: float) -> None:
-        """Log, once a run, that most of the answers or episodes of a step were cut at a limit."""
+        """Log, once per run, that most of the answers or episodes of a step were cut at a limit."""
         if self._noted_truncated or fraction <= 0.5:
             return
         self._noted_truncated = True

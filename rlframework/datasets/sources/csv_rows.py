@@ -1,4 +1,4 @@
-"""`CsvRows`, the rows of CSV files: pyarrow reads the values, Python's reader tells on which line each row begins."""
+"""`CsvRows`, the rows of CSV files: pyarrow reads the values, Python's reader gives the line where each row begins."""
 
 from __future__ import annotations
 
