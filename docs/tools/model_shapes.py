@@ -25,6 +25,7 @@ SPARSE = {"Qwen3-30B-A3B": (2048, 48, 32, 768), "Qwen3-235B-A22B": (4096, 94, 64
 _VISION = {
     "Qwen2-VL-2B-Instruct": {
         "model_type": "qwen2_vl",
+        "architectures": ["Qwen2VLForConditionalGeneration"],
         "num_key_value_heads": 2,
         "vocab_size": 151_936,
         "tie_word_embeddings": True,
@@ -43,11 +44,17 @@ def model_shapes() -> Iterator[dict[str, Path]]:
     common = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960, "torch_dtype": "bfloat16"}
     configs: dict[str, dict[str, Any]] = {}
     for name, (hidden, layers, heads, intermediate, tied) in DENSE.items():
-        configs[name] = common | {"model_type": "qwen3", "num_key_value_heads": 8, "tie_word_embeddings": tied}
+        configs[name] = (
+            common | _kind("qwen3", "Qwen3ForCausalLM") | {"num_key_value_heads": 8, "tie_word_embeddings": tied}
+        )
         configs[name] |= _widths(hidden, layers, heads, intermediate)
     for name, (hidden, layers, heads, intermediate) in SPARSE.items():
         experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": intermediate}
-        configs[name] = common | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "tie_word_embeddings": False}
+        configs[name] = (
+            common
+            | _kind("qwen3_moe", "Qwen3MoeForCausalLM")
+            | {"num_key_value_heads": 4, "tie_word_embeddings": False}
+        )
         configs[name] |= experts | _widths(hidden, layers, heads, 3 * hidden)
     configs |= _VISION
     with tempfile.TemporaryDirectory() as folder:
@@ -56,6 +63,10 @@ def model_shapes() -> Iterator[dict[str, Path]]:
             path.mkdir()
             (path / "config.json").write_text(json.dumps(configs[name]), encoding="utf-8")
         yield paths
+
+
+def _kind(model_type: str, architecture: str) -> dict[str, Any]:
+    return {"model_type": model_type, "architectures": [architecture]}
 
 
 def _widths(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, int]:
