@@ -119,7 +119,8 @@ def test_every_field_of_a_model(soak: Any, tmp_path: Path) -> None:
         inputs = [
             (file, place, value) for file in FILES for place in places(read(original / file)) for value in HOSTILE
         ]
-        for file, place, value in random.sample(inputs, soak.times(30, 1000)):
+        same = (FILES[0], ("model_type",), read(original / FILES[0])["model_type"])  # which must load
+        for file, place, value in [same, *random.sample(inputs, soak.times(30, 1000))]:
             folder = tmp_path / "changed"
             shutil.copytree(original, folder)
             write(folder / file, changed(read(original / file), place, value))
@@ -128,6 +129,7 @@ def test_every_field_of_a_model(soak: Any, tmp_path: Path) -> None:
                 with quiet_transformers():
                     found = weights_as_loaded(folder)
             except UserError as error:
+                assert (file, place, value) != same, given
                 counts["rejected"] += 1
                 longest = max(longest, str(error), key=len)
             except BaseException as error:
@@ -139,5 +141,4 @@ def test_every_field_of_a_model(soak: Any, tmp_path: Path) -> None:
             shutil.rmtree(folder)
     soak.figures |= {"inputs": counts.total(), **counts}
     assert counts["rejected"] > counts.total() / 10
-    assert counts["loaded"] > 0
     assert len(longest) < 2000, longest[:500]
