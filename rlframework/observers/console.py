@@ -76,11 +76,13 @@ class ConsoleObserver:
         self._clock = clock
         self._display: _Display | None = None
         self._step = 0
+        self._best_metric = ""
 
     @hookimpl
     def rlframework_run_started(self, run: RunInfo) -> None:
         """Print the opening lines, and start the live display on a terminal."""
         self._name, self._total = run.config.algorithm.name, run.config.algorithm.num_steps
+        self._best_metric = run.config.checkpoints.metric
         self._print(f"{self._name}: up to {_steps(self._total)}, writing to {run.output_dir}")
         if (resumed := read_environment(run.output_dir).get("resumed")) is not None:
             self._print(str(Resumed.model_validate(resumed)))
@@ -90,7 +92,7 @@ class ConsoleObserver:
         self._began, self._printed = self._clock(), -math.inf
         self._pace = Pace(self._total, self._began)
         if self._stream.isatty() and os.environ.get("TERM") != "dumb":
-            self._display = _Display(self._name, self._total, self._stream)
+            self._display = _Display(self._name, self._total, self._best_metric, self._stream)
 
     @hookimpl
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -105,14 +107,16 @@ class ConsoleObserver:
         interval = min(max((now - self._began) / 30.0, FIRST_INTERVAL), LAST_INTERVAL)
         if important or now - self._printed >= interval:
             self._printed = now
-            self._print(f"step {step}/{self._total}", *describe(metrics), str(self._pace))
+            self._print(f"step {step}/{self._total}", *describe(metrics, self._best_metric), str(self._pace))
 
     @hookimpl
     def rlframework_run_finished(self, metrics: Mapping[str, float]) -> None:
         """Print the duration and the final metrics, below the last state of the display."""
         self.close()
         took = duration(self._clock() - self._began)
-        self._print(f"{self._name} finished after {_steps(self._step)} in {took}", *describe(metrics))
+        self._print(
+            f"{self._name} finished after {_steps(self._step)} in {took}", *describe(metrics, self._best_metric)
+        )
 
     def close(self, state: str = "finished") -> None:
         """Restore the terminal. Idempotent."""
@@ -126,8 +130,9 @@ class ConsoleObserver:
 class _Display(Progress):
     """A progress bar with pace and remaining time, above the latest value of each metric."""
 
-    def __init__(self, name: str, total: int, stream: TextIO) -> None:
+    def __init__(self, name: str, total: int, best_metric: str, stream: TextIO) -> None:
         self._metrics: dict[str, float] = {}
+        self._best_metric = best_metric
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
                    TimeElapsedColumn(), TextColumn("{task.fields[pace]}"))  # fmt: skip
         super().__init__(*columns, console=Console(file=stream), expand=True, refresh_per_second=2)
@@ -136,21 +141,24 @@ class _Display(Progress):
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield from super().get_renderables()
-        yield Text("  ".join(describe(self._metrics)), overflow="fold")
+        yield Text("  ".join(describe(self._metrics, self._best_metric)), overflow="fold")
 
     def show(self, step: int, pace: Pace, metrics: Mapping[str, float]) -> None:
         self._metrics.update(metrics)
         self.update(self._bar, completed=step, pace=str(pace), refresh=True)
 
 
-def describe(metrics: Mapping[str, float]) -> list[str]:
-    """Those of `metrics` that are displayed, as text."""
+def describe(metrics: Mapping[str, float], best_metric: str = "") -> list[str]:
+    """Those of `metrics` that are displayed, as text; also `best_metric`, which chooses the best checkpoint."""
     shown = {name: metrics[name] for name in DISPLAYED_METRICS if name in metrics}
     if shown.get("throughput/tokens_per_second_per_worker") == shown.get("throughput/tokens_per_second"):
         shown.pop("throughput/tokens_per_second_per_worker", None)
     if "validation/accuracy" in shown:
         shown.pop("validation/loss", None)
-    return [DISPLAYED_METRICS[name].format(value) for name, value in shown.items()]
+    texts = [DISPLAYED_METRICS[name].format(value) for name, value in shown.items()]
+    if best_metric in metrics and best_metric not in shown:
+        texts.append(f"{best_metric} {metrics[best_metric]:.4g}")
+    return texts
 
 
 def _steps(count: int) -> str:

@@ -30,7 +30,7 @@ from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.outcomes import EpisodeChecks
-from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
+from rlframework.rollout.result import Limit, PlayedEpisode, Rollout, rollout_of
 from rlframework.rollout.seeds import task_seeds, turn_seed
 from rlframework.rollout.trajectory import Trajectory
 
@@ -156,7 +156,7 @@ class _State:
     outcomes: list[StepOutcome] = field(default_factory=list)
     calls: int = 0
     malformed: int = 0
-    truncated: bool = False
+    limit: Limit | None = None
     completion: str = ""
 
     def add(self, messages: Sequence[Message]) -> None:
@@ -168,7 +168,7 @@ class _State:
         trajectory = self.trajectory
         return PlayedEpisode(
             self.sample, trajectory.rows, self.transcript, self.outcomes, trajectory.turns, trajectory.breaks,
-            self.calls, self.malformed, self.truncated, failure, self.completion, traceback,
+            self.calls, self.malformed, self.limit, failure, self.completion, traceback,
         )  # fmt: skip
 
 
@@ -194,8 +194,9 @@ class EpisodePlayer:
             return described(error, "episode"), traceback_of(error)
         try:
             await self._begin(state, episode)
-            while not (state.truncated or await self._turn(state, episode)):
-                state.truncated = state.truncated or state.trajectory.turns >= self._config.max_turns
+            while not (state.limit or await self._turn(state, episode)):
+                if state.limit is None and state.trajectory.turns >= self._config.max_turns:
+                    state.limit = "max_turns"
             return "", ""
         except _EpisodeFailed as failure:
             return str(failure), failure.traceback
@@ -219,7 +220,8 @@ class EpisodePlayer:
         seed = turn_seed(state.seed, number - 1)
         prompt, pictures = torch.tensor(state.prompt), pictures_of(state.messages)
         media = self._chat.media(pictures)
-        result = await self._bridge.complete(prompt, seed, self._room(state), state.session, media=media)
+        room = self._room(state)
+        result = await self._bridge.complete(prompt, seed, room, state.session, media=media)
         state.trajectory.add(prompt, result, pictures)
         ids = result.token_ids.tolist()
         message = self._chat.parse(ids, state.tools)
@@ -234,8 +236,9 @@ class EpisodePlayer:
         outcome = state.checks.outcome(given, number, calls)
         state.outcomes.append(outcome)
         turn["reward"] = outcome.reward
-        state.truncated = result.finish_reason != "stop"
-        if not (outcome.done or state.truncated):
+        if result.finish_reason != "stop":
+            state.limit = "max_episode_tokens" if room < self._bridge.max_new_tokens else "max_new_tokens"
+        elif not outcome.done:
             self._observe(state, ids, message, outcome.observations)
         return outcome.done
 
@@ -250,7 +253,8 @@ class EpisodePlayer:
             return self._chat.prompt(state.messages, state.tools) if found is None else found
 
         state.prompt = self._rendered(state, extended)
-        state.truncated = self._room(state) < 1
+        if self._room(state) < 1:
+            state.limit = "max_episode_tokens"
 
     def _room(self, state: _State) -> int:
         """Return the most tokens of the next turn."""

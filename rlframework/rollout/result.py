@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from rlframework.datasets.image_inputs import ImageInputs
 
 
+Limit = Literal["max_new_tokens", "max_turns", "max_episode_tokens", "agent_request"]
+LIMITS: dict[Limit, str] = {
+    "max_new_tokens": "generation.max_new_tokens",
+    "max_turns": "environment.max_turns",
+    "max_episode_tokens": "environment.max_episode_tokens or the model's positions",
+    "agent_request": "max_tokens of the agent's requests",
+}
+"""What can truncate an episode, and the setting to change. `truncated/NAME` in metrics is the fraction of each."""
+
+
 @dataclass
 class Rollout:
     """The episodes of E samples, with their scores, and R rows to train on. A single turn is an episode with one row.
@@ -115,8 +125,8 @@ class PlayedEpisode:
     `rows`: of its trajectory, none if no turn was sampled. `transcript`: its messages in order; those of the model have
     `trained` True, and `reward`, that of the outcome that followed. `outcomes`: of its steps. `breaks`: rows that began
     because the chat template rewrites earlier turns. `calls`, `malformed`: the model's tool calls, and those of them
-    that no tool can take. `failure`: why it is not trained on, in one line; empty if it is. `traceback`: of the user's
-    code, if it has raised.
+    that no tool can take. `limit`: what has truncated the episode; None if nothing did. `failure`: why it is not
+    trained on, in one line; empty if it is. `traceback`: of the user's code, if it has raised.
     """
 
     sample: Sample
@@ -127,7 +137,7 @@ class PlayedEpisode:
     breaks: int = 0
     calls: int = 0
     malformed: int = 0
-    truncated: bool = False
+    limit: Limit | None = None
     failure: str = ""
     completion: str = ""
     traceback: str = ""
@@ -161,7 +171,8 @@ def rollout_of(played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs
     rewards = torch.tensor([float(total.reward) for total in totals])
     accuracies = torch.tensor([accuracy_of(total) for total in totals])
     lengths = torch.tensor([episode.sampled for episode in played])
-    truncated = torch.tensor([episode.truncated for episode in played])
+    limits = [episode.limit for episode in played]
+    truncated = torch.tensor([limit is not None for limit in limits])
     means = {
         "reward": rewards,
         "accuracy": accuracies,
@@ -171,6 +182,7 @@ def rollout_of(played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs
         "episode_rows": torch.bincount(episode_of, minlength=len(played)),
         "tool_calls": torch.tensor([episode.calls for episode in played]),
         "malformed_tool_calls": torch.tensor([episode.malformed for episode in played]),
+        **{f"truncated/{name}": torch.tensor([limit == name for limit in limits]) for name in LIMITS},
     }
     metrics = {name: float(values[~failed].float().mean()) for name, values in means.items()}
     turns = sum(episode.turns for episode in played)

@@ -15,13 +15,13 @@ import torch
 
 from rlframework.algorithm import Algorithm, Parts, RunResult
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.environments.agent import runs_agents
 from rlframework.errors import DataError
-from rlframework.interfaces.environment import Sample, has_episodes
+from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.observers.timeline import TRAINER, Timeline
 from rlframework.plugins.hookspec import SampleRecord
+from rlframework.rollout.result import LIMITS
 from rlframework.rollout.rollouts import validate
 from rlframework.training.checkpoints import Checkpoints, RunState, restore_random_states
 from rlframework.training.garbage import collecting_what_is_new
@@ -151,7 +151,7 @@ class StepLoop(Algorithm):
             stopped = self._restored is not None and self.should_stop(self._restored.measured)
             for step in range(int(last["step"]) + 1, 0 if stopped else self.config.num_steps + 1):
                 metrics, samples = self._timed_step(step)
-                self._note_truncated(step, metrics.get("train/truncated_fraction", 0.0))
+                self._note_truncated(step, metrics)
                 last_of_all = validation.at_end and step == self.config.num_steps
                 if last_of_all or (validation.every > 0 and step % validation.every == 0):
                     scores, more = self._timed_validation(step)
@@ -200,25 +200,23 @@ class StepLoop(Algorithm):
         )
         return metrics | {"memory/rss_mb": psutil.Process().memory_info().rss / 2**20}, samples
 
-    def _note_truncated(self, step: int, fraction: float) -> None:
-        """Log, once per run, that most of the answers or episodes of a step were cut at a limit."""
+    def _note_truncated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log, once per run, that most of the answers or episodes of a step were cut at a limit, and at which."""
+        fraction = metrics.get("train/truncated_fraction", 0.0)
         if self._noted_truncated or fraction <= 0.5:
             return
         self._noted_truncated = True
-        environment = self.parts.environment
-        episodes = has_episodes(environment) or runs_agents(environment)
+        of_each = {setting: metrics.get(f"train/truncated/{name}", 0.0) for name, setting in LIMITS.items()}
+        limits = [f"{100 * part:.0f}% at {setting}" for setting, part in of_each.items() if part]
+        answers = f"they reached generation.max_new_tokens={self.parts.config.generation.max_new_tokens}"
         _LOG.warning(
-            "step %d: %.0f%% of the %s were truncated: %s generation.max_new_tokens=%d%s. They are scored as they are, "
-            "without an end. If this goes on (metric train/truncated_fraction), raise the limit; if a model never ends "
-            "its answers, check its chat template with `rlframework tokenize CONFIG --show 3`",
+            "step %d: %.0f%% of the %s were truncated: %s. They are scored as they are, without an end. If this goes "
+            "on (metric train/truncated_fraction), raise the limit; if a model never ends its answers, check its chat "
+            "template with `rlframework tokenize CONFIG --show 3`",
             step,
             100 * fraction,
-            "episodes" if episodes else "answers",
-            "a turn reached" if episodes else "they reached",
-            self.parts.config.generation.max_new_tokens,
-            f", or the episode environment.max_turns={self.parts.config.environment.max_turns} or its most tokens"
-            if episodes
-            else "",
+            "episodes" if limits else "answers",
+            ", ".join(limits) or answers,
         )
 
     def _timed_validation(self, step: int) -> StepResult:

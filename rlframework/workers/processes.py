@@ -241,7 +241,10 @@ class Peer:
             with _START_LOCK:
                 self._process.start()
         except Exception as error:  # noqa: BLE001 - every exception is reported as the failure of that rank
-            return HostFailure((), f"it could not be started ({type(error).__name__}: {error})", "", died=True)
+            reason = f"it could not be started ({type(error).__name__}: {error})"
+            if "AF_UNIX path too long" in str(error):
+                reason += f": set TMPDIR, {tempfile.gettempdir()!r}, to a shorter path, for example a folder in /tmp"
+            return HostFailure((), reason, "", died=True)
         finally:
             self._worker_connection.close()
             self._worker_notices.close()

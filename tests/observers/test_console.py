@@ -23,8 +23,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def info(tmp_path, steps=60, name="grpo", every=0):
-    checkpoints, resume = SimpleNamespace(every=every), f"rlframework train --resume {tmp_path}"
+def info(tmp_path, steps=60, name="grpo", every=0, metric="validation/accuracy"):
+    checkpoints, resume = SimpleNamespace(every=every, metric=metric), f"rlframework train --resume {tmp_path}"
     algorithm = SimpleNamespace(name=name, num_steps=steps)
     return RunInfo(SimpleNamespace(algorithm=algorithm, checkpoints=checkpoints, resume_command=resume), tmp_path)
 
@@ -76,6 +76,19 @@ def test_the_speed_of_a_single_worker_is_shown_once():
 def test_the_loss_of_a_validation_is_shown_unless_it_has_an_accuracy():
     assert describe({"validation/loss": 2.53372}) == ["validation loss 2.534"]
     assert describe({"validation/loss": 2.5, "validation/accuracy": 0.5}) == ["validation accuracy 0.500"]
+
+
+def test_the_metric_that_chooses_the_best_checkpoint_is_always_shown(tmp_path, clock):
+    stream = io.StringIO()
+    observer = ConsoleObserver(stream, clock)
+    observer.rlframework_run_started(info(tmp_path, metric="validation/reward"))
+    observer.rlframework_step_finished(0, {"validation/accuracy": 0.0, "validation/reward": -0.123456})
+    observer.rlframework_run_finished({"validation/reward": 0.5})
+    _, validated, end = stream.getvalue().splitlines()
+    assert validated == "step 0/60  validation accuracy 0.000  validation/reward -0.1235"
+    assert end.endswith("  validation/reward 0.5")
+    losses = {"validation/loss": 2.5, "validation/accuracy": 0.5}
+    assert describe(losses, "validation/loss") == ["validation accuracy 0.500", "validation/loss 2.5"]
 
 
 def test_the_first_the_last_and_validated_steps_are_always_shown(tmp_path, clock):

@@ -13,7 +13,7 @@ from scripted_episodes import END, Counter, samples
 from rlframework.errors import RefitError
 from rlframework.interfaces.environment import StepOutcome
 from rlframework.rollout.episode_thread import Bridge
-from rlframework.rollout.result import PlayedEpisode
+from rlframework.rollout.result import PlayedEpisode, Rollout
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import task_seeds, turn_seed
 from rlframework.rollout.single_turn import single_turns
@@ -56,7 +56,8 @@ def test_an_episode_is_one_row_of_prompt_turns_and_observations(make_parts: Any)
     expected_metrics = {
         "reward": 2.0, "accuracy": 1.0, "completion_length": 4.0, "truncated_fraction": 0.0, "episode_turns": 2.0,
         "episode_rows": 1.0, "tool_calls": 0.0, "malformed_tool_calls": 0.0, "template_breaks": 0.0,
-        "failed_episodes": 0.0, "reward/right": 2.0,
+        "failed_episodes": 0.0, "reward/right": 2.0, "truncated/max_new_tokens": 0.0, "truncated/max_turns": 0.0,
+        "truncated/max_episode_tokens": 0.0, "truncated/agent_request": 0.0,
     }  # fmt: skip
     assert result.metrics == expected_metrics
     assert all(episode.closed == 1 for episode in parts.environment.episodes)
@@ -247,12 +248,19 @@ class Endless(Counter):
         return StepOutcome(0.5, False, ({"role": "user", "content": "+1="},))
 
 
+def truncated_at(result: Rollout) -> dict[str, float]:
+    """The fractions of episodes that each limit has truncated, which add up to `truncated_fraction`."""
+    found = {name: value for name, value in result.metrics.items() if name.startswith("truncated/")}
+    assert sum(found.values()) == result.metrics["truncated_fraction"] == result.truncated.float().mean()
+    return {name.removeprefix("truncated/"): value for name, value in found.items() if value}
+
+
 def test_the_budget_of_turns(make_parts: Any) -> None:
     result = rollout(make_parts(Endless, None, "environment.max_turns=3"), samples(2), torch.arange(2))
     assert result.truncated.tolist() == [True, True]
     assert result.rewards.tolist() == [1.5, 1.5]
     assert result.metrics["episode_turns"] == 3.0
-    assert result.metrics["truncated_fraction"] == 1.0
+    assert truncated_at(result) == {"max_turns": 1.0}
 
 
 def test_an_episode_that_is_done_with_its_last_turn_is_not_truncated(make_parts: Any) -> None:
@@ -267,11 +275,11 @@ def test_the_budget_of_tokens_bounds_the_conversation(make_parts: Any) -> None:
     result = rollout(parts, samples(1), torch.arange(1))
     assert [request.max_new_tokens for exchange in parts.engine.exchanges for request in exchange] == [6, 1]
     assert result.data["input_lengths"].tolist() == [10]
-    assert result.truncated.tolist() == [True]
+    assert truncated_at(result) == {"max_episode_tokens": 1.0}
     assert result.rewards.tolist() == [1.0]
     result = rollout(make_parts(Endless, None, "environment.max_episode_tokens=9"), samples(1), torch.arange(1))
     assert result.data["input_lengths"].tolist() == [6]  # an observation without a turn after it is not trained on
-    assert result.truncated.tolist() == [True]
+    assert truncated_at(result) == {"max_episode_tokens": 1.0}
 
 
 @pytest.mark.slow
@@ -281,14 +289,14 @@ def test_the_budget_of_the_model_s_positions(make_parts: Any) -> None:
     result = rollout(parts, samples(1), torch.arange(1))
     assert positions is not None
     assert int(result.data["input_lengths"].max()) <= positions
-    assert result.truncated.tolist() == [True]
+    assert truncated_at(result) == {"max_episode_tokens": 1.0}
 
 
 def test_a_turn_that_is_cut_is_scored_and_ends_the_episode(make_parts: Any) -> None:
     parts = make_parts(Endless, lambda request: [5] * 20)
     result = rollout(parts, samples(1), torch.arange(1))
     assert result.completion_lengths.tolist() == [8]
-    assert result.truncated.tolist() == [True]
+    assert truncated_at(result) == {"max_new_tokens": 1.0}
     assert result.rewards.tolist() == [0.5]
 
 

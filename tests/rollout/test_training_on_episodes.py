@@ -35,7 +35,7 @@ def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, worker
     assert row["train/episode_rows"] == 1.0
     assert 1.5 < row["train/episode_turns"] <= 2.0
     assert row["train/truncated_fraction"] == pytest.approx(
-        sum(row[f"train/{name}"] for name in ("truncated_fraction",))
+        sum(value for name, value in row.items() if name.startswith("train/truncated/"))
     )
     assert all(part > 0 for part in parts)
     assert row["train/generation_logprob_difference_max"] < 1e-4  # the row that is trained is what was sampled
@@ -44,6 +44,19 @@ def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, worker
     assert [turn["role"] for turn in sample["turns"]][:2] == ["user", "assistant"]
     assert sample["model_input"] == sample["prompt"] == f"{sample['sample']}?"
     assert sample["metrics"].keys() == {"first", "second"}
+
+
+def test_a_warning_names_the_limits_that_cut_most_episodes(
+    run_config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Turns of one token seldom end with a stop token, and episodes have one turn of the two."""
+    run(run_config("grpo", *GAME, "generation.max_new_tokens=1", "environment.max_turns=1", "algorithm.num_steps=1"))
+    row = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    parts = [row[f"train/truncated/{name}"] for name in ("max_new_tokens", "max_turns")]
+    assert all(parts)
+    percent = [f"{100 * part:.0f}%" for part in parts]
+    reached = f"{percent[0]} at generation.max_new_tokens, {percent[1]} at environment.max_turns"
+    assert caplog.text.count(f"step 1: 100% of the episodes were truncated: {reached}. They are") == 1
 
 
 def test_a_resumed_run_has_the_same_episodes(run_config: Any, tmp_path: Path) -> None:

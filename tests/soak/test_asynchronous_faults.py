@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,15 @@ def _live(out: Path, config: Path) -> None:
         run(load_config(config))
 
 
+@pytest.fixture
+def temporary() -> Iterator[str]:
+    """The directory for temporary files of the driver's lives, with a path short enough for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
 def test_nothing_is_lost_when_engines_rewards_and_the_driver_are_killed(
-    run_config: Any, tmp_path: Path, soak: Any, monkeypatch: pytest.MonkeyPatch
+    run_config: Any, tmp_path: Path, soak: Any, monkeypatch: pytest.MonkeyPatch, temporary: str
 ) -> None:
     """Each step trains the prompts of an undisturbed run, also when it is repeated, none staler than the bound."""
     monkeypatch.chdir(tmp_path)
@@ -71,8 +79,7 @@ def test_nothing_is_lost_when_engines_rewards_and_the_driver_are_killed(
     options = (*SETTINGS, f"algorithm.num_steps={steps}", f"checkpoints={{every: {EVERY}, keep_last: 2}}")
     config, out = tmp_path / "run.yaml", tmp_path / "run"
     config.write_text(config_yaml(run_config("grpo", *options, "~environment", f"environment={data}")))
-    (temporary := tmp_path / "temporary").mkdir()
-    plan = {"KILLS": kills, "DEATHS": " ".join(map(str, deaths)), "TMPDIR": str(temporary)}
+    plan = {"KILLS": kills, "DEATHS": " ".join(map(str, deaths)), "TMPDIR": temporary}
     for ends in [-signal.SIGKILL] * len(deaths) + [0]:
         life = run_forked(_live, out, config, folder=tmp_path, environment=plan, seconds=soak.times(300, 3000))
         assert life.returncode == ends, life.stderr

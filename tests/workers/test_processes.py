@@ -334,3 +334,10 @@ def test_a_program_without_an_entry_guard_gets_a_hint(tmp_path):
     assert "died in starting its process" in errors
     assert "a program that starts workers must do so under `if __name__" in errors
     assert driver.returncode == 1
+
+
+def test_a_temporary_directory_too_deep_for_sockets_gets_a_hint(monkeypatch, tmp_path):
+    (deep := tmp_path / ("long" * 20)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    errors = end(run_driver(tmp_path, BUSY), [])
+    assert f"AF_UNIX path too long): set TMPDIR, {str(deep)!r}, to a shorter path" in errors

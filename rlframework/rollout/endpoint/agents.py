@@ -213,6 +213,6 @@ def _episode(sample: Sample, session: Session, end: _End) -> PlayedEpisode:
     trajectory = session.trajectory
     return PlayedEpisode(
         sample, trajectory.rows, transcript, [outcome] if outcome is not None else [], trajectory.turns,
-        trajectory.breaks, session.calls, session.malformed, session.truncated, end.failure, session.completion,
+        trajectory.breaks, session.calls, session.malformed, session.limit, end.failure, session.completion,
         end.traceback,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.requests import TurnRequest
 from rlframework.rollout.endpoint.sessions import Session
 from rlframework.rollout.episodes import is_malformed
+from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
 
 if TYPE_CHECKING:
@@ -164,9 +165,18 @@ class Sampler:
             raise session.refused(
                 f"the conversation has {used} tokens, which leaves no room for a turn: the most is {self._most} "
                 "(environment.max_episode_tokens, or the model's positions)",
-                "context_length_exceeded",
+                code="context_length_exceeded",
+                limit="max_episode_tokens",
             )
         return min(room, self._most - used)
+
+    def _limit(self, request: TurnRequest, used: int) -> Limit:
+        """Return what has cut a turn after `used` tokens: the tightest of the limits that `_room` applies."""
+        own = self._completer.max_new_tokens
+        asked = own if request.max_tokens is None else request.max_tokens
+        if self._most is not None and self._most - used < min(own, asked):
+            return "max_episode_tokens"
+        return "agent_request" if asked < own else "max_new_tokens"
 
     def _choice(
         self, session: Session, request: TurnRequest, prompt: Tensor, result: GenerationResult, known: Turn | None
@@ -181,7 +191,8 @@ class Sampler:
             calls = message.get("tool_calls", ())
             session.calls += len(calls)
             session.malformed += sum(is_malformed(call, request.tools) for call in calls)
-            session.truncated = session.truncated or result.finish_reason != "stop"
+            if result.finish_reason != "stop":
+                session.limit = session.limit or self._limit(request, len(prompt))
             session.trajectory.add(prompt, result, pictures_of(request.messages))
             begin = 0 if known is None else known.length
             session.add_turn(request, message, known, torch.cat((prompt[begin:], result.token_ids)))

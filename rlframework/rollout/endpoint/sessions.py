@@ -18,6 +18,7 @@ from rlframework.observers.timeline import ENVIRONMENT, Timeline
 from rlframework.rollout.endpoint.conversations import Conversations, Turn
 from rlframework.rollout.endpoint.errors import ApiError, unauthorized
 from rlframework.rollout.endpoint.requests import TurnRequest
+from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
 from rlframework.rollout.trajectory import Trajectory
 
@@ -39,8 +40,8 @@ class Session:
     """The turns that an agent has sampled. `engine_session`: the id for the generation client.
 
     `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
-    those that the agent has posted. `truncated`: whether a limit has ended a turn or refused one. `refusal`: why a
-    budget refused the last turn that was asked for; empty if it was sampled. `pictures`: the images of recorded
+    those that the agent has posted. `limit`: what has first cut a turn or refused one. `refusal`: why a budget
+    refused the last turn that was asked for; empty if it was sampled. `pictures`: the images of recorded
     requests by their digests, each stored once. `timeline`: gets the times of the agent's own code.
     """
 
@@ -57,7 +58,7 @@ class Session:
     started: int = 0
     calls: int = 0
     malformed: int = 0
-    truncated: bool = False
+    limit: Limit | None = None
     refusal: str = ""
     completion: str = ""
     closed: ApiError | None = None
@@ -75,14 +76,15 @@ class Session:
             raise self.refused(
                 f"this session has had {self.started} turns, and this request for {count} exceeds "
                 f"environment.max_turns={self.max_turns}",
-                "max_turns",
+                code="max_turns",
+                limit="max_turns",
             )
         self.started += count
         self.refusal = ""
 
-    def refused(self, message: str, code: str) -> ApiError:
+    def refused(self, message: str, *, code: str, limit: Limit) -> ApiError:
         """Return the error of a turn that a budget refuses, which makes the session truncated."""
-        self.truncated, self.refusal = True, message
+        self.limit, self.refusal = self.limit or limit, message
         return ApiError(message, code=code)
 
     def seeds(self, prompt: Tensor, count: int, pictures: Sequence[Picture] = ()) -> list[int] | None:

@@ -125,6 +125,7 @@ def test_an_agent_that_raises_at_a_budget_is_truncated(agent_parts: Any, caplog:
     assert result.failures == [""] * 3
     assert result.rewards.tolist() == [0.0, 0.5, 2.0]
     assert result.truncated.tolist() == [True] * 3
+    assert result.metrics["truncated/max_turns"] == 1.0
     assert result.metrics["episode_turns"] == 2.0
     assert caplog.text.count("counts as truncated") == 1
     assert "this request for 1 exceeds environment.max_turns=2. Others" in caplog.text

@@ -25,7 +25,7 @@ def test_a_reply_has_text_usage_logprobs_and_is_recorded(serving: Any) -> None:
             (row,) = served.session.trajectory.rows
             assert row.token_ids.tolist()[: len(prompt)] == prompt
             assert row.token_mask.tolist() == [False] * len(prompt) + [True] * 3
-            assert served.session.truncated
+            assert served.session.limit == "agent_request"
             assert [m.id async for m in client.models.list()] == ["policy"]
 
     asyncio.run(run())

@@ -176,7 +176,7 @@ def test_a_session_has_a_limit_of_turns_and_of_tokens(serving: Any) -> None:
     async def run() -> None:
         async with serving(max_turns=2) as served:
             assert (await post(served, "/chat/completions", json.dumps({**BODY, "n": 3}))).status_code == 400
-            assert served.session.truncated
+            assert served.session.limit == "max_turns"
             assert (await post(served, "/chat/completions", json.dumps({**BODY, "n": 2}))).status_code == 200
             reply = await post(served, "/chat/completions", json.dumps(BODY))
             assert reply.json()["error"]["code"] == "max_turns"
