@@ -1,0 +1,123 @@
+"""Whole runs with losses that are given by import path."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlframework import config_yaml, load_config, run
+from rlframework.errors import ConfigError
+from rlframework.runner.launch import resume
+
+pytestmark = pytest.mark.slow
+
+OWN = "probe_own_losses"
+OWN_LOSS = f"{OWN}:Weighted"
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (OWN_LOSS, 1.0),
+        (f"{OWN}:made", 3.0),
+        (f"{{name: '{OWN_LOSS}', weight: 2.5}}", 2.5),
+        (f"{{name: '{OWN}:make', weight: 4.0}}", 4.0),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_an_own_loss(run_config, tmp_path: Path, algorithm: str, loss: str, weight: float) -> None:
+    config = run_config(algorithm, f"algorithm.loss={loss}", "algorithm.num_steps=1")
+    (tmp_path / "printed.yaml").write_text(config_yaml(config))
+    assert load_config(tmp_path / "printed.yaml") == config
+    row = run(config).history[1]
+    assert row["train/global_valid_toks"] > 0
+    if algorithm == "grpo":  # the mean of the metric over the tokens is the weight itself
+        assert row["train/weight_seen"] == pytest.approx(weight, rel=1e-5)
+    else:  # a random model of 51 tokens: -log p is some ln(51) = 3.93
+        assert row["train/loss"] == pytest.approx(3.93 * weight, rel=0.2)
+
+
+def test_an_own_loss_gets_the_log_probabilities_that_it_reads(run_config) -> None:
+    """Also with one optimizer step per rollout, where the built-in losses do not need them."""
+    one_step = ["algorithm.num_steps=1", "policy.train_global_batch_size=32"]
+    config = run_config("grpo", f"algorithm.loss={OWN}:Ratio", *one_step)
+    assert run(config).metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_an_own_loss_in_other_processes_with_a_reference(run_config) -> None:
+    keys = f"{{name: '{OWN_LOSS}', weight: 2.0, kl_coef: 0.5}}"
+    config = run_config("grpo", f"algorithm.loss={keys}", "algorithm.num_steps=1", "worker_group.name=processes")
+    assert run(config).metrics["train/weight_seen"] == pytest.approx(2.0, rel=1e-5)
+
+
+def test_a_run_of_own_parts_goes_on_with_the_numbers_of_one_that_was_not_stopped(run_config, tmp_path: Path) -> None:
+    keys = [
+        "~environment",
+        "environment={name: 'probe_own_environments:Tiring'}",
+        f"algorithm.loss={{name: '{OWN_LOSS}', weight: 2.0}}",
+    ]
+    keys += ["checkpoints.every=2", "algorithm.validation.every=0"]
+    whole = run(run_config("grpo", *keys, f"output_dir={tmp_path / 'whole'}", "algorithm.num_steps=4")).history
+    shutil.copytree(tmp_path / "whole", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-000004")
+    shutil.rmtree(tmp_path / "two" / "model")
+    assert load_config(tmp_path / "two" / "config.yaml").resume_command.endswith(f"{tmp_path / 'whole'} --trust-run")
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.name='.*', which calls this function.*--trust-run"):
+        resume(tmp_path / "two")
+    two = resume(tmp_path / "two", trust_run=True).history
+    rewards = [row["train/reward"] for row in whole if "train/reward" in row]
+    assert rewards[2:] == [row["train/reward"] for row in two if "train/reward" in row][-2:]
+    assert rewards[2] < rewards[0] / 2  # tired, and not fresh again
+    left, right = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "two"))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (f"{OWN}:Missing", r"`algorithm\.loss`: .*has no 'Missing'"),
+        (f"{OWN}:number", r"`algorithm\.loss`: .* is not a loss or callable, but int"),
+        (f"{OWN}:makes_nothing", "returned NoneType, which is not a loss"),
+        (f"{OWN}:raises", r"\.py, line \d+\) raised ValueError when called with \{\}: not today"),
+        (f"{{name: '{OWN}:make', wieght: 2}}", r"raised TypeError .*'wieght'"),
+        (
+            f"{{name: '{OWN}:made', weight: 2}}",
+            r"is a loss instance and takes no keys, but \['weight'\] are given",
+        ),
+        ("clipped", r"`algorithm\.loss`: must be a mapping of the loss's settings, or an import path such as"),
+        ("{kl_cof: 0.1}", "Did you mean `algorithm.loss.kl_coef`"),
+    ],
+)
+def test_losses_that_cannot_be_used_are_told(run_config, tmp_path: Path, loss: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_config("grpo", f"algorithm.loss={loss}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_schema_takes_own_parts() -> None:
+    import jsonschema
+
+    from rlframework import config_schema, create_manager
+
+    schema = jsonschema.Draft202012Validator(config_schema(create_manager()))
+    for loss in (OWN_LOSS, {"name": OWN_LOSS, "weight": 2}, {"kl_coef": 0.1}):
+        algorithm = {"name": "grpo", "loss": loss}
+        schema.validate({"algorithm": algorithm, "environment": {"name": "a.b:C", "upto": 3}})
+    with pytest.raises(jsonschema.ValidationError):
+        schema.validate({"algorithm": {"name": "grpo", "loss": "clipped"}})
+
+
+def test_a_loss_gets_the_columns_that_the_page_lists(run_config) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "your_own.md").read_text(encoding="utf-8")
+    listed = dict[str, float]()
+    for names, shapes in re.findall(r"^\| (`[a-z_`, ]+`) \| (`\[B[^|]*) \|", page, re.MULTILINE):
+        dimensions = [float(shape.count(",") + 1) for shape in re.findall(r"\[.*?\]", shapes)]
+        listed |= zip(re.findall(r"\w+", names), dimensions, strict=True)
+    keys = f"{{name: '{OWN}:Columns', kl_coef: 0.5}}"
+    metrics = run(run_config("grpo", f"algorithm.loss={keys}", "algorithm.num_steps=1")).metrics
+    assert listed == {name[6:-4]: value for name, value in metrics.items() if re.fullmatch(r"train/\w+_max", name)}
