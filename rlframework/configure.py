@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pydantic import ConfigDict
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section, with_shared_keys
+from rlframework.config.hints import peer_hint
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -263,19 +264,29 @@ def _select(tree: Tree, manager: PluginManager) -> tuple[dict[str, Registered], 
         given, origin = tree.get(keys), tree.origin((*keys, key))
         if not isinstance(given, Mapping):
             continue  # validation reports this
+        parts = manager.registered(record_type.kind).values() if key == "name" else ()
         name = given.get(key, model.model_fields[key].default)
         if isinstance(name, str):
             try:
                 selected[section] = manager.select(record_type.kind, name)
             except PluginError as error:
                 message = in_section(str(error), keys[0]) if keys[0] in FURTHER_POLICIES else str(error)
-                problems.append(Problem("", message, origin=origin, cause=PluginError(message)))
+                hint = _hints_for_unknown_keys(keys, given, parts)
+                problems.append(Problem("", message, hint, origin=origin, cause=PluginError(message)))
         else:
             known = ", ".join(sorted(manager.registered(record_type.kind))) or "none is installed"
             message = "must be one of" if key in given else "required key is missing; must be one of"
             shown = given.get(key, NOT_GIVEN)
-            problems.append(Problem(f"{section}.{key}", f"{message}: {known}", given=shown, origin=origin))
+            hint = _hints_for_unknown_keys(keys, given, parts)
+            problems.append(Problem(f"{section}.{key}", f"{message}: {known}", hint, given=shown, origin=origin))
     return selected, problems
+
+
+def _hints_for_unknown_keys(section: Keys, given: Mapping[str, Any], parts: Iterable[Registered]) -> str:
+    """Say what the keys of `section` are called here that none of the `parts` has, of which none is selected."""
+    known = {key for part in parts for key in _section_model(part).model_fields}
+    unknown = {key: value for key, value in given.items() if key not in known}
+    return peer_hint(tuple(map(str, section)), unknown) if known and unknown else ""
 
 
 def _backend_models(manager: PluginManager) -> Models:

@@ -197,7 +197,10 @@ class PluginManager:
         near = "" if meaning else near
         if meaning or (near and name not in own):
             yield meaning or f"Did you mean {near!r}?"
-        listed = ", ".join(f"{known} ({entry.blame})" for known, entry in installed.items())
+        of_each = dict[str, list[str]]()
+        for known, entry in installed.items():
+            of_each.setdefault(entry.blame, []).append(known)
+        listed = "; ".join(f"{', '.join(names)} ({blame})" for blame, names in of_each.items())
         yield f"Installed: {listed or 'none'}."
         for plugin in self._plugins:
             if plugin.status != "active":

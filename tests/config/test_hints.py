@@ -262,6 +262,17 @@ def test_the_way_to_switch_validation_off_is_told() -> None:
     assert (validation.every, validation.at_start, validation.at_end) == (0, False, False)
 
 
+@pytest.mark.parametrize("name", [{}, {"name": "gae"}], ids=["no-name", "unknown-name"])
+def test_keys_of_a_section_get_their_hints_before_its_name_is_known(name: dict[str, str]) -> None:
+    """Of another framework, not those that any algorithm has."""
+    algorithm = {**name, "use_kl_in_reward": True, "lam": 0.95, "gamma": 1.0, "num_steps": 3}
+    with pytest.raises((ConfigError, PluginError)) as error:
+        load_config({**MINIMAL, "algorithm": algorithm})
+    message = str(error.value)
+    assert "\n    `use_kl_in_reward`: `algorithm.reward_kl`" in message
+    assert message.endswith("`lam`: `algorithm.gae_lambda`. It is a key of `algorithm.name` ppo.")
+
+
 def test_a_misspelled_sibling_is_preferred_to_a_peer_word() -> None:
     assert "Did you mean `policy.optimizer.betas`?" in error_of("policy.optimizer.beta=0.9")
 

@@ -150,6 +150,12 @@ def test_an_unknown_name_gets_the_nearest_and_what_is_installed(install):
     assert "`rlframework plugins` lists the plugins that are found" in message
 
 
+def test_what_is_installed_is_listed_by_distribution():
+    message = choose_error(create_manager(), "algorithm", "grpoo")
+    assert "Installed: sft, grpo, dr_grpo, " in message
+    assert message.count("(rlframework-core ") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "meant"), [("dtensor", "dtensor"), ("megatron", "megatron"), ("deepsped", "deepspeed")]
 )
