@@ -60,7 +60,7 @@ def test_async_calls_are_awaited_together_and_keep_their_order(make) -> None:
     rewards(environment, ["x"])  # the process is up
     began = time.monotonic()
     assert rewards(environment, ["x"] * len(samples)) == [float(sample.answer) for sample in samples]
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 2
 
 
 @here_and_in_a_process

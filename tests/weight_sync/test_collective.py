@@ -164,10 +164,10 @@ def test_a_missing_rank_is_named_at_the_deadline(sent):
     begun = time.monotonic()
     with pytest.raises(
         RefitError,
-        match=r"rank 0 of 2 could not form the process group .* within 1 s .*ranks \[1\] have not answered",
+        match=r"rank 0 of 2 could not form the process group .* within 2 s .*ranks \[1\] have not answered",
     ):
-        RefitGroup("127.0.0.1", 0, 0, 2, CPU, 1.0, bind_free_port("127.0.0.1"))
-    assert time.monotonic() - begun < 1.9
+        RefitGroup("127.0.0.1", 0, 0, 2, CPU, 2.0, bind_free_port("127.0.0.1"))
+    assert time.monotonic() - begun < 3.9
     with pytest.raises(RefitNotPrepared, match="init_collective must be called"):
         ready_engine(sent).update_weights_from_collective()
 
