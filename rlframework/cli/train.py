@@ -115,7 +115,7 @@ def convert(
     """Convert a checkpoint to another format, tensor by tensor, without a GPU.
 
     portable: whole tensors, with a Hugging Face directory in model/; sharded: the shards of torch's DCP;
-    huggingface: the model alone. A model directory has no optimizer state to convert.
+    huggingface: the model alone, with LoRA adapters merged. A model directory has no optimizer state to convert.
 
     \b
     rlframework convert runs/grpo models/grpo --to huggingface

@@ -223,7 +223,7 @@ def find_model(name: str) -> ModelSource:
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise UserError(
                 f"{folder} holds LoRA adapters without their base model; give the run itself, which saves the merged "
-                "model at its end, or merge them with peft's merge_and_unload"
+                f"model at its end, or merge them: rlframework convert {name} NEW_FOLDER --to huggingface"
             )
     if (path / "config.json").is_file():
         return ModelSource(name, name, None)

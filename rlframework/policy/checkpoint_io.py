@@ -81,7 +81,7 @@ class CheckpointIO:
             optimizer = optimizer_path is not None
             facts = {"backend": self.backend, "workers": engine.context.world_size, "optimizer": optimizer}
             write = partial(engine.save_native, optimizer=optimizer)
-            beside = partial(write_config, engine=engine)
+            beside = partial(write_config, policy=engine.config, tokenizer=engine.tokenizer)
             save_native(weights_path, engine.context, beside=beside, write=write, facts=facts)
             if optimizer_path is not None:
                 self._save_optimizer(optimizer_path, iter(()))
@@ -113,7 +113,8 @@ class CheckpointIO:
         from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
 
         context, state = self.engine.context, self.engine.sharded_state()
-        plans = [DirectoryPlan(weights_path, state.weights, partial(write_config, engine=self.engine))]
+        beside = partial(write_config, policy=self.engine.config, tokenizer=self.engine.tokenizer)
+        plans = [DirectoryPlan(weights_path, state.weights, beside)]
         if optimizer_path is not None:
             parts = run_on_all_ranks(context, lambda: state.steps)
             steps = {name: count for part in parts for name, count in part.items()}

@@ -61,7 +61,7 @@ class TrainedWeights:
         weights = self.engine.gather_weights(self.engine.weight_specs())
 
         def write(folder: Path) -> None:
-            write_config(folder, self.engine)
+            write_config(folder, self.engine.config, self.engine.tokenizer)
             write_tensors(folder, weights)
 
         write_from_rank_0(path, self.engine.context.rank, weights, write, checksums=checksums)

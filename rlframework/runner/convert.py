@@ -1,9 +1,9 @@
 """Convert checkpoints between formats (`rlframework convert`) in one process, without workers or a GPU.
 
 The formats are portable, sharded (both in `rlframework.policy.checkpoint`) and `huggingface`, a model directory without
-optimizer state. Tensors are read one by one. Writing a sharded checkpoint keeps one of them in memory, and writing
-safetensors as many as fit into one file (`pretrained.SHARD_BYTES`). Not supported: adapters (training merges them) and
-files other than safetensors.
+optimizer state: adapters are merged into their base model. Tensors are read one by one. Writing a sharded checkpoint
+keeps one of them in memory, and writing safetensors as many as fit into one file (`pretrained.SHARD_BYTES`). Not
+supported: sharded adapters, and files other than safetensors.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rlframework.config.policy import PolicyConfig
 from rlframework.errors import DataError, UserError
 from rlframework.files import replacing_directory
 from rlframework.huggingface.model_files import check_model_files, read_object
+from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.logs import ProgressCallback
+from rlframework.policy.checkpoint.adapter import has_adapters
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
-from rlframework.policy.checkpoint.pretrained import open_saved, write_tensors
+from rlframework.policy.checkpoint.merged import MergedWeights
+from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_tensors
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved, is_sharded, reject_native
 from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
 from rlframework.policy.engine import TensorShard
@@ -49,15 +53,12 @@ def convert(
     if to not in FORMATS:
         raise UserError(f"--to {to}: must be one of {', '.join(FORMATS)}")
     folders, run = find_source(source)
-    sharded = any(map(is_sharded, folders))
-    whole = "portable" if len(folders) > 1 or (folders[0] / MANIFEST).exists() else "huggingface"
-    if to == ("sharded" if sharded else whole):
-        raise UserError(f"{source} is already {to}; there is nothing to convert")
+    _require_change(source, folders, to)
     _require_free(Path(dest), overwrite)
     for folder in (*folders, *([] if run is None else [run])):
         check_files(folder, required=is_sharded(folder))
     with ExitStack() as stack:
-        saved = [stack.enter_context(open_saved(folder)) for folder in folders]
+        saved = [stack.enter_context(_opened(folder)) for folder in folders]
         total, done = sum(map(len, saved if to != "huggingface" else saved[:1])), itertools.count(1)
 
         def read(tensors: Saved, name: str) -> Tensor:
@@ -67,7 +68,7 @@ def convert(
 
         with replacing_directory(dest) as folder:
             if to == "huggingface":
-                _write_whole(folder, saved[0], read)
+                _write_model(folder, folders[0], saved[0], read)
             else:
                 for part, tensors in zip((folder / MODEL, folder / OPTIMIZER), saved, strict=False):
                     if to == "sharded":
@@ -84,6 +85,23 @@ def convert(
     return f"done: {total:,} tensors of {folders[0].parent}, {to}, in {dest}{note}"
 
 
+def _require_change(source: str, folders: Sequence[Path], to: str) -> None:
+    """Raise a `UserError` if `source` has the form `to`, or cannot have it."""
+    adapters, sharded = has_adapters(folders[0]), any(map(is_sharded, folders))
+    whole = "portable" if adapters or len(folders) > 1 or (folders[0] / MANIFEST).exists() else "huggingface"
+    if to == ("sharded" if sharded else whole):
+        raise UserError(f"{source} is already {to}; there is nothing to convert")
+    if adapters and to == "sharded":
+        raise UserError(
+            f"{folders[0]} holds adapters, which are not saved in shards; --to huggingface merges them into their base "
+            "model"
+        )
+
+
+def _opened(folder: Path) -> Saved:
+    return MergedWeights(folder) if has_adapters(folder) else open_saved(folder)
+
+
 def find_source(given: str) -> tuple[list[Path], Path | None]:
     """Find the newest checkpoint of a run, a checkpoint, or a model directory. Anything else raises `UserError`.
 
@@ -95,10 +113,8 @@ def find_source(given: str) -> tuple[list[Path], Path | None]:
     found = newest_checkpoint(path) or path
     run, optimizer = found if (found / RUN).exists() else None, found / OPTIMIZER
     model = found / MODEL if run is not None or optimizer.is_dir() or (found / MODEL).is_dir() else found
-    if (model / "adapter_config.json").exists():
-        raise UserError(f"{model} holds adapters, which need no conversion: peft reads them directly")
     reject_native(model)
-    if not is_sharded(model) and not any(model.glob("model*.safetensors")):
+    if not (is_sharded(model) or has_adapters(model) or any(model.glob("model*.safetensors"))):
         raise DataError(
             f"{model} has neither model*.safetensors nor the shards of a checkpoint; give a run, a "
             "checkpoint of one, or a model directory with safetensors"
@@ -117,6 +133,15 @@ def _require_free(dest: Path, overwrite: bool) -> None:
         raise UserError(
             f"{dest} holds no checkpoint or model, so --overwrite does not replace it; choose another folder"
         )
+
+
+def _write_model(folder: Path, source: Path, saved: Saved, read: Read) -> None:
+    """Write a model directory: of adapters the merged model, with their tokenizer."""
+    if not isinstance(saved, MergedWeights):
+        _write_whole(folder, saved, read)
+        return
+    write_config(folder, PolicyConfig(model_name=saved.base), load_tokenizer(str(source)))
+    write_tensors(folder, ((name, read(saved, name)) for name in saved))
 
 
 def _write_whole(folder: Path, saved: Saved, read: Read) -> None:

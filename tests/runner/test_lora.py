@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from probe_runs import numbers_of
 from safetensors.torch import load_file
 
 from rlframework import run
-from rlframework.errors import UserError
+from rlframework.errors import DataError, UserError
 from rlframework.evaluation.plan import configurations, find_model
+from rlframework.runner.convert import convert
 from rlframework.runner.launch import resume
 from rlframework.training.checkpoints import checkpoints_in
 
@@ -56,10 +58,45 @@ def test_a_run_goes_on_from_adapters_and_ends_with_a_merged_model_and_the_adapte
     assert not list((newest / "model").glob("model*.safetensors")), "the base is named, and not copied"
     told = json.loads((newest / "model" / "base.json").read_text())
     assert told["model_name"] == str(tiny_llama)
-    with pytest.raises(UserError, match="holds LoRA adapters"):
+    with pytest.raises(UserError, match=f"holds LoRA adapters.*: rlframework convert {newest} NEW_FOLDER --to hugging"):
         find_model(str(newest))
     [asked] = configurations([find_model(str(whole))], [])
     assert asked.policy.lora is None, "what is evaluated is merged already"
+
+
+def test_adapters_of_a_checkpoint_are_merged_into_a_model_directory(run_config, tmp_path):
+    """The same one, to the bit, that the run writes when it ends with these adapters."""
+    out, made = tmp_path / "run", tmp_path / "made"
+    run(run_config("sft", *options(out)))
+    for number, source in enumerate((out, checkpoints_in(out)[-1], out / "adapter")):
+        convert(str(source), f"{made}{number}", "huggingface")
+        ours, theirs = Path(f"{made}{number}"), out / "model"
+        assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()} - {"checksums.json"}
+        merged, wanted = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
+        assert merged.keys() == wanted.keys()
+        assert all(torch.equal(merged[name], wanted[name]) for name in wanted)
+        assert (ours / "config.json").read_text() == (theirs / "config.json").read_text()
+    convert(str(checkpoints_in(out)[0]), str(tmp_path / "best"), "huggingface")
+    earlier = load_file(tmp_path / "best" / "model.safetensors")
+    assert not all(torch.equal(earlier[name], wanted[name]) for name in wanted)
+    for to, message in (("sharded", "--to huggingface merges them"), ("portable", "is already portable")):
+        with pytest.raises(UserError, match=message):
+            convert(str(out), str(tmp_path / "no"), to)
+
+
+def test_adapters_are_not_merged_into_another_base(run_config, tmp_path):
+    out = tmp_path / "run"
+    run(run_config("sft", *options(out, "algorithm.num_steps=2")))
+    file = out / "adapter" / "adapter_config.json"
+    values = json.loads(file.read_text())
+    for base, message in (
+        (str(tmp_path / "gone"), "neither a directory here nor a downloaded model; a relative path counts from"),
+        (str(out / "model"), "were trained on .*, whose files differ"),
+    ):
+        file.write_text(json.dumps(values | {"base_model_name_or_path": base}))
+        with pytest.raises(DataError, match=message):
+            convert(str(out / "adapter"), str(tmp_path / "new"), "huggingface")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("transport", ["ipc", "collective"])

@@ -14,7 +14,6 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,8 +59,7 @@ def weights_as_loaded(folder: Path) -> dict[str, torch.Tensor]:
     whole = load_model(config, None)
     require_vocabulary(whole, tokenizer)
     (folder / "saved").mkdir()
-    engine: Any = SimpleNamespace(config=config, tokenizer=tokenizer)
-    write_config(folder / "saved", engine)  # at the end of the run
+    write_config(folder / "saved", config, tokenizer)  # at the end of the run
     empty = empty_model(config, model_config, None)
     weights = pretrained_weights(FileLayout.of(empty), empty, config, None)
     found = {name: weights[name] for name in weights}

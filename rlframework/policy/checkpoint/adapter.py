@@ -72,28 +72,49 @@ def read_adapter(
             f"{folder} has a whole model and no adapters: it is of a run without policy.lora. Resume that run without "
             f"it, or start a run with policy.model_name={folder} to train adapters of these weights"
         )
-    config = _read_json(folder / CONFIG)
-    kind, unsupported = config.get("peft_type"), [key for key in UNSUPPORTED_KEYS if config.get(key)]
-    if kind != "LORA" or unsupported or config.get("bias", "none") != "none":
-        raise DataError(f"{folder / CONFIG} is not plain LoRA (peft_type {kind!r}, set: {unsupported or 'bias'})")
+    config = adapter_config(folder)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if rank != lora.rank or alpha != lora.alpha:
         raise DataError(
             f"the adapters in {folder} have rank {rank} and alpha {alpha}, but policy.lora has rank {lora.rank} and "
             f"alpha {lora.alpha}; set policy.lora.rank and policy.lora.alpha to match"
         )
+    require_base(folder, model_name)
+    adapters = adapter_matrices(folder)
+    if found := differences({name: tuple(tensor.shape) for name, tensor in adapters.items()}, specs):
+        raise DataError(f"{folder} is for other layers than policy.lora.target_modules: it {found}")
+    return adapters
+
+
+def has_adapters(folder: Path) -> bool:
+    """Whether `folder` holds adapters, and not a whole model."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """Return peft's configuration of the adapters in `folder`; a `DataError` if they are not plain LoRA."""
+    config = _read_json(folder / CONFIG)
+    kind, unsupported = config.get("peft_type"), [key for key in UNSUPPORTED_KEYS if config.get(key)]
+    if kind != "LORA" or unsupported or config.get("bias", "none") != "none":
+        raise DataError(f"{folder / CONFIG} is not plain LoRA (peft_type {kind!r}, set: {unsupported or 'bias'})")
+    return config
+
+
+def require_base(folder: Path, model_name: str) -> None:
+    """Raise a `DataError` if the adapters in `folder` name other files of a base than those of `model_name`."""
     base = _read_json(folder / BASE) if (folder / BASE).exists() else None
     if base is not None and base.get("files") != base_files(model_name):
         raise DataError(
             f"the adapters in {folder} were trained on {base.get('model_name')!r}, whose files differ from "
             f"those of policy.model_name={model_name!r}; use the base that they were trained on"
         )
+
+
+def adapter_matrices(folder: Path) -> dict[str, Tensor]:
+    """Read the matrices in `folder`, by their layers' paths in the base model and `lora_math.A` or `B`."""
     with reading(folder / WEIGHTS):
         tensors = load_file(folder / WEIGHTS)
-    adapters = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    if found := differences({name: tuple(tensor.shape) for name, tensor in adapters.items()}, specs):
-        raise DataError(f"{folder} is for other layers than policy.lora.target_modules: it {found}")
-    return adapters
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -101,17 +122,24 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def base_files(model_name: str) -> dict[str, Any]:
-    """Return size and checksum of the ends of each safetensors file of `model_name`, a folder or on the Hub."""
-    folder = Path(model_name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def base_folder(model_name: str) -> Path | None:
+    """Return the directory of the model `model_name`, itself one or downloaded from the hub; None if neither."""
+    if Path(model_name).is_dir():
+        return Path(model_name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-        try:
-            folder = Path(snapshot_download(model_name, local_files_only=True))
-        except (LocalEntryNotFoundError, HfHubHTTPError, ValueError):
-            return {}
+    try:
+        return Path(snapshot_download(model_name, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError):
+        return None
+
+
+def base_files(model_name: str) -> dict[str, Any]:
+    """Return size and checksum of the ends of each safetensors file of `model_name`, a directory or on the hub."""
+    folder = base_folder(model_name)
+    if folder is None:
+        return {}
     found = {}
     for path in sorted(folder.glob("model*.safetensors")):
         size = path.stat().st_size

@@ -15,10 +15,12 @@ from rlframework.huggingface.vision_models import scoring_architecture
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.checkpoint.manifest import write_manifest
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors, is_sharded, reject_native
-from rlframework.policy.engine import Engine
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.config.policy import PolicyConfig
 
 SHARD_BYTES = 4 << 30
 """Size at which a safetensors file is closed and the next one started; bounds the memory in use."""
@@ -39,21 +41,21 @@ def write_from_rank_0(
                     write_manifest(folder)
 
 
-def write_config(folder: Path, engine: Engine) -> None:
-    """Write the non-weight files of a Hugging Face directory for the engine's model, with fp32 as the dtype."""
+def write_config(folder: Path, policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the non-weight files of a Hugging Face directory for the model of `policy`, with fp32 as the dtype."""
     from transformers import AutoConfig, GenerationConfig
 
-    model_name = engine.config.model_name
-    config = AutoConfig.from_pretrained(model_name, trust_remote_code=engine.config.trust_remote_code)
+    model_name = policy.model_name
+    config = AutoConfig.from_pretrained(model_name, trust_remote_code=policy.trust_remote_code)
     config.dtype = "float32"
-    if engine.config.head_init != "checkpoint":  # a language model's files, to which a head was added
+    if policy.head_init != "checkpoint":  # a language model's files, to which a head was added
         config.num_labels = 1
         config.architectures = [scoring_architecture(config)]
     config.save_pretrained(folder)
     with suppress(OSError):  # the model has none
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)
     copy_processor(model_name, folder)
-    engine.tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
