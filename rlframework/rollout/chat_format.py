@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
@@ -96,7 +96,8 @@ class ChatFormat:
         Tool calls get an id of nine characters, as Mistral's templates want, that depends on the completion. One that
         is malformed has the name that was found or none, and its text as arguments; so have several calls where the
         template writes only one in a turn. `tools` give the types of arguments that the format writes without quotes.
-        Reasoning is kept apart from the content where the chat template does so.
+        Reasoning is kept apart from the content where the chat template does so. Special tokens that are part of
+        neither, such as padding that was sampled, are not text, as in single turns.
         """
         ids = list(completion_ids)
         digest = blake2b(repr(ids).encode(), digest_size=8).hexdigest()
@@ -104,9 +105,20 @@ class ChatFormat:
             ids.pop()
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
         turn = self._turn(text, tools)
+        if special := self._special_ids.intersection(ids):
+            turn = self._without_special(turn, text, ids, special)
         if len(turn.calls) > 1 and not self._text.takes_several_calls:
             turn = replace(turn, calls=(ParsedCall("", text.strip()),))
         return turn.message([f"{digest[:6]}{number:03d}" for number in range(len(turn.calls))])
+
+    def _without_special(self, turn: ParsedTurn, text: str, ids: Sequence[int], special: Collection[int]) -> ParsedTurn:
+        """Return `turn`, which was parsed from `text`, without the `special` ones of its tokens `ids`."""
+        if turn.content == text:
+            return replace(turn, content=str(self._tokenizer.decode(list(ids), skip_special_tokens=True)))
+        reasoning, content = turn.reasoning, turn.content
+        for token in self._tokenizer.convert_ids_to_tokens(list(special)):
+            content, reasoning = content.replace(token, ""), reasoning and reasoning.replace(token, "")
+        return replace(turn, content=content, reasoning=reasoning)
 
     def _turn(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         if self._knows_reasoning:
@@ -122,6 +134,10 @@ class ChatFormat:
     def turn_end_ids(self) -> frozenset[int]:
         """The tokens that end a turn in the chat template, for generation to stop there; without one, the end token."""
         return self._ids(self._text.turn_ends) or self._end_token
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
 
     @cached_property
     def _closing_ids(self) -> frozenset[int]:

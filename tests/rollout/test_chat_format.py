@@ -26,6 +26,13 @@ def with_template(template: str, name: str = "chatml") -> Any:
     return made
 
 
+def with_special(name: str) -> Any:
+    """The tokenizer with a special token that no template writes."""
+    made = deepcopy(tokenizer(name))
+    made.add_special_tokens({"additional_special_tokens": ["<sampled>"]})
+    return made
+
+
 def reply_to(chat: ChatFormat, model: Any, text: str) -> tuple[list[int], Message]:
     """The history after a turn that was sampled as `text`, and its message."""
     ids = model(text, add_special_tokens=False)["input_ids"]
@@ -221,7 +228,24 @@ def test_a_text_that_follows_another_gets_no_space(template: Any) -> None:
     assert model.decode(extended[len(history) - 1 :]) == ("34" if template is None else "3?4?")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_special_tokens_that_were_sampled_are_no_text(name: str) -> None:
+    """As in single turns, whose texts are decoded without them."""
+    model = with_special(name)
+    ids = model("<sampled>12<sampled>", add_special_tokens=False)["input_ids"]
+    assert ChatFormat(model).parse(ids)["content"] == model.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["chatml", "deepseek", "deepseek_v31"])
+def test_special_tokens_beside_a_call_are_no_text(name: str) -> None:
+    model = with_special(name)
+    chat, text = ChatFormat(model), "".join(written(name, Turn("12", None, {"a": 1})))
+    reply = chat.parse(model(text.replace("12", "1<sampled>2"), add_special_tokens=False)["input_ids"], TOOLS)
+    assert reply["content"] == "12"
+    assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+
+
 def test_a_token_that_starts_turns_does_not_end_them() -> None:
     """The template writes contents backwards, so that its ends cannot be found with a known content."""
     model = with_template(tokenizer("chatml").chat_template.replace(CONTENT, f"({CONTENT} | reverse)"))
-    assert ChatFormat(model).parse(model("a<|im_start|>")["input_ids"])["content"] == "a<|im_start|>"
+    assert model.convert_tokens_to_ids("<|im_start|>") not in ChatFormat(model)._closing_ids
