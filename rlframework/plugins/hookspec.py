@@ -50,8 +50,8 @@ class SampleRecord:
     turns, `sampled` and the `reward` that followed. `failure`: why the episode failed, so that it is not trained on.
     `images`: those of the prompt, each an `rlframework.interfaces.pictures.Picture`. `sample`: the id of its
     `rlframework.interfaces.environment.Sample`. `metrics`: what its reward consists of, by name, without weights.
-    `truncated`: whether an episode ended at a budget. `model_input`: the text that the first turn of an episode
-    continues, with the template's text of its tools.
+    `truncated`: whether a limit cut the answer or the episode. `model_input`: the text that the answer or the first
+    turn continues, as the chat template writes it, also of tools.
     """
 
     prompt: str

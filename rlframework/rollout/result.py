@@ -72,7 +72,7 @@ class Rollout:
     ) -> list[SampleRecord]:
         """Return at most `count` of the samples for logging: evenly spaced, and one that failed if there is any.
 
-        `tokenizer`: decodes what the first turn of episodes continues; None: it is left out.
+        `tokenizer`: decodes what the answer or the first turn continues; None: it is left out.
         """
         some = count and self.scored
         rows = list(range(0, len(self.samples), -(-len(self.samples) // count))) if some else []
@@ -92,20 +92,22 @@ class Rollout:
         self, row: int, step: int, kind: Literal["train", "validation"], tokenizer: PreTrainedTokenizerBase | None
     ) -> SampleRecord:
         sample, completion, reward = self.samples[row], self.completions[row], float(self.rewards[row])
-        parts = self.parts[row] if self.parts else {}
+        common: dict[str, Any] = {
+            "sample": sample.id,
+            "metrics": self.parts[row] if self.parts else {},
+            "truncated": bool(self.truncated[row]),
+            "model_input": self._model_input(row, tokenizer),
+        }
         if not self.transcripts:
             images, asked = pictures_of(sample.messages), text_of(sample.messages[-1])
-            return SampleRecord(asked, completion, reward, step, kind, images=images, sample=sample.id, metrics=parts)
+            return SampleRecord(asked, completion, reward, step, kind, images=images, **common)
         turns = self.turns(row, training=kind == "train")
         first = next((number for number, turn in enumerate(turns) if "sampled" in turn), len(turns))
         prompt = text_of(cast("Message", turns[first - 1])) if first else _asked(sample)
-        return SampleRecord(
-            prompt, completion, reward, step, kind, tuple(turns), self.failures[row], sample=sample.id, metrics=parts,
-            truncated=bool(self.truncated[row]), model_input=self._model_input(row, tokenizer),
-        )  # fmt: skip
+        return SampleRecord(prompt, completion, reward, step, kind, tuple(turns), self.failures[row], **common)
 
     def _model_input(self, row: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
-        """The tokens before the first sampled one of an episode, as text; empty without one."""
+        """The tokens before the first sampled one of an answer or episode, as text; empty without one."""
         first = int((self.episode_of == row).nonzero()[0])
         sampled = self.data["token_mask"][first].nonzero()
         if tokenizer is None or not len(sampled):

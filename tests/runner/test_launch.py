@@ -125,6 +125,9 @@ def test_answers_that_are_cut_are_warned_about_once(run_config, tmp_path, caplog
     fractions = [row["train/truncated_fraction"] for row in rows_of(tmp_path / "run")[1:]]
     assert sum(fraction > 0.5 for fraction in fractions) > 1
     assert caplog.text.count("of the answers were truncated: they reached generation.max_new_tokens=1. They are") == 1
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert any(sample.get("truncated") for sample in samples)
+    assert all(sample["prompt"] in sample["model_input"] for sample in samples)
 
 
 @pytest.mark.thorough

@@ -73,7 +73,8 @@ def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:
 
 def _with_input(row: Sample) -> list[Turn]:
     """The messages of an episode, and before them the text that its first turn continues, if it is known."""
-    return [Turn(role="model input", content=row.model_input), *row.turns] if row.model_input else list(row.turns)
+    first = [Turn(role="model input", content=row.model_input)] if row.turns and row.model_input else []
+    return [*first, *row.turns]
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
