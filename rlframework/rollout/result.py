@@ -31,7 +31,7 @@ LIMITS: dict[Limit, str] = {
     "max_episode_tokens": "environment.max_episode_tokens or the model's positions",
     "agent_request": "max_tokens of the agent's requests",
 }
-"""What can truncate an episode, and the setting to change. `truncated/NAME` in metrics is the fraction of each."""
+"""The setting of each limit that can truncate an episode. `truncated/NAME` in metrics is the fraction of each."""
 
 
 @dataclass
