@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+_READS_TYPE = re.compile(r"""'type'|"type"|\.type\b""")
+"""Matches where a template may tell parts of a content by their type."""
+
 _PROBE = "content"
 """A content, to find out whether a template writes texts."""
 
@@ -132,7 +135,7 @@ def _apply(
 @lru_cache(maxsize=16)
 def _writes_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the template writes contents that are texts; some of vision-language models skip all but parts."""
-    if "'type'" not in template and '"type"' not in template:
+    if not _READS_TYPE.search(template):
         return True
     try:
         return _PROBE in _apply(tokenizer, [{"role": "user", "content": _PROBE}], (), prompt=False)

@@ -1,8 +1,9 @@
-"""Checks that a chat template begins and ends an assistant turn in the same way in prompts and in training rows."""
+"""Checks of a chat template: it writes the texts of messages, and assistant turns begin and end as in training rows."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlframework.datasets.chat_template import apply_template
@@ -15,12 +16,31 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+_SYSTEM: tuple[Message, ...] = ({"role": "system", "content": "!"},)
+
 
 def warn_of_template(tokenizer: PreTrainedTokenizerBase, *, rows: bool) -> None:
     """Log what is wrong with the chat template, for `rows` that have answers or for prompts."""
     for problem in (start_of_turn_problem(tokenizer), end_of_turn_problem(tokenizer, rows=rows)):
         if problem is not None:
             _LOG.warning("%s", problem)
+
+
+def require_contents(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a `DataError` if the chat template writes the same for any text of a user message.
+
+    A template that rejects the probed conversations is not judged: the first row shows whether it takes those.
+    """
+    if not tokenizer.chat_template:
+        return
+    found = [_writes_text(tokenizer, before) for before in ((), _SYSTEM)]
+    if True in found or False not in found:
+        return
+    raise DataError(
+        "the chat template does not write the text of a user message: the prompt is the same whatever the text is. It "
+        "probably reads a wrong field: each of `messages` has `role` and `content`, the text. Correct the template, or "
+        "set policy.chat_template to another one"
+    )
 
 
 def end_of_turn_problem(tokenizer: PreTrainedTokenizerBase, *, rows: bool = True) -> str | None:
@@ -73,3 +93,13 @@ def start_of_turn_problem(tokenizer: PreTrainedTokenizerBase) -> str | None:
         f"`add_generation_prompt`, so the model would begin its answers without it. End the template with "
         f"{{% if add_generation_prompt %}}{{{{ {header!r} }}}}{{% endif %}}"
     )
+
+
+def _writes_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[Message]) -> bool | None:
+    """Whether the prompt depends on the text of a user message that follows `before`; None if it is rejected."""
+    conversations: list[list[Message]] = [[*before, {"role": "user", "content": text}] for text in ("apple", "pear")]
+    try:
+        first, second = (apply_template(tokenizer, each, prompt=True) for each in conversations)
+    except DataError:
+        return None
+    return first != second

@@ -14,7 +14,7 @@ from rlframework.config.reward_model_training import ProcessRewardModelTrainingC
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.preferences import PreferencePairs, pair_of
 from rlframework.datasets.rendering import Rendered, render_prompt, render_samples
-from rlframework.datasets.template_checks import warn_of_template
+from rlframework.datasets.template_checks import require_contents, warn_of_template
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.errors import ConfigError, DataError
 from rlframework.files import check_new_folder
@@ -155,8 +155,9 @@ def _supervised(config: RunConfig) -> SFTConfig:
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer; log a warning if its chat template is not one to train with."""
+    """Return the tokenizer; log a warning if its chat template is not one to train with, or raise a `DataError`."""
     require_available(config.policy.model_name)
     tokenizer = open_tokenizer(config.policy)
+    require_contents(tokenizer)
     warn_of_template(tokenizer, rows=not isinstance(config.algorithm, GRPOConfig))
     return tokenizer

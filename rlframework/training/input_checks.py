@@ -11,7 +11,7 @@ import numpy as np
 
 from rlframework.algorithm import Parts
 from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
-from rlframework.datasets.template_checks import warn_of_template
+from rlframework.datasets.template_checks import require_contents, warn_of_template
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split, has_episodes
@@ -38,10 +38,11 @@ class InputCheck:
     with the sample's id. A row beyond an explicit microbatch size raises `ConfigError` with the key. Of more than
     `RENDERED` samples only the `LONGEST` longest are rendered, and missing answers are found without rendering. An
     unknown character may then go unnoticed until its batch; a row that is too long hardly ever does. `fits` checks each
-    batch against the same limits.
+    batch against the same limits. The constructor raises `DataError` for a chat template that drops the texts.
     """
 
     def __init__(self, parts: Parts) -> None:
+        require_contents(parts.tokenizer)
         self._tokenizer, self._config, self._images = parts.tokenizer, parts.config, parts.images
         self._episodes = has_episodes(parts.environment)
         self._policies = {"policy": parts.config.policy, **parts.config.further_policies}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt
-from rlframework.datasets.template_checks import end_of_turn_problem, start_of_turn_problem
+from rlframework.datasets.template_checks import end_of_turn_problem, require_contents, start_of_turn_problem
 from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
@@ -226,3 +226,48 @@ def test_a_template_that_ignores_add_generation_prompt() -> None:
     assert problem is not None
     assert "writes '<|im_start|>assistant\\n' before an answer, but not at the end of a prompt" in problem
     assert problem.endswith("{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+
+
+PARTS = CHATML.replace(
+    "m.content", "(m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
+)
+DOTTED = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endfor %}"
+)
+AFTER_SYSTEM = "{% if messages[0].role == 'system' %}{{ messages[1].content }}{% endif %}"
+NO_USER = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *(CHATML, QWEN3, OPENED, LLAMA2, MISTRAL, VICUNA, "", PARTS, DOTTED, AFTER_SYSTEM),
+        NO_USER + "{{ messages[1].content }}",
+        CHATML.replace("m.content", "(m.content | upper | trim)"),
+        CHATML.replace("m.content", "(m.content | reverse)"),
+        "{{ messages[0].content }}",
+        "{{ raise_exception('no conversation is accepted') }}",
+    ],
+)
+def test_a_template_that_writes_the_text_of_a_user_message_or_rejects_it(template: str) -> None:
+    require_contents(tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("m.content", "(m.text or '')"),
+        "{% for m in messages %}{{ m.role + ': ' }}{{ m.text }}{% endfor %}",
+        "{{ messages[0].contents }}",
+        NO_USER + "{{ messages[1].contents }}",
+    ],
+)
+def test_a_template_that_drops_the_text_of_a_user_message(template: str) -> None:
+    with pytest.raises(DataError, match=r"does not write the text of a user message.*`role` and `content`"):
+        require_contents(tokenizer(template))
+
+
+def test_a_template_that_reads_the_type_of_parts_is_given_parts() -> None:
+    made = tokenizer(DOTTED)
+    assert made.decode(render_prompt(made, talk("hi"))) == "user:hi"

@@ -259,6 +259,16 @@ def test_a_chat_template_of_your_own(run_config, tmp_path):
     assert "policy.chat_template: 'nothing.jinja' cannot be read" in refused(again)
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}user: {{ m.text }}{% endfor %}", "{{ messages[0].text }}"]
+)
+def test_a_chat_template_that_drops_the_texts_is_refused(run_config, tmp_path, algorithm, template):
+    path = write(tmp_path / "a.jsonl", [{"question": f"{n}+1?", "answer": n + 1} for n in range(30)])
+    config = run_config(algorithm, *own(path, check="math"), f"policy.chat_template={json.dumps(template)}")
+    assert refused(config).startswith("the chat template does not write the text of a user message")
+
+
 # token data
 
 

@@ -103,6 +103,16 @@ def test_a_template_that_ends_no_turn_is_warned_of(folder: Path, caplog: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [["out"], ["--show", "1"]])
+def test_a_template_that_drops_the_texts_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    (folder / "own.jinja").write_text("{% for m in messages %}{{ m.role }}={{ m.text }}{% endfor %}")
+    assert call("tokenize", "run.yaml", *words, "policy.chat_template=own.jinja") == 2
+    assert "the chat template does not write the text of a user message" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
