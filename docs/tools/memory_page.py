@@ -74,9 +74,10 @@ rlframework train run.yaml --dry-run --on 2x24GiB policy.offload.optimizer=true
 
 `--on` says which GPUs there are, and changes nothing that the configuration says. Without `worker_group.num_workers`
 there is a worker on each GPU that the [generation workers](generation_workers.md) leave: engines of the group `ray`
-have GPUs of their own, and are counted with their memory. What cannot be checked on this machine, such as the
-environment of vLLM, is a note. Models with a `config.json` and no tokenizer are estimated too, without reading data.
-The exit code is 1 if the run does not fit, and 0 if it fits or may not fit. `rlframework/gpu_models.py` lists the
+have GPUs of their own, and are counted with their memory. `2x8xH100` are two machines with eight GPUs each; for several
+machines, and for more than eight GPUs, `worker_group.name=ray` is planned. What cannot be checked on this machine, such
+as the environment of vLLM, is a note. Models with a `config.json` and no tokenizer are estimated too, without reading
+data. The exit code is 1 if the run does not fit, and 0 if it fits or may not fit. `rlframework/gpu_models.py` lists the
 models of GPUs that are known by name; for others, and for other memories of these, add the memory: `8xA100-40GB`,
 `2x24GiB`.
 

@@ -32,7 +32,7 @@ def train(
     dry: Annotated[bool, Option("--dry-run", help="Check; estimate memory, disk and tokens; write nothing.")] = False,
     on: Annotated[
         str | None,
-        Option("--on", metavar="GPUS", help="With --dry-run: plan for these GPUs, e.g. 8xH100 or 2x24GiB."),
+        Option("--on", metavar="GPUS", help="With --dry-run: plan for these GPUs, e.g. 8xH100, 2x8xH100 or 2x24GiB."),
     ] = None,
     trust_run: TrustRun = False,
     debug: Debug = False,

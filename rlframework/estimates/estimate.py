@@ -174,8 +174,9 @@ class Estimate:
         """A note on planned GPUs that the run leaves idle; None if there are none."""
         if self.planned is None or self.taken >= self.planned.count:
             return None
-        left = self.planned.count - self.taken
-        return f"note: {self._takers()} leave {left} of the {self.planned.count} GPUs idle"
+        left, takers = self.planned.count - self.taken, self._takers()
+        leave = "leaves" if takers == "1 worker" else "leave"
+        return f"note: {takers} {leave} {left} of the {self.planned.count} GPUs idle"
 
     def _takers(self) -> str:
         """All workers and engines, as text."""

@@ -1,4 +1,4 @@
-"""GPUs that a run is planned for, given as text such as `8xH100` or `2x24GiB`."""
+"""GPUs that a run is planned for, given as text such as `8xH100`, `2x8xH100` or `2x24GiB`."""
 
 from __future__ import annotations
 
@@ -9,36 +9,54 @@ from rlframework.errors import ConfigError
 from rlframework.gpu_models import GPU_MODELS, named_gpu
 
 GIB = 1 << 30
+OF_A_MACHINE = 8
+"""GPUs that a machine seldom has more than."""
+
+_COUNT = r"(\d+)\s*[xX*]\s*"
 
 
 @dataclass(frozen=True)
 class PlannedGpus:
     """`count` GPUs called `name`, with `memory_bytes` each.
 
-    `per_engine`: those of a generation engine whose plugin is not installed here; None: its plugin says.
+    `per_engine`: those of a generation engine whose plugin is not installed here; None: its plugin says. `machines`:
+    how many have the same number of the GPUs each; None: not known.
     """
 
     count: int
     name: str
     memory_bytes: int
     per_engine: int | None = None
+    machines: int | None = None
+
+    @property
+    def of_a_machine(self) -> int:
+        """The GPUs of a machine; where it is not known, those that one seldom has more than."""
+        return OF_A_MACHINE if self.machines is None else self.count // self.machines
 
     @classmethod
     def parse(cls, text: str) -> PlannedGpus:
-        """Parse COUNTxNAME, with a name that `named_gpu` knows, or COUNTxMEMORYGiB; else raise `ConfigError`."""
-        found = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(.+?)\s*", text)
-        memory = found and re.fullmatch(r"(\d+(?:\.\d+)?)\s*Gi?B", found[2], re.IGNORECASE)
-        model = found and named_gpu(found[2])
-        if not found or not int(found[1]) or not (memory or model):
+        """Parse COUNTxNAME, with a name that `named_gpu` knows, or COUNTxMEMORYGiB; MACHINESx may be before it.
+
+        Raises `ConfigError` for other texts.
+        """
+        found = re.fullmatch(rf"\s*(?:{_COUNT})?{_COUNT}(.+?)\s*", text)
+        memory = found and re.fullmatch(r"(\d+(?:\.\d+)?)\s*Gi?B", found[3], re.IGNORECASE)
+        model = found and named_gpu(found[3])
+        machines = int(found[1]) if found and found[1] else None
+        count = int(found[2]) * (1 if machines is None else machines) if found else 0
+        if not found or not count or not (memory or model):
             known = ", ".join(model.name for model in GPU_MODELS)
             raise ConfigError(
-                f"--on {text!r} names no known GPUs: give their number and model, such as 8xH100, with another memory "
-                f"as 8xH100-96GB, or their memory alone, such as 8x80GiB. Known models: {known}"
+                f"--on {text!r} names no known GPUs: give their number and model, such as 8xH100, 2x8xH100 for two "
+                "machines, with another memory as 8xH100-96GB, or their memory alone, such as 8x80GiB. Known models: "
+                f"{known}"
             )
         if memory:
-            return cls(int(found[1]), found[2], int(float(memory[1]) * GIB))
+            return cls(count, found[3], int(float(memory[1]) * GIB), machines=machines)
         assert model is not None
-        return cls(int(found[1]), model.name, int(model.memory_gib * GIB))
+        return cls(count, model.name, int(model.memory_gib * GIB), machines=machines)
 
     def __str__(self) -> str:
-        return f"{self.count} x {self.name}"
+        count = self.count if self.machines is None else f"{self.machines} x {self.of_a_machine}"
+        return f"{count} x {self.name}"

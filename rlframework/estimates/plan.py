@@ -6,7 +6,7 @@ What the configuration says stays as it is: `--on` names hardware, and changes o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,8 +22,6 @@ from rlframework.plugins.manager import PluginManager
 from rlframework.plugins.types import OWN_ENGINES, GenerationEngineRecord
 
 ENGINE = GenerationEngineRecord.kind
-OF_A_MACHINE = 8
-"""GPUs that a machine seldom has more than."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ def plan_run(source: Source, overrides: Sequence[str], gpus: PlannedGpus) -> Pla
     """
     tree = compose(source, overrides)
     manager = manager_of(tree)
-    gpus, replaced, notes = _engine_elsewhere(tree, manager, gpus)
+    gpus, swapped, notes = _engine_elsewhere(tree, manager, gpus)
     changes = _changes(tree, gpus, gpus_of_engine(tree, manager))
-    config, problems = load_elsewhere(source, [*changes, *overrides, *replaced], manager=manager)
+    config, problems = load_elsewhere(source, [*changes, *overrides, *swapped], manager=manager)
     if config.device == "cpu":
         raise ConfigError("--on plans for GPUs, and device=cpu needs none: leave one of them out")
     notes += [f"note: not checked on this machine: {problem}" for problem in problems]
@@ -59,13 +57,22 @@ def _changes(tree: Tree, gpus: PlannedGpus, per_engine: int) -> list[str]:
     engines = tree.get(("generation", "workers"))
     in_ray = isinstance(engines, Mapping) and engines.get("group") == "ray"
     wanted = workers if isinstance(workers, int) else gpus.count
-    group = name if name is not NOT_GIVEN or wanted == 1 else "ray" if in_ray else "processes"
+    group = name if name is not NOT_GIVEN or wanted == 1 else _group(wanted, gpus, in_ray=in_ray)
     if workers is NOT_GIVEN and group not in (NOT_GIVEN, "inline"):
         taken = engines.get("num_workers", 1) * per_engine if in_ray and group == "ray" else 0
-        found.append(f"worker_group.num_workers={_whole_replicas(tree, gpus.count - taken)}")
+        wanted = _whole_replicas(tree, gpus.count - taken)
+        found.append(f"worker_group.num_workers={wanted}")
     if group != name:
         found.append(f"worker_group.name={group}")
+    unplaced = group == "ray" and tree.get(("worker_group", "workers_per_node")) is NOT_GIVEN
+    if unplaced and gpus.machines is not None and wanted == gpus.count:
+        found.append(f"worker_group.workers_per_node={gpus.of_a_machine}")
     return found
+
+
+def _group(workers: int, gpus: PlannedGpus, *, in_ray: bool) -> str:
+    """The group of several workers on `gpus`; `in_ray`: beside engines that Ray places."""
+    return "ray" if in_ray or workers > gpus.of_a_machine else "processes"
 
 
 def _whole_replicas(tree: Tree, workers: int) -> int:
@@ -99,30 +106,31 @@ def _engine_elsewhere(
     name = tree.get(("generation", "name"))
     if name not in OWN_ENGINES or any(row.name == name for row in manager.listing()):
         return gpus, [], []
-    replaced = ["generation.name=transformers"]
+    swapped = ["generation.name=transformers"]
     if tree.get(("generation", name)) is not NOT_GIVEN:
-        replaced.append(f"~generation.{name}")
+        swapped.append(f"~generation.{name}")
     if tree.get(("policy", "lora", "refit")) == "adapters":
-        replaced.append("policy.lora.refit=merged")
+        swapped.append("policy.lora.refit=merged")
     note = (
         f"note: not checked on this machine: the section generation of {name!r}, whose plugin is not installed; the "
         f"estimate counts core's own engine in its place. To check it: pip install 'rlframework-core[{name}]'"
     )
-    return PlannedGpus(gpus.count, gpus.name, gpus.memory_bytes, gpus_of_engine(tree, manager)), replaced, [note]
+    return replace(gpus, per_engine=gpus_of_engine(tree, manager)), swapped, [note]
 
 
 def _group_notes(config: RunConfig, gpus: PlannedGpus) -> list[str]:
     """Notes on a group of workers that does not go with the number of GPUs."""
     group, workers = config.worker_group, config.worker_group.num_workers
     notes = []
-    if group.name == "processes" and workers > OF_A_MACHINE:
+    if group.name == "processes" and workers > gpus.of_a_machine:
         notes.append(
             f"note: worker_group.name=processes starts all {workers} workers on one machine; set it to ray for several "
             "machines (docs/cluster.md)"
         )
     if group.name == "inline" and gpus.count > 1:
+        name = _group(gpus.count, gpus, in_ray=False)
         notes.append(
-            f"note: worker_group.name=inline is a single worker; worker_group.name=processes "
+            f"note: worker_group.name=inline is a single worker; worker_group.name={name} "
             f"worker_group.num_workers={gpus.count} has one on each GPU"
         )
     return notes

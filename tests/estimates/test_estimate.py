@@ -223,7 +223,8 @@ def test_what_the_command_line_or_the_file_says_wins_over_the_plan(planned):
     out = planned("4x24GiB", name="processes", num_workers=2)
     assert "RAM of 2 workers" in out
     assert "worker_group" not in out
-    assert "leave 2 of the 4 GPUs idle" in out
+    assert "note: 2 workers leave 2 of the 4 GPUs idle" in out
+    assert "note: 1 worker leaves 3 of the 4 GPUs idle" in planned("4x24GiB", name="inline")
 
 
 def test_engines_on_ray_have_gpus_of_their_own(planned):

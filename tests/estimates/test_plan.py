@@ -19,6 +19,9 @@ RUN = {
 }
 
 
+SIXTEEN = ["device=cuda", "worker_group.num_workers=16"]
+
+
 @pytest.fixture
 def planned(tiny_llama, tmp_path):
     """`planned(on, *overrides)`: the plan of a GRPO run of a model without a tokenizer."""
@@ -54,6 +57,23 @@ def planned(tiny_llama, tmp_path):
             "8xH100",  # processes begin at the first GPU, even if others use it
             ["generation.workers={num_workers: 2}"],
             ["device=cuda", "worker_group.num_workers=8", "worker_group.name=processes"],
+        ),
+        ("16xH100", [], ["device=cuda", "worker_group.num_workers=16", "worker_group.name=ray"]),
+        ("16xH100", ["worker_group.num_workers=8"], ["device=cuda", "worker_group.name=processes"]),
+        ("2x8xH100", [], [*SIXTEEN, "worker_group.name=ray", "worker_group.workers_per_node=8"]),
+        ("2x8xH100", ["worker_group.name=ray"], [*SIXTEEN, "worker_group.workers_per_node=8"]),
+        ("2x8xH100", ["worker_group={name: ray, workers_per_node: 4}"], SIXTEEN),
+        ("2x8xH100", ["worker_group={name: ray, num_workers: 12}"], ["device=cuda"]),
+        (
+            "2 x 2 x 24GiB",
+            [],
+            ["device=cuda", "worker_group.num_workers=4", "worker_group.name=ray", "worker_group.workers_per_node=2"],
+        ),
+        ("1x16xH100", [], [*SIXTEEN, "worker_group.name=processes"]),
+        (
+            "2x8xH100",  # Ray places workers and engines where there is room
+            ["generation.workers={group: ray, num_workers: 4}"],
+            ["device=cuda", "worker_group.num_workers=12", "worker_group.name=ray"],
         ),
     ],
 )
@@ -132,9 +152,31 @@ def test_a_service_that_is_not_installed_is_a_note(planned, monkeypatch):
 
 
 def test_many_processes_are_on_one_machine(planned):
-    assert "starts all 16 workers on one machine" in " ".join(planned("16xH100").notes)
-    assert not planned("8xH100").notes
-    assert "is a single worker" in " ".join(planned("8xH100", "worker_group.name=inline").notes)
+    for on in ("16xH100", "2x8xH100"):
+        [note] = planned(on, "worker_group.name=processes").notes
+        assert "starts all 16 workers on one machine" in note
+    [note] = planned("2x4xH100", "worker_group.name=processes").notes
+    assert "starts all 8 workers on one machine" in note
+    for on in ("8xH100", "16xH100", "2x8xH100", "1x16xH100"):
+        assert not planned(on).notes
+
+
+@pytest.mark.parametrize(
+    ("on", "group"), [("8xH100", "processes"), ("16xH100", "ray"), ("2x4xH100", "ray"), ("1x16xH100", "processes")]
+)
+def test_a_single_worker_is_told_of_a_group_that_has_one_on_each_gpu(planned, on, group):
+    [note] = planned(on, "worker_group.name=inline").notes
+    number = PlannedGpus.parse(on).count
+    assert f"worker_group.name={group} worker_group.num_workers={number} has one on each GPU" in note
+
+
+def test_gpus_of_several_machines():
+    two, one = PlannedGpus.parse("2x8xH100"), PlannedGpus.parse("16xH100")
+    assert (two.count, two.memory_bytes, two.machines) == (one.count, one.memory_bytes, 2)
+    assert (str(two), str(one)) == ("2 x 8 x H100", "16 x H100")
+    for wrong in ("0x8xH100", "2x0xH100", "2x2x2xH100"):
+        with pytest.raises(ConfigError, match="2x8xH100 for two machines"):
+            PlannedGpus.parse(wrong)
 
 
 def test_an_answer_that_no_microbatch_has_room_for_is_an_error(planned):
