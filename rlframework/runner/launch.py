@@ -161,6 +161,8 @@ def _train(
         if first and attempt.checkpoint is not None:
             drop_steps_after(folder, step_of_checkpoint(attempt.checkpoint))
         resumed = None if attempt.checkpoint is None else _resumed(config, step_of_checkpoint(attempt.checkpoint))
+        if resumed is not None:
+            _note_schedules(parts, resumed)
         if first:  # it has the secrets that the configuration spells out, which a resumed run needs
             write_atomically(folder / "config.yaml", config_yaml(config), private=has_secrets(dump_config(config)))
         # before observers read the run's id from it
@@ -211,6 +213,25 @@ def _resumed(config: RunConfig, step: int) -> Resumed:
     old, new = [flatten(hide_secrets(parse_yaml(text, file.name).values)) for text in texts] or [{}, {}]
     changed = {name: (old.get(name), new.get(name)) for name in old | new if old.get(name) != new.get(name)}
     return Resumed(after_step=step, changed=changed)
+
+
+def _note_schedules(parts: Parts, resumed: Resumed) -> None:
+    """Log which learning-rate schedules have another end, because they follow a number of steps that has changed."""
+    keys = [key for key in ("algorithm.num_steps", "algorithm.num_epochs") if key in resumed.changed]
+    changes = ", ".join(f"{key} {' -> '.join(map(str, resumed.changed[key]))}" for key in keys)
+    sections = {"policy": parts.config.policy, **{name: parts.config.further_policies[name] for name in parts.trained}}
+    for name, section in sections.items():
+        if changes and section.scheduler.name != "constant" and section.scheduler.total_steps is None:
+            _LOG.info(
+                "%s.scheduler.name=%s ends with the run, now at step %d (%s): the learning rates after step %d are "
+                "those of the new schedule. Set %s.scheduler.total_steps to keep another end",
+                name,
+                section.scheduler.name,
+                parts.config.algorithm.num_steps,
+                changes,
+                resumed.after_step,
+                name,
+            )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from chat_formats import TOOLS
 from probe_runs import rows_of
 from safetensors.torch import load_file
 
-from rlframework import load_config, run
+from rlframework import load_config, resume, run
 from rlframework.datasets.chat_template import apply_template
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama
@@ -201,3 +201,30 @@ def test_training_on_real_gsm8k_rows(run_config, tmp_path):
     result = run(run_config("sft", *options, f"policy.model_name={model}", "policy.batching.tokens=2048"))
     assert result.metrics["train/loss"] > 0
     assert result.metrics["validation/samples"] == 8
+
+
+RESUMED = ["checkpoints.every=2", "algorithm.num_steps=2", "algorithm.validation.at_end=false", "policy.optimizer.lr=1.0e-3"]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "rates", "noted"),
+    [
+        ("{name: linear}", [1.0, 0.5, 0.5, 0.25], True),
+        ("{name: cosine, warmup_steps: 1}", [0.0, 1.0, 0.75, 0.25], True),
+        ("{name: linear, total_steps: 4}", [1.0, 0.75, 0.5, 0.25], False),
+        ("{name: constant}", [1.0] * 4, False),
+    ],
+)
+def test_a_schedule_that_follows_the_steps_is_noted_when_a_resume_changes_them(
+    run_config, tmp_path, caplog, scheduler, rates, noted
+):
+    """A resume without a change notes nothing."""
+    run(run_config("sft", *RESUMED, f"policy.scheduler={scheduler}"))
+    caplog.set_level("INFO")
+    resume(tmp_path / "run")
+    assert "scheduler" not in caplog.text
+    resume(tmp_path / "run", ["algorithm.num_steps=4"])
+    assert [row["train/lr"] for row in rows_of(tmp_path / "run")[1:]] == pytest.approx([1e-3 * rate for rate in rates])
+    now = "ends with the run, now at step 4 (algorithm.num_steps 2 -> 4): the learning rates after step 2 are those of"
+    assert (now in caplog.text) == noted
+    assert ("Set policy.scheduler.total_steps to keep another end" in caplog.text) == noted
