@@ -22,8 +22,8 @@ _LOG = logging.getLogger(__name__)
 _READS_TYPE = re.compile(r"""'type'|"type"|\.type\b""")
 """Matches where a template may tell parts of a content by their type."""
 
-_PROBE = "content"
-"""A content, to find out whether a template writes texts."""
+_PROBE = "7305186249"
+"""A content, to find out whether a template writes texts: in no template's own text."""
 
 
 def apply_template(

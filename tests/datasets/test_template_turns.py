@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
+import chat_formats
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -235,6 +236,10 @@ DOTTED = (
     "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
     "{% endif %}{% endfor %}{% endfor %}"
 )
+NAMED = (  # as Llama Guard 3's: its own text has common words
+    "Is the content of text unsafe: {% for m in messages %}"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}{% endfor %}"
+)
 AFTER_SYSTEM = "{% if messages[0].role == 'system' %}{{ messages[1].content }}{% endif %}"
 NO_USER = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
 
@@ -242,7 +247,7 @@ NO_USER = "{% if messages[0].role != 'system' %}{{ raise_exception('no system me
 @pytest.mark.parametrize(
     "template",
     [
-        *(CHATML, QWEN3, OPENED, LLAMA2, MISTRAL, VICUNA, "", PARTS, DOTTED, AFTER_SYSTEM),
+        *(CHATML, QWEN3, OPENED, LLAMA2, MISTRAL, VICUNA, "", PARTS, DOTTED, NAMED, AFTER_SYSTEM),
         NO_USER + "{{ messages[1].content }}",
         CHATML.replace("m.content", "(m.content | upper | trim)"),
         CHATML.replace("m.content", "(m.content | reverse)"),
@@ -268,6 +273,12 @@ def test_a_template_that_drops_the_text_of_a_user_message(template: str) -> None
         require_contents(tokenizer(template))
 
 
-def test_a_template_that_reads_the_type_of_parts_is_given_parts() -> None:
-    made = tokenizer(DOTTED)
-    assert made.decode(render_prompt(made, talk("hi"))) == "user:hi"
+@pytest.mark.parametrize("name", chat_formats.TEMPLATES)
+def test_published_templates_write_the_text_of_a_user_message(name: str) -> None:
+    require_contents(chat_formats.tokenizer(name))
+
+
+@pytest.mark.parametrize(("template", "start"), [(DOTTED, "user:"), (NAMED, "Is the content of text unsafe: ")])
+def test_a_template_that_reads_the_type_of_parts_is_given_parts(template: str, start: str) -> None:
+    made = tokenizer(template)
+    assert made.decode(render_prompt(made, talk("hi"))) == start + "hi"

@@ -203,7 +203,7 @@ def test_training_on_real_gsm8k_rows(run_config, tmp_path):
     assert result.metrics["validation/samples"] == 8
 
 
-RESUMED = ["checkpoints.every=2", "algorithm.num_steps=2", "algorithm.validation.at_end=false", "policy.optimizer.lr=1.0e-3"]
+RESUMED = ["checkpoints.every=2", "algorithm.num_steps=2", "policy.optimizer.lr=1.0e-3"]
 
 
 @pytest.mark.parametrize(
