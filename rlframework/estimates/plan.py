@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlframework.config.further_policies import FURTHER_POLICIES
 from rlframework.config.load import Source, compose
 from rlframework.config.problems import NOT_GIVEN
 from rlframework.config.sections import GenerationConfig, RunConfig
@@ -59,8 +60,8 @@ def _changes(tree: Tree, gpus: PlannedGpus, per_engine: int) -> list[str]:
     wanted = workers if isinstance(workers, int) else gpus.count
     group = name if name is not NOT_GIVEN or wanted == 1 else _group(wanted, gpus, in_ray=in_ray)
     if workers is NOT_GIVEN and group not in (NOT_GIVEN, "inline"):
-        taken = engines.get("num_workers", 1) * per_engine if in_ray and group == "ray" else 0
-        wanted = _whole_replicas(tree, gpus.count - taken)
+        engine_gpus = engines.get("num_workers", 1) * per_engine if in_ray else 0
+        wanted = _whole_replicas(tree, _left_by_ray(tree, gpus.count - engine_gpus) if group == "ray" else gpus.count)
         found.append(f"worker_group.num_workers={wanted}")
     if group != name:
         found.append(f"worker_group.name={group}")
@@ -73,6 +74,17 @@ def _changes(tree: Tree, gpus: PlannedGpus, per_engine: int) -> list[str]:
 def _group(workers: int, gpus: PlannedGpus, *, in_ray: bool) -> str:
     """The group of several workers on `gpus`; `in_ray`: beside engines that Ray places."""
     return "ray" if in_ray or workers > gpus.of_a_machine else "processes"
+
+
+def _left_by_ray(tree: Tree, gpus: int) -> int:
+    """Of `gpus` those for the workers of the policy: Ray gives each further policy as many, or those that it names."""
+    policies = 1
+    for section in (name for name in FURTHER_POLICIES if tree.get((name,)) not in (NOT_GIVEN, None)):
+        group, number = (tree.get((section, "worker_group", key)) for key in ("name", "num_workers"))
+        if group in (NOT_GIVEN, "ray"):
+            policies += number is NOT_GIVEN
+            gpus -= number if isinstance(number, int) else 0
+    return gpus // policies
 
 
 def _whole_replicas(tree: Tree, workers: int) -> int:

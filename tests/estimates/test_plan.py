@@ -81,6 +81,25 @@ def test_only_what_is_left_open_is_chosen(planned, on, overrides, changes):
     assert list(planned(on, *overrides).changes) == changes
 
 
+PPO = "algorithm={name: ppo, prompts_per_step: 6, samples_per_prompt: 8}"
+
+
+@pytest.mark.parametrize(
+    ("on", "overrides", "workers", "group"),
+    [
+        ("16xH100", ["critic={head: value}"], 8, "ray"),
+        ("16xH100", ["critic={head: value, worker_group: {num_workers: 4}}"], 12, "ray"),
+        ("16xH100", ["critic={head: value, worker_group: {name: processes, num_workers: 4}}"], 16, "ray"),
+        ("16xH100", ["critic={head: value}", "generation.workers={group: ray, num_workers: 4}"], 6, "ray"),
+        ("8xH100", ["critic={head: value}"], 8, "processes"),  # which share each GPU
+    ],
+)
+def test_ray_gives_each_policy_gpus_of_its_own(planned, on, overrides, workers, group):
+    run = planned(on, PPO, *overrides)
+    assert (run.config.worker_group.num_workers, run.config.worker_group.name) == (workers, group)
+    assert "does not fit" not in dry_run(run.config, planned=run.gpus).verdict()
+
+
 def test_a_cpu_is_no_gpu(planned):
     with pytest.raises(ConfigError, match="device=cpu needs none"):
         planned("1xH100", "device=cpu")
