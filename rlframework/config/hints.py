@@ -153,7 +153,7 @@ def _hints_inside(
     """
     ours = [key for key in key_paths(model) if key[0] not in FURTHER_POLICIES] if model else []
     hints, leaves = dict[Path, str](), list[Path]()
-    for inside, item in _inside(path, value):
+    for inside, item in keys_inside(path, value):
         if inside == path:
             continue
         leaf = not (isinstance(item, Mapping) and item)
@@ -183,7 +183,8 @@ def _without(keys: Sequence[Path]) -> str:
 def _hint_of(path: Path, value: Any, *, of_pairs: bool) -> str:
     """The hint for the longest end of `path` that is a peer's word, and for its value; "" if there is none."""
     if hint := (of_pairs and _longest(path, OF_PAIRS)) or _longest(path, _HINTS):
-        return f"{hint} {value_hint(_longest(path, PEER_KEYS), value)}".rstrip()
+        word = _word(path, PEER_KEYS)
+        return f"{hint} {value_hint(PEER_KEYS.get(word, ''), value, word)}".rstrip()
     return ""
 
 
@@ -204,13 +205,18 @@ def section_example(path: Path, value: Any, model: type[BaseModel]) -> str:
 
 def _longest(path: Path, table: Mapping[str, str]) -> str:
     """The entry for the longest end of `path`; "" if there is none."""
+    return table.get(_word(path, table), "")
+
+
+def _word(path: Path, table: Mapping[str, str]) -> str:
+    """The longest end of `path` that is in `table`; "" if there is none."""
     ends = (".".join(path[start:]) for start in range(len(path)))
-    return next((table[end] for end in ends if end in table), "")
+    return next((end for end in ends if end in table), "")
 
 
-def _inside(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def keys_inside(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """Each key within `value`, sections too, with its value; not those of a section that has no counterpart."""
     yield path, value
     if isinstance(value, Mapping) and not _longest(path, WITHOUT_COUNTERPART):
         for key, item in value.items():
-            yield from _inside((*path, str(key)), item)
+            yield from keys_inside((*path, str(key)), item)

@@ -13,19 +13,23 @@ _WORDS: Mapping[str, str] = {
     "policy.tokenizer_name": "tokenizer.name data.tokenizer model.tokenizer_path",
     "policy.chat_template": "tokenizer.chat_template",
     "policy.trust_remote_code": "model.trust_remote_code data.trust_remote_code",
-    "policy.backend": "strategy",
-    "policy.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "policy.backend": "strategy dtensor_cfg.enabled megatron_cfg.enabled",
+    "policy.activation_checkpointing": (
+        "gradient_checkpointing enable_gradient_checkpointing dtensor_cfg.activation_checkpointing "
+        "megatron_cfg.activation_checkpointing"
+    ),
     "policy.offload.parameters": "param_offload cpu_offload",
     "policy.offload.optimizer": "optimizer_offload adam_offload",
+    "policy.lora": "use_peft",
     "policy.lora.rank": "lora_rank lora_r r",
     "policy.lora.alpha": "lora_alpha",
     "policy.lora.dropout": "lora_dropout",
     "policy.lora.target_modules": "lora_target_modules",
     # optimizer and schedule
     "policy.optimizer.lr": "learning_rate actor_learning_rate optim.lr kwargs.lr",
-    "policy.optimizer.weight_decay": "optim.weight_decay",
-    "policy.optimizer.betas": "adam_beta1 adam_beta2 adam_betas",
-    "policy.optimizer.eps": "adam_epsilon optimizer.epsilon",
+    "policy.optimizer.weight_decay": "optim.weight_decay kwargs.weight_decay",
+    "policy.optimizer.betas": "adam_beta1 adam_beta2 adam_betas kwargs.betas",
+    "policy.optimizer.eps": "adam_epsilon optimizer.epsilon kwargs.eps",
     "policy.scheduler.name": "lr_scheduler_type lr_scheduler",
     "policy.scheduler.warmup_steps": "lr_warmup_steps warmup_steps",
     "policy.max_grad_norm": "grad_clip max_norm clip_grad",
@@ -40,7 +44,7 @@ _WORDS: Mapping[str, str] = {
     ),
     "policy.batching.mode": (
         "packing packing_samples sequence_packing dynamic_batching use_dynamic_bsz use_remove_padding "
-        "log_prob_use_dynamic_bsz"
+        "log_prob_use_dynamic_bsz sequence_packing.enabled dynamic_batching.enabled"
     ),
     "policy.batching.tokens": "ppo_max_token_len_per_gpu train_mb_tokens",
     "policy.batching.logprob_tokens": (
@@ -56,8 +60,8 @@ _WORDS: Mapping[str, str] = {
     "worker_group.workers_per_node": "n_gpus_per_node gpus_per_node actor_num_gpus_per_node",
     # rollouts and generation
     "algorithm.samples_per_prompt": "n rollout.n n_samples_per_prompt num_generations num_generations_per_prompt",
-    "generation.name": "use_vllm rollout.name",
-    "generation.workers": "vllm_mode",
+    "generation.name": "use_vllm rollout.name generation.backend",
+    "generation.workers": "vllm_mode colocated.enabled",
     "generation.workers.num_workers": "vllm_num_engines",
     "generation.batch_size": "max_num_seqs",
     "generation.top_k": "algorithm.top_k rollout.top_k",
@@ -68,14 +72,16 @@ _WORDS: Mapping[str, str] = {
         "generation.max_length generation.max_tokens"
     ),
     # algorithm and loss
-    "algorithm.num_epochs": "num_train_epochs total_epochs num_episodes",
+    "algorithm.num_epochs": "num_train_epochs total_epochs num_episodes max_num_epochs",
     "algorithm.num_steps": "max_steps max_num_steps total_training_steps",
     "algorithm.epochs_per_batch": "num_iterations ppo_epochs max_epochs",
+    "algorithm.async": "async_grpo.enabled",
+    "algorithm.async.max_staleness": "max_trajectory_age_steps",
     "algorithm.loss.kl_coef": "beta kl_coef init_kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty",
     "algorithm.loss.kl_estimator": "kl_loss_type",
-    "algorithm.loss.ratio_clip_min": "epsilon clip_ratio clip_ratio_low eps_clip",
-    "algorithm.loss.ratio_clip_max": "epsilon_high clip_ratio_high",
-    "algorithm.loss.ratio_clip_c": "clip_ratio_c delta dual_clip",
+    "algorithm.loss.ratio_clip_min": "epsilon clip_ratio clip_ratio_low eps_clip loss_fn.ratio_clip_min",
+    "algorithm.loss.ratio_clip_max": "epsilon_high clip_ratio_high loss_fn.ratio_clip_max",
+    "algorithm.loss.ratio_clip_c": "clip_ratio_c delta dual_clip loss_fn.ratio_clip_c",
     "algorithm.loss.kl_max": "kl_output_clamp_value",
     "algorithm.loss.kl_correction": "use_bias_correction_kl use_on_policy_kl_approximation",
     "algorithm.loss.constant_length": "loss_scale_factor",
@@ -96,14 +102,18 @@ _WORDS: Mapping[str, str] = {
     "algorithm.normalize_std": "normalize_rewards norm_adv_by_std_in_grpo",
     "algorithm.leave_one_out": "use_leave_one_out_baseline",
     "algorithm.name": "adv_estimator advantage_estimator",
-    "algorithm.overlong.drop_truncated": "mask_truncated_completions",
+    "algorithm.overlong.drop_truncated": "mask_truncated_completions overlong_filtering",
     "algorithm.overlong.buffer": "overlong_buffer.len overlong_buffer_len",
     "algorithm.overlong.penalty": "overlong_buffer.penalty_factor overlong_penalty_factor",
     "algorithm.dynamic_sampling": "filter_groups use_dynamic_sampling dynamic_filtering",
     # supervised training and data
     "algorithm.max_tokens": "max_seq_length max_length",
     "algorithm.train_on": "assistant_only_loss completion_only_loss",
-    "environment.max_turns": "max_assistant_turns",
+    "environment": "env",
+    "environment.max_turns": "max_assistant_turns max_rollout_turns",
+    "environment.system_prompt": "system_prompt_file",
+    "environment.instruction": "prompt_file",
+    "environment.check": "env.math",
     "environment.path": "train_files prompt_data dataset_name",
     "environment.validation_path": "val_files",
     "environment.columns.prompt": "prompt_key input_key",
@@ -127,7 +137,8 @@ _WORDS: Mapping[str, str] = {
     "observers.mlflow": "mlflow_enabled",
     "observers.tensorboard": "tensorboard_enabled",
     "observers.wandb.project": "project_name wandb_project",
-    "observers.wandb.run_name": "experiment_name",
+    "observers.wandb.run_name": "experiment_name wandb.name",
+    "observers.mlflow.experiment": "mlflow.experiment_name",
     "observers.samples": "log_completions",
 }
 """Our key to the peers' keys for it, each the end of a dotted path."""
@@ -140,7 +151,29 @@ _OPTIMIZER_STEPS = (
     "num_iterations) times the rows of a step, divided by `policy.train_global_batch_size`."
 )
 
+_TRL_ROWS = "per_device_train_batch_size x gradient_accumulation_steps x devices"
+_PADDED = (
+    "It acts only with `policy.batching.mode` padded: with packed and dynamic, `policy.batching.tokens` bounds a "
+    "microbatch."
+)
+_TRL_PROMPTS = (
+    "In TRL's numbers, `algorithm.prompts_per_step` is per_device_train_batch_size x devices x steps_per_generation / "
+    "num_generations, where steps_per_generation is gradient_accumulation_steps unless it is set."
+)
+
 REMARKS: Mapping[str, str] = {
+    "num_generations": _TRL_PROMPTS,
+    "per_device_train_batch_size": (
+        f"{_PADDED} The rows of an optimizer step, `policy.train_global_batch_size`, are {_TRL_ROWS}."
+    ),
+    "normalize_rewards": (
+        "With use_leave_one_out_baseline, NeMo-RL divides by the deviation of the other rewards: others, which "
+        "`algorithm.preset` nemo_rl has too."
+    ),
+    "max_num_epochs": "NeMo-RL ends at this or max_num_steps: set that of the two which it reaches first.",
+    "prompt_file": "The text itself, in place of a file; it is put after the user's message.",
+    "system_prompt_file": "The text itself, in place of a file.",
+    "env.math": "Set it to math.",
     "save_steps": _OPTIMIZER_STEPS,
     "eval_steps": _OPTIMIZER_STEPS,
     "max_steps": _OPTIMIZER_STEPS,
@@ -194,10 +227,6 @@ REMARKS: Mapping[str, str] = {
 """Differences in the values of peers' keys in `PEER_KEYS`."""
 
 _NONE = "It has no counterpart: remove the key."
-_ROWS = (
-    "It follows from `algorithm.prompts_per_step` and `algorithm.samples_per_prompt`, whose product is the rows of a "
-    "step, and `policy.train_global_batch_size`, the rows of an optimizer step."
-)
 _WHOLE = "The model's distribution is sampled as it is, apart from `generation.temperature`: remove the key."
 _RATIO = (
     "rlframework counts passes over the rows: set `policy.scheduler.warmup_steps` to this fraction of "
@@ -215,14 +244,20 @@ _PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model")
 _REFERENCE = "The reference keeps the weights that the run starts from: remove the key."
 
 WITHOUT_COUNTERPART: Mapping[str, str] = {
-    "gradient_accumulation_steps": "It follows from `policy.train_global_batch_size`, the rows per optimizer step.",
+    "gradient_accumulation_steps": (
+        "In TRL's numbers, `policy.train_global_batch_size`, the rows of an optimizer step, is "
+        f"{_TRL_ROWS}: remove the key."
+    ),
     "max_prompt_length": (
         "Prompts are not truncated, and one that leaves no room for an answer is an error: remove the key. Answers "
         "have at most `generation.max_new_tokens` tokens."
     ),
     "max_prompt_tokens": "Prompts are not truncated: remove the key.",
-    "steps_per_generation": _ROWS,
-    "generation_batch_size": _ROWS,
+    "steps_per_generation": f"{_TRL_PROMPTS} Remove the key.",
+    "generation_batch_size": (
+        "In TRL's numbers, `algorithm.prompts_per_step` is generation_batch_size / num_generations, and NeMo-RL's "
+        "policy.generation_batch_size is `generation.batch_size`: remove the key."
+    ),
     "reward_weights": (
         "Weights are beside the functions, in `environment.reward`: "
         '{correct: {function: "my_rewards:correct", weight: 1.0}, brief: {function: "my_rewards:brief", weight: 0.2}}.'
@@ -279,7 +314,11 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "bf16": "Set `policy.precision` to bfloat16; weights and optimizer stay fp32.",
     "fp16": "Set `policy.precision` to float16; weights and optimizer stay fp32.",
     "eos_token": "The end of an answer is the chat template's or the tokenizer's: remove the key.",
-    "use_liger_kernel": "The output head always works in chunks, without whole logits: remove the key.",
+    **dict.fromkeys(
+        ("use_liger_kernel", "logprob_chunk_size"),
+        "The output head always works in chunks, without whole logits: remove the key.",
+    ),
+    "make_sequence_length_divisible_by": "Rows are padded as the parallel layout needs: remove the key.",
     "disable_dropout": "Dropout is always off: remove the key.",
     "shuffle_dataset": "Rows are always shuffled, by `seed`: remove the key.",
     "dataloader_num_workers": _NONE,
@@ -351,12 +390,15 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
 }
 """A peer's key without an equivalent, to what to do instead."""
 
+_PAIRS = f"`policy.train_global_batch_size` counts rows, two for each pair: it is twice {_TRL_ROWS}."
 OF_PAIRS: Mapping[str, str] = {
     "loss_type": (
         "TRL's sigmoid is `algorithm.name` dpo, ipo is `algorithm.name` ipo (with `algorithm.preset` trl, the mean "
         "over tokens), and sigmoid_norm is `algorithm.length_mean` true; robust is `algorithm.label_smoothing` with "
         "`algorithm.preset` trl. Others have no counterpart."
     ),
+    "per_device_train_batch_size": f"In rlframework this is `policy.train_micro_batch_size`. {_PADDED} {_PAIRS}",
+    "gradient_accumulation_steps": f"{_PAIRS} Remove the key.",
     "rpo_alpha": "In rlframework this is `algorithm.sft_weight`.",
     "loss_weights": "In rlframework these are `algorithm.weight` and `algorithm.sft_weight`.",
     "max_prompt_length": "Rows are truncated as a whole, to `algorithm.max_tokens`: remove the key.",

@@ -39,7 +39,17 @@ PEER_VALUES: Mapping[str, Mapping[str, str]] = {
         "seq-mean-token-sum": _NONE,
     },
     "policy.batching.mode": _PADDING,
+    "policy.optimizer.name": dict.fromkeys(("torch.optim.AdamW", "adamw_torch", "adamw_torch_fused"), "is adamw"),
     "policy.scheduler.name": {
+        **{
+            f"{module}{name}": meaning
+            for module in ("", "torch.optim.lr_scheduler.")
+            for name, meaning in (
+                ("LinearLR", "is a warm-up: constant, with its total_iters as policy.scheduler.warmup_steps"),
+                ("ConstantLR", "is constant"),
+                ("CosineAnnealingLR", "is cosine"),
+            )
+        },
         **{
             word: f"is {name}, with policy.scheduler.warmup_steps"
             for name in ("constant", "linear", "cosine")
@@ -60,20 +70,79 @@ PEER_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Our key to values that peers give it, as YAML writes them, and what each is here."""
 
+_REMOVED = "needs no key: remove it"
+_OFF = {"false": _REMOVED}
+
+WORD_VALUES: Mapping[str, Mapping[str, str]] = {
+    "token_level_loss": {"true": "is token", "false": "is sequence"},
+    "sequence_level_importance_ratios": {"true": "is sequence", **_OFF},
+    "use_importance_sampling_correction": {"true": "is truncated", **_OFF},
+    "vllm_importance_sampling_correction": {"true": "is truncated", **_OFF},
+    "use_on_policy_kl_approximation": {"true": "is generator", **_OFF},
+    "use_bias_correction_kl": {"true": "is ratio", "false": "is none"},
+    "higher_is_better": {"true": "is highest", "false": "is lowest"},
+    "assistant_only_loss": {"true": "is assistant", **_OFF},
+    "completion_only_loss": {"true": "is last, the default"},
+    "sequence_packing.enabled": {"true": "is packed", **_OFF},
+    "dynamic_batching.enabled": {"true": "is dynamic", **_OFF},
+    "packing": {"true": "is packed", **_OFF},
+    "dtensor_cfg.enabled": {"true": "is dtensor, the default", "false": "is another backend: remove dtensor_cfg"},
+    "megatron_cfg.enabled": {"true": "is megatron", "false": "is another backend: remove megatron_cfg"},
+    "async_grpo.enabled": {"true": "is this section, with generation.workers too", **_OFF},
+    "colocated.enabled": {"true": _REMOVED, "false": "is this section"},
+    "use_vllm": {"true": "is vllm", **_OFF},
+    "use_peft": {"true": "is this section, which `policy.lora: {}` gives its defaults", **_OFF},
+    "report_to": {"none": _REMOVED},
+    "system_prompt_file": {"null": _REMOVED},
+    "prompt_file": {"null": _REMOVED},
+}
+"""Words of peers whose values differ from those of other words for the same key, and what each value is here."""
+
+METRICS = ("reward", "accuracy", "loss")
+"""The metrics of validation by which checkpoints are compared."""
 
 _OBSERVERS: Mapping[str, str] = {**dict.fromkeys(("console", "tensorboard"), "true"), "wandb": "{}", "mlflow": "{}"}
 """Observers that peers have too, by the name of ours, with the value that enables each."""
 
 
-def value_hint(key: str, value: object) -> str:
-    """Return what the value of a peer is for our `key`; "" if it is no peer's, or ours."""
+def value_hint(key: str, value: object, word: str = "") -> str:
+    """Return what the value of a peer is for our `key`, which the peer calls `word`; "" if it is no peer's, or ours."""
+    written = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    meaning = WORD_VALUES.get(word, {}).get(written, "") or PEER_VALUES.get(key, {}).get(written, "")
+    if meaning:
+        return f"Another framework's {written} {meaning}."
     if key == "observers":
         return _observers(value)
+    if key == "policy.scheduler":
+        return _scheduler(value)
+    if key == "checkpoints.metric":
+        return metric_hint(value)
     if key == "checkpoints.best" and isinstance(value, Mapping):
         return "The name of the metric is the key checkpoints.metric, and checkpoints.best is highest or lowest."
-    written = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    meaning = PEER_VALUES.get(key, {}).get(written, "")
-    return f"Another framework's {written} {meaning}." if meaning else ""
+    return ""
+
+
+def metric_hint(value: object) -> str:
+    """Return the name of the metric that a peer calls `value`; "" if it is not known, or may be ours."""
+    if not isinstance(value, str) or "/" in value:
+        return ""
+    meant = next((name for name in METRICS if name in value.lower()), "")
+    return f"Set it to validation/{meant}." if meant else ""
+
+
+def _scheduler(value: object) -> str:
+    """How to write `value`, a list of torch's schedulers; "" for anything else."""
+    if not isinstance(value, list):
+        return ""
+    parts = {str(part.get("name", "")).rpartition(".")[2]: part for part in value if isinstance(part, Mapping)}
+    kwargs = parts.get("LinearLR", {}).get("kwargs")
+    steps = kwargs.get("total_iters", "N") if isinstance(kwargs, Mapping) else "N"
+    name = "cosine" if "CosineAnnealingLR" in parts else "constant"
+    warmup = f", warmup_steps: {steps}" if "LinearLR" in parts else ""
+    return (
+        "A warm-up (torch's LinearLR, of total_iters steps) and what follows it are one section: write "
+        f"`policy.scheduler: {{name: {name}{warmup}}}`."
+    )
 
 
 def _observers(value: object) -> str:

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section
-from rlframework.config.hints import key_paths, peer_hint, section_example, unknown_key_hint
-from rlframework.config.peer_values import value_hint
+from rlframework.config.hints import key_paths, keys_inside, models_in, peer_hint, section_example, unknown_key_hint
+from rlframework.config.peer_notes import peer_notes
+from rlframework.config.peer_values import METRICS, metric_hint, value_hint
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
@@ -96,17 +97,31 @@ def _problems(
             described = f" ({info.description})" if info and info.description else ""
             problem = replace(problem, message=f"{problem.message}{described}", origin=tree.origin(keys[:-1]))
         elif meaning := value_hint(as_of_policy(problem.key), value):
-            problem = replace(problem, hint=meaning)
+            problem = replace(problem, hint=in_section(meaning, path[0]) if path[0] in FURTHER_POLICIES else meaning)
         known = by_key.get(keys)
         if known and problem.message != known.message:
             hint = known.hint or problem.hint
             problem = replace(known, message=f"{known.message}, or {problem.message}", hint=hint)
         by_key[keys] = problem
+    _add_notes(by_key, tree, model)
     return [
         problem
         for keys, problem in by_key.items()
         if not (keys in wrong_types and _has_deeper(keys, by_key)) and not _inherited(keys, by_key, tree)
     ]
+
+
+def _add_notes(problems: dict[Keys, Problem], tree: Tree, model: type[BaseModel]) -> None:
+    """Add what is known of another framework's configuration as a whole to the last of the unknown keys."""
+    unknown = [keys for keys, problem in problems.items() if problem.message == _ALLOWED["extra_forbidden"]]
+    algorithm, given = model.model_fields.get("algorithm"), tree.get(("algorithm",))
+    if not (unknown and algorithm and isinstance(given, Mapping)):
+        return
+    values = dict(chain.from_iterable(keys_inside(tuple(map(str, keys)), tree.get(keys)) for keys in unknown))
+    hints = [problem.hint for problem in problems.values()]
+    if note := peer_notes(values, hints, given, next(iter(models_in(algorithm.annotation)), None)):
+        last = problems[unknown[-1]]
+        problems[unknown[-1]] = replace(last, hint=f"{last.hint}\n    {note}".lstrip())
 
 
 def _inherited(keys: Keys, problems: Collection[Keys], tree: Tree) -> bool:
@@ -167,7 +182,7 @@ def _null_characters(given: Any, keys: Keys, tree: Tree) -> Iterator[Problem]:
 
 def check_run(config: RunConfig) -> Iterator[Problem]:
     """Yield the conflicts between keys that exist for every choice of plugins."""
-    conflicts = _conflicts, _step_conflicts, _generation_conflicts, _image_conflicts
+    conflicts = _conflicts, _metric_conflicts, _step_conflicts, _generation_conflicts, _image_conflicts
     for problem in chain.from_iterable(find(config) for find in conflicts):
         yield replace(problem, given=attrgetter(problem.key)(config))
 
@@ -229,6 +244,15 @@ def _conflicts(config: RunConfig) -> Iterator[Problem]:
     if policy.optimizer.name == "muon" and policy.lora is not None:
         message = "must be adamw with policy.lora: muon needs matrices, of which an adapter is two factors"
         yield Problem("policy.optimizer.name", message)
+
+
+def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
+    """A name without a kind is that of no metric, unless an algorithm of the user's own reports it."""
+    metric = config.checkpoints.metric
+    if "/" not in metric and ":" not in config.algorithm.name:
+        names = ", ".join(f"validation/{name}" for name in METRICS)
+        message = f"must be a metric as named in metrics.jsonl, such as {names}"
+        yield Problem("checkpoints.metric", message, metric_hint(metric))
 
 
 def _step_conflicts(config: RunConfig) -> Iterator[Problem]:

@@ -88,11 +88,11 @@ def test_the_error_names_our_key(written: str, ours: str) -> None:
 
 @pytest.mark.slow
 def test_the_message_in_full() -> None:
-    assert error_of("algorithm.num_generations=8") == (
-        "`algorithm.num_generations`: unknown key (given 8 in override `algorithm.num_generations=8`). "
-        "In rlframework this is `algorithm.samples_per_prompt`."
+    assert error_of("algorithm.num_iterations=8") == (
+        "`algorithm.num_iterations`: unknown key (given 8 in override `algorithm.num_iterations=8`). "
+        "In rlframework this is `algorithm.epochs_per_batch`."
     )
-    assert error_of("grpo={num_prompts_per_step: 4, max_num_steps: 9}") == (
+    assert error_of("algorithm.preset=nemo_rl", "grpo={num_prompts_per_step: 4, max_num_steps: 9}") == (
         "`grpo`: unknown key (in override `grpo={num_prompts_per_step: 4, max_num_steps: 9}`). Its keys in "
         "rlframework:\n    `num_prompts_per_step`: `algorithm.prompts_per_step`.\n    `max_num_steps`: "
         "`algorithm.num_steps`."
@@ -166,6 +166,28 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
         ("algorithm.name=gae", "is `ppo`"),
         ("checkpoints.best={metric: x}", "The name of the metric is the key checkpoints.metric"),
         ("policy.scheduler.name=warmup_cosine", "is cosine, with policy.scheduler.warmup_steps"),
+        ("policy.scheduler.name=LinearLR", "is a warm-up: constant, with its total_iters as policy.scheduler.warmup"),
+        ("policy.optimizer.name=torch.optim.AdamW", "is adamw"),
+        ("policy.optimizer.kwargs={betas: [0.9, 0.99], eps: 1e-8}", "`eps`: `policy.optimizer.eps`"),
+        ("policy.logprob_chunk_size=1024", "The output head always works in chunks"),
+        ("policy.make_sequence_length_divisible_by=2", "Rows are padded as the parallel layout needs: remove the key"),
+        ("policy.dtensor_cfg={enabled: true}", "`enabled`: `policy.backend`. Another framework's true is dtensor"),
+        ("policy.megatron_cfg={enabled: false}", "`policy.backend`. Another framework's false is another backend: rem"),
+        ("policy.sequence_packing={enabled: true}", "`enabled`: `policy.batching.mode`. Another framework's true is p"),
+        ("policy.generation={backend: vllm}", "`backend`: `generation.name`"),
+        ("grpo={async_grpo: {enabled: false}}", "`algorithm.async`. Another framework's false needs no key"),
+        ("data={prompt_file: cot.txt}", "`prompt_file`: `environment.instruction`. The text itself"),
+        ("data={system_prompt_file: null}", "`environment.system_prompt`. The text itself, in place of a file. Anoth"),
+        ("env={math: {num_workers: 8}}", "`math`: `environment.check`. Set it to math."),
+        ("logger={wandb: {name: x}}", "`wandb.name`: `observers.wandb.run_name`"),
+        ("loss_fn={token_level_loss: true}", "`algorithm.loss.level`. Another framework's true is token"),
+        ("loss_fn={sequence_level_importance_ratios: false}", "`algorithm.loss.ratio`. Another framework's false ne"),
+        ("use_on_policy_kl_approximation=false", "`algorithm.loss.kl_correction`. Another framework's false needs no"),
+        ("higher_is_better=true", "`checkpoints.best`. Another framework's true is highest"),
+        ("report_to=none", "`observers`. Another framework's none needs no key: remove it"),
+        ("use_peft=true", "`policy.lora`. Another framework's true is this section"),
+        ("normalize_rewards=true", "With use_leave_one_out_baseline, NeMo-RL divides by the deviation of the other"),
+        ("per_device_train_batch_size=8", "It acts only with `policy.batching.mode` padded"),
         ("observers=[console, wandb]", "write `observers: {console: true, wandb: {}}`"),
         ("trainer={logger: [console, tensorboard]}", "write `observers: {console: true, tensorboard: true}`"),
         ("total_training_steps=null", "`algorithm.num_steps`. Another framework's null is algorithm.num_epochs here"),
@@ -189,12 +211,109 @@ def test_what_to_write_instead_is_told(written: str, hint: str) -> None:
 
 def test_a_pasted_tree_has_a_line_for_each_key_that_has_a_hint() -> None:
     many = ", ".join(f"s{index}: {{n: 1}}" for index in range(45))
-    message = error_of(f"actor_rollout_ref={{rollout: {{val_kwargs: {{n: 4}}, max_prompt_length: 9}}, {many}}}")
+    message = error_of(
+        "algorithm.preset=verl",
+        f"actor_rollout_ref={{rollout: {{val_kwargs: {{n: 4}}, max_prompt_length: 9}}, {many}}}",
+    )
     lines = message.splitlines()
     assert lines[1].startswith("    `rollout.val_kwargs`: Validation has one greedy answer")
     assert lines[2].startswith("    `rollout.max_prompt_length`: Prompts are not truncated")
     assert lines[3] == "    `s0.n`: `algorithm.samples_per_prompt`."
     assert (len(lines), lines[-1]) == (42, "    and 7 more")
+
+
+@pytest.mark.parametrize(
+    ("written", "preset"),
+    [
+        ("num_generations=8", "TRL (normalization, which groups count), add `algorithm.preset: trl`."),
+        ("policy.dtensor_cfg={enabled: true}", "of NeMo-RL (leave-one-out baseline, "),
+        ("loss_fn={ratio_clip_min: 0.2}", "add `algorithm.preset: nemo_rl`."),
+        ("actor_rollout_ref={rollout: {n: 8}}", "of verl (which groups count, bounds of the loss), add"),
+        ("algorithm={name: dpo, per_device_train_batch_size: 8}", "of TRL, add `algorithm.preset: trl`."),
+    ],
+)
+def test_the_preset_of_another_framework_is_told_once(written: str, preset: str) -> None:
+    message = error_of(written, "scale_rewards=group" if "num_gen" in written else "zzzz=1")
+    assert message.count("For the formulas of") == 1
+    assert preset in message
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["algorithm.preset=trl", "num_generations=8"],
+        ["algorithm={name: sft, num_generations: 8}"],
+        ["algorithm.name=dr_grpo", "loss_fn={ratio_clip_min: 0.2}"],
+        ["grpo={normalize_rewards: true, use_leave_one_out_baseline: false}"],
+        ["algorithm.adv_estimator=grpo"],
+        ["policy.nothing=1"],
+    ],
+    ids=["set", "no-presets", "not-of-this-algorithm", "another-baseline", "told-of-the-value", "no-peer"],
+)
+def test_no_preset_is_told_that_does_not_fit(written: list[str]) -> None:
+    assert "For the formulas of" not in error_of(*written)
+
+
+@pytest.mark.parametrize(
+    ("keys", "batches"),
+    [
+        ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 8}, (16, 8)),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4}, (16, 4)),
+        ({"per_device_train_batch_size": 8}, (8, 1)),
+    ],
+)
+def test_batches_of_trl_are_computed(keys: dict[str, int], batches: tuple[int, int]) -> None:
+    """Rows of an optimizer step and prompts of a rollout: TRL's generation batch, of answers, by those of a prompt."""
+    rows, prompts = batches
+    assert (
+        f"TRL's batches are `policy.train_global_batch_size: {rows}` and `algorithm.prompts_per_step: {prompts}`, each "
+        "times the number of devices."
+    ) in error_of(*(f"{key}={value}" for key, value in keys.items()))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["per_device_train_batch_size=2"],
+        ["per_device_train_batch_size=8", "generation_batch_size=64"],
+        ["per_device_train_batch_size=true", "num_generations=1"],
+        ["algorithm={name: sft, per_device_train_batch_size: 8}"],
+    ],
+    ids=["part-of-a-group", "of-all-devices", "no-number", "no-rollouts"],
+)
+def test_batches_of_trl_are_not_guessed(written: list[str]) -> None:
+    assert "TRL's batches are" not in error_of(*written)
+
+
+@pytest.mark.parametrize(
+    ("metric", "meant"),
+    [("val_reward", "reward"), ("val:reward", "reward"), ("eval_loss", "loss"), ("Accuracy", "accuracy")],
+)
+def test_a_metric_that_no_run_has_is_an_error(metric: str, meant: str) -> None:
+    message = error_of(f"checkpoints.metric={metric!r}")
+    assert "`checkpoints.metric`: must be a metric as named in metrics.jsonl, such as validation/reward" in message
+    assert message.endswith(f"Set it to validation/{meant}.")
+    assert f"`checkpoints.metric`. Set it to validation/{meant}." in error_of(f"metric_name={metric!r}")
+
+
+@pytest.mark.parametrize("metric", ["validation/reward", "train/own"])
+def test_a_metric_of_any_kind_is_accepted(metric: str) -> None:
+    assert load_config(MINIMAL, [f"checkpoints.metric={metric}"]).checkpoints.metric == metric
+
+
+def test_torch_schedulers_are_translated() -> None:
+    warmup = "{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 50}}"
+    constant = "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}"
+    cosine = "{name: torch.optim.lr_scheduler.CosineAnnealingLR}"
+    for written, ours in (
+        (f"[{warmup}, {constant}, {{milestones: [50]}}]", "{name: constant, warmup_steps: 50}"),
+        (f"[{warmup}, {cosine}]", "{name: cosine, warmup_steps: 50}"),
+        (f"[{cosine}]", "{name: cosine}"),
+        ("[{name: LinearLR}, 1]", "{name: constant, warmup_steps: N}"),
+    ):
+        assert f"write `policy.scheduler: {ours}`." in error_of(f"policy.scheduler={written}")
+    critic = error_of("algorithm.name=ppo", f"critic.scheduler=[{warmup}]")
+    assert "write `critic.scheduler: {name: constant, warmup_steps: 50}`." in critic
 
 
 def test_keys_of_a_pasted_tree_without_a_hint_are_named() -> None:
@@ -226,6 +345,7 @@ def test_a_word_that_other_algorithms_have_is_told_once() -> None:
         ("beta=0.1", "Did you mean `algorithm.beta`?"),
         ("algorithm.loss_type=ipo", "ipo is `algorithm.name` ipo"),
         ("max_completion_length=9", "Rows are truncated as a whole, to `algorithm.max_tokens`"),
+        ("gradient_accumulation_steps=2", "it is twice per_device_train_batch_size x gradient_accumulation_steps x"),
         ("algorithm.rpo_alpha=1", "In rlframework this is `algorithm.sft_weight`."),
     ],
 )
