@@ -285,7 +285,8 @@ def _select(tree: Tree, manager: PluginManager) -> tuple[dict[str, Registered], 
 def _hints_for_unknown_keys(section: Keys, given: Mapping[str, Any], parts: Iterable[Registered]) -> str:
     """Say what the keys of `section` are called here that none of the `parts` has, of which none is selected."""
     known = {key for part in parts for key in _section_model(part).model_fields}
-    unknown = {key: value for key, value in given.items() if key not in known}
+    own = given.get("name")  # a plugin that is not installed has a section of its own name
+    unknown = {key: value for key, value in given.items() if key not in known and key != own}
     return peer_hint(tuple(map(str, section)), unknown) if known and unknown else ""
 
 

@@ -152,9 +152,15 @@ class WeightedReward(Section):
         return self
 
 
+def _with_colon(path: str) -> str:
+    """`path` as `module:name`, if it is `module.name`."""
+    module, _, name = path.rpartition(".")
+    return f"{module}:{name}" if module and ":" not in path else path
+
+
 def _named(rewards: Sequence[object]) -> str:
     """The section of `rewards`, each named after its function, as YAML."""
-    paths = [import_path(each) if callable(each) else str(each) for each in rewards]
+    paths = [import_path(each) if callable(each) else _with_colon(str(each)) for each in rewards]
     names = [re.sub(r"\W", "_", path.rpartition(":")[2]) or "reward" for path in paths]
     unique = [name if names.count(name) == 1 else f"{name}_{number}" for number, name in enumerate(names)]
     written = [f'{name}: {{function: "{path}", weight: 1.0}}' for name, path in zip(unique, paths, strict=True)]

@@ -13,11 +13,11 @@ from pathlib import Path, PurePath
 from typing import Any, TypeAlias, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 from pydantic import BaseModel
 
 from rlframework.config.base import import_path
-from rlframework.config.problems import shortened
+from rlframework.config.problems import Problem, raise_problems, shortened
 from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
 from rlframework.errors import ConfigError
 from rlframework.secrets import HIDDEN, is_secret_name
@@ -27,6 +27,7 @@ INHERIT = "defaults"
 
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:]+)\}")
+_FUNCTION = re.compile(r"(?<!\\)\$\{\s*([\w.]+)\s*:")
 _LONGEST = 1_000_000
 """The most characters of a configuration after interpolation."""
 _BEFORE_INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -57,6 +58,9 @@ def compose(source: Source, overrides: Sequence[str] = ()) -> Tree:
             overridden |= _apply(merged, override, origins)
         _interpolated_length(given := OmegaConf.to_container(merged), (), given, {})
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except UnsupportedInterpolationType as error:
+        raise_problems(_unknown_functions(merged, origins))
+        raise ConfigError(_omegaconf_message(error, origins)) from None
     except OmegaConfBaseException as error:
         raise ConfigError(_omegaconf_message(error, origins)) from None
     except RecursionError:
@@ -258,6 +262,27 @@ def _plain(value: Any, keys: Keys) -> Any:
 
 def _reason(error: Exception) -> str:
     return shortened(str(getattr(error, "msg", None) or error).split("\n")[0], 300)
+
+
+def _unknown_functions(merged: DictConfig, origins: Mapping[Keys, str]) -> list[Problem]:
+    """The values with an interpolation `${name:...}` whose name no resolver has."""
+    problems = []
+    for keys, text in _texts(OmegaConf.to_container(merged), ()):
+        unknown = [name for name in _FUNCTION.findall(text) if not OmegaConf.has_resolver(name)]
+        if unknown:
+            message = f"there is no function `{unknown[0]}` for interpolation"
+            hint = "Write the value itself."
+            problems.append(Problem(".".join(map(str, keys)), message, hint, given=text, origin=origins.get(keys, "")))
+    return problems
+
+
+def _texts(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
+    """The texts within `value`, with their keys."""
+    if isinstance(value, (Mapping, list)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts(item, (*keys, key))
+    elif isinstance(value, str):
+        yield keys, value
 
 
 def _omegaconf_message(error: Exception, origins: Mapping[Keys, str]) -> str:

@@ -66,7 +66,7 @@ def _preset_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: 
     known = own or {name for part in (field.annotation, *get_args(field.annotation)) for name in get_args(part)}
     for preset, (system, about, keys) in _SYSTEMS.items():
         if preset in known and not words.keys().isdisjoint(keys.split()):
-            differing = f" ({about})" if own else ""
+            differing = f" ({about})" if own and given.get("name") != "ppo" else ""
             return f"For the formulas of {system}{differing}, add `algorithm.preset: {preset}`."
     return ""
 

@@ -187,6 +187,17 @@ def check_run(config: RunConfig) -> Iterator[Problem]:
         yield replace(problem, given=attrgetter(problem.key)(config))
 
 
+def notes_without_effect(config: RunConfig) -> tuple[str, ...]:
+    """Notes about keys that are set, but that other keys leave without effect."""
+    policy, key = config.policy, "train_micro_batch_size"
+    given, mode = getattr(policy, key), policy.batching.mode
+    default = type(policy).model_fields[key].default
+    if mode not in ("dynamic", "packed") or key not in policy.model_fields_set or given == default:
+        return ()
+    bound = f"with policy.batching.mode={mode}, policy.batching.tokens bounds microbatches"
+    return (f"note: {bound}, not policy.{key}={given}",)
+
+
 def check_further_policies(config: RunConfig, device: str) -> Iterator[Problem]:
     """Yield the conflicts of further policies: between their own keys, and with other models of their process.
 

@@ -211,6 +211,8 @@ class PluginManager:
                 f"To install {wanted}: pip install 'rlframework-core[{wanted}]', or in a clone of the repository: "
                 f"pip install -e plugins/{wanted}."
             )
+            if wanted in OWN_ENGINES:
+                yield f"Or remove {key} for the built-in engine."
         else:
             yield (
                 f"If {name!r} comes from a plugin, install its distribution with pip, or name its module under "

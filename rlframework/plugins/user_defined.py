@@ -213,7 +213,9 @@ def reward_form(path: str, function: Callable[..., Any]) -> RewardForm:
     form = _trl_form(parameters) or _verl_form(parameters) or _own_form(parameters)
     if form is None:
         signature = f"({', '.join(map(str, parameters))})"
-        raise ConfigError(f"{path!r} ({place}) has the unsupported parameters {signature}. {ACCEPTED_FORMS}")
+        open_ended = [*parameters, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+        remedy = "Add **columns, to get columns of the rows by name. " if _trl_form(open_ended) else ""
+        raise ConfigError(f"{path!r} ({place}) has the unsupported parameters {signature}. {remedy}{ACCEPTED_FORMS}")
     return replace(form, is_async=is_async, place=place)
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.algorithm import Parts, RunResult
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
+from rlframework.config.validate import notes_without_effect
 from rlframework.config.yaml_text import parse_yaml
 from rlframework.configure import config_yaml, dump_config, load_config
 from rlframework.errors import ConfigError, RunTerminated
@@ -301,12 +302,12 @@ def dry_run(
     from rlframework.observers.services import check_addresses, check_services, missing_services
     from rlframework.runner.output_folder import check_output_dir
 
-    notes: tuple[str, ...] = ()
+    notes = notes_without_effect(config)
     if planned is None:
         check_services(config.observers)
     else:
         check_addresses(config.observers)
-        notes = tuple(f"note: on this machine {problem}" for problem in missing_services(config.observers))
+        notes += tuple(f"note: on this machine {problem}" for problem in missing_services(config.observers))
     manager = create_manager(config.plugins)
     engine = engine_record(config, manager)
     backend, algorithm = backend_record(config, manager), algorithm_class(config, manager)

@@ -282,3 +282,13 @@ def test_the_printed_configuration_loads_to_the_same(manager: Any, tmp_path: Pat
 
 def test_the_command_that_resumes_a_run_can_be_pasted(run_config: Any) -> None:
     assert run_config("sft", "output_dir=runs/a b").resume_command == "rlframework train --resume 'runs/a b'"
+
+
+def test_the_section_of_an_engine_that_is_not_installed_gets_no_hint(manager, minimal):
+    """It may be right; the keys beside it are those of no engine that is known."""
+    generation = {"name": "vllm", "vllm": {"gpu_memory_utilization": 0.5}}
+    with pytest.raises(PluginError) as error:
+        load_config({**minimal, "generation": generation}, manager=manager)
+    assert "gpu_memory_utilization" not in str(error.value)
+    with pytest.raises(PluginError, match=r"`enforce_eager`: With vLLM it is generation\.vllm\.enforce_eager"):
+        load_config({**minimal, "generation": {**generation, "enforce_eager": True}}, manager=manager)

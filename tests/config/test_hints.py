@@ -364,6 +364,7 @@ def test_words_have_the_meaning_that_they_have_for_pairs(written: str, hint: str
             "reward=[a:correct, b:brief]",
             r'{correct: {function: "a:correct", weight: 1.0}, brief: {function: "b:brief", w',
         ),
+        ("reward=[my.rewards.one, b]", r'{one: {function: "my.rewards:one", weight: 1.0}, b: {function: "b", w'),
         ("reward=[a:one, b:one]", r"{one_0: {function: .*, one_1: {"),
     ],
 )

@@ -29,6 +29,26 @@ def refused(*args: object) -> str:
     return str(error.value)
 
 
+def test_each_value_with_an_unknown_function_is_listed() -> None:
+    values = {
+        "a": {"b": "${mul:2, 3}", "c": ["${add:${x}, 1}"]},
+        "token": "s${mul:1}",
+        "x": 1,
+        "home": "${oc.env:HOME}",
+        "text": "\\${mul:1}",
+    }
+    with pytest.raises(ConfigError, match="3 problems in the") as error:
+        compose(values)
+    lines = str(error.value).splitlines()[1:]
+    assert (
+        lines[0]
+        == '- `a.b`: there is no function `mul` for interpolation (given "${mul:2, 3}"). Write the value itself.'
+    )
+    assert lines[1].startswith("- `a.c.0`: there is no function `add` for interpolation")
+    assert lines[2].startswith("- `token`: ")
+    assert "s${" not in lines[2]
+
+
 def test_defaults_come_first_in_order_and_the_file_itself_wins(tmp_path: Path) -> None:
     write(
         tmp_path,

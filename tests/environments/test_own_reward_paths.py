@@ -39,6 +39,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
             "own:score",
             r"own\.py, line 1\) has the unsupported parameters \(text\)\. A reward function",
         ),
+        (
+            "def score(completions, golds): ...",
+            "own:score",
+            r"\(completions, golds\)\. Add \*\*columns, to get columns",
+        ),
         ("def score(prompt, completions): ...", "own:score", r"has the unsupported parameters \(prompt, completions\)"),
         ("def score(completion, /): ...", "own:score", r"has the unsupported parameters"),
         ("def score(completion, **rest): ...", "own:score", r"has the unsupported parameters \(completion, \*\*rest\)"),

@@ -170,6 +170,15 @@ def test_a_service_that_is_not_installed_is_a_note(planned, monkeypatch):
         dry_run(run.config)
 
 
+@pytest.mark.parametrize(("mode", "rows", "noted"), [("packed", 4, True), ("packed", 8, False), ("padded", 4, False)])
+def test_rows_of_a_microbatch_that_tokens_bound_are_a_note(planned, mode, rows, noted):
+    """8 is the default, which the configuration of a run has too."""
+    run = planned("1xH100", f"policy.batching.mode={mode}", f"policy.train_micro_batch_size={rows}")
+    notes = " ".join(dry_run(run.config, planned=run.gpus).notes)
+    note = "mode=packed, policy.batching.tokens bounds microbatches, not policy.train_micro_batch_size=4"
+    assert (note in notes) == noted
+
+
 def test_many_processes_are_on_one_machine(planned):
     for on in ("16xH100", "2x8xH100"):
         [note] = planned(on, "worker_group.name=processes").notes

@@ -166,6 +166,11 @@ def test_our_own_backend_that_is_not_installed_says_how_to_install_it(name, mean
     assert f"To install {meant}: pip install 'rlframework-core[{meant}]', or in a clone of the repository:" in message
 
 
+def test_an_engine_that_is_not_installed_says_that_one_is_built_in():
+    message = choose_error(create_manager(), "generation_engine", "vllm")
+    assert message.endswith("pip install -e plugins/vllm. Or remove generation.name for the built-in engine.")
+
+
 def test_two_plugins_of_one_name_blame_both(install):
     install("acme-engine", "acme", version="2.0")
     install("acme-fork", "fork", name="acme", version="0.3")
