@@ -57,7 +57,6 @@ _WORDS: Mapping[str, str] = {
     "policy.parallelism.expert": "expert_model_parallel_size",
     "policy.parallelism.sequence": "sequence_parallel",
     "worker_group.num_workers": "nnodes num_nodes num_processes actor_num_nodes",
-    "worker_group.workers_per_node": "n_gpus_per_node gpus_per_node actor_num_gpus_per_node",
     # rollouts and generation
     "algorithm.samples_per_prompt": "n rollout.n n_samples_per_prompt num_generations num_generations_per_prompt",
     "generation.name": "use_vllm rollout.name generation.backend",
@@ -188,10 +187,6 @@ REMARKS: Mapping[str, str] = {
         "That is verl's meaning, prompts. OpenRLHF's, the completions of an optimizer step, is "
         "`policy.train_global_batch_size`."
     ),
-    **dict.fromkeys(
-        ("n_gpus_per_node", "gpus_per_node", "actor_num_gpus_per_node"),
-        "It is a key of `worker_group.name` ray only: otherwise remove it, and `worker_group.num_workers` is the GPUs.",
-    ),
     "clip_ratio": "It is `algorithm.loss.ratio_clip_max` too: set both, unless clip_ratio_low and clip_ratio_high are.",
     "eps_clip": "It is `algorithm.loss.ratio_clip_max` too: set both, unless eps_clip_low_high is.",
     "epsilon": "It is `algorithm.loss.ratio_clip_max` too, unless epsilon_high is: set both.",
@@ -251,6 +246,11 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "max_prompt_length": (
         "Prompts are not truncated, and one that leaves no room for an answer is an error: remove the key. Answers "
         "have at most `generation.max_new_tokens` tokens."
+    ),
+    **dict.fromkeys(
+        ("n_gpus_per_node", "gpus_per_node", "actor_num_gpus_per_node"),
+        "`worker_group.num_workers` is the GPUs in all, nodes times GPUs of each. With `worker_group.name` ray this is "
+        "`worker_group.workers_per_node` too; otherwise remove the key.",
     ),
     "max_prompt_tokens": "Prompts are not truncated: remove the key.",
     "steps_per_generation": f"{_TRL_PROMPTS} Remove the key.",

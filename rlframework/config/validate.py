@@ -103,17 +103,19 @@ def _problems(
             hint = known.hint or problem.hint
             problem = replace(known, message=f"{known.message}, or {problem.message}", hint=hint)
         by_key[keys] = problem
-    _add_notes(by_key, tree, model)
-    return [
-        problem
+    kept = {
+        keys: problem
         for keys, problem in by_key.items()
         if not (keys in wrong_types and _has_deeper(keys, by_key)) and not _inherited(keys, by_key, tree)
-    ]
+    }
+    _add_notes(kept, tree, model)
+    return list(kept.values())
 
 
 def _add_notes(problems: dict[Keys, Problem], tree: Tree, model: type[BaseModel]) -> None:
-    """Add what is known of another framework's configuration as a whole to the last of the unknown keys."""
-    unknown = [keys for keys, problem in problems.items() if problem.message == _ALLOWED["extra_forbidden"]]
+    """Add what is known of another framework's configuration as a whole to the last unknown key that is shown."""
+    shown = list(problems.items())[:MOST]
+    unknown = [keys for keys, problem in shown if problem.message == _ALLOWED["extra_forbidden"]]
     algorithm, given = model.model_fields.get("algorithm"), tree.get(("algorithm",))
     if not (unknown and algorithm and isinstance(given, Mapping)):
         return

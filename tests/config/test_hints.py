@@ -145,7 +145,7 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
         ("actor_rollout_ref={ref: {fsdp_config: {param_offload: true}}}", "`ref.fsdp_config`: The reference's weights"),
         ("actor_rollout_ref={ref: {strategy: fsdp}}", "`ref.strategy`: The reference has the model, the backend"),
         ("actor_rollout_ref={ref: {log_prob_micro_batch_size: 8}}", "verl's number is of all, so divide"),
-        ("n_gpus_per_node=8", "`worker_group.workers_per_node`. It is a key of `worker_group.name` ray only"),
+        ("n_gpus_per_node=8", "`worker_group.num_workers` is the GPUs in all, nodes times GPUs of each. With"),
         ("actor.clip_ratio=0.2", "`algorithm.loss.ratio_clip_min`. It is `algorithm.loss.ratio_clip_max` too"),
         (
             "algorithm.adv_estimator=grpo",
@@ -236,6 +236,13 @@ def test_the_preset_of_another_framework_is_told_once(written: str, preset: str)
     message = error_of(written, "scale_rewards=group" if "num_gen" in written else "zzzz=1")
     assert message.count("For the formulas of") == 1
     assert preset in message
+
+
+def test_the_preset_is_told_with_a_problem_that_is_shown() -> None:
+    """Not with that of the critic, which has the key of the policy, or after the most problems that are listed."""
+    critic = error_of("algorithm.name=ppo", "critic={}", "policy.dtensor_cfg={enabled: true}")
+    assert critic.endswith("For the formulas of NeMo-RL, add `algorithm.preset: nemo_rl`.")
+    assert "add `algorithm.preset: trl`" in error_of("num_generations=8", *(f"zz{index}=1" for index in range(45)))
 
 
 @pytest.mark.parametrize(
