@@ -260,9 +260,10 @@ def _conflicts(config: RunConfig) -> Iterator[Problem]:
 
 
 def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
-    """A name without a kind is that of no metric, unless an algorithm of the user's own reports it."""
-    metric = config.checkpoints.metric
-    if "/" not in metric and ":" not in config.algorithm.name:
+    """A name without a kind is that of no metric, unless an algorithm reports it that is not core's."""
+    metric, algorithm = config.checkpoints.metric, config.algorithm
+    ours = type(algorithm).__module__.startswith("rlframework.") and ":" not in algorithm.name
+    if "/" not in metric and ours:
         names = ", ".join(f"validation/{name}" for name in METRICS)
         message = f"must be a metric as named in metrics.jsonl, such as {names}"
         yield Problem("checkpoints.metric", message, metric_hint(metric))
