@@ -58,7 +58,7 @@ def peer_notes(
 
 
 def _preset_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:
-    """Whose preset has the formulas of the framework that `words` are of; none if one is set or does not fit."""
+    """Name the preset with the formulas of the framework whose words `words` are; "" if one is set or none fits."""
     field = algorithm.model_fields.get("preset")
     if field is None or "preset" in given or words.get(_LEAVE_ONE_OUT) is False:
         return ""
@@ -72,7 +72,7 @@ def _preset_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: 
 
 
 def _batches_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:
-    """TRL's batches in our keys; "" where its arguments do not say how many rows a device has in each."""
+    """Return TRL's batch sizes in our keys; "" unless its arguments say how many rows a device has."""
     fields = algorithm.model_fields
     if not {"prompts_per_step", "samples_per_prompt"} <= fields.keys() or "generation_batch_size" in words:
         return ""

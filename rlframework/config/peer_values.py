@@ -96,7 +96,7 @@ WORD_VALUES: Mapping[str, Mapping[str, str]] = {
     "system_prompt_file": {"null": _REMOVED},
     "prompt_file": {"null": _REMOVED},
 }
-"""Words of peers whose values differ from those of other words for the same key, and what each value is here."""
+"""Keys of peers with values of their own, which other keys for the same one of ours do not have: what each is here."""
 
 METRICS = ("reward", "accuracy", "loss")
 """The metrics of validation by which checkpoints are compared."""

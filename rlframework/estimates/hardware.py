@@ -9,8 +9,8 @@ from rlframework.errors import ConfigError
 from rlframework.gpu_models import GPU_MODELS, named_gpu
 
 GIB = 1 << 30
-OF_A_MACHINE = 8
-"""GPUs that a machine seldom has more than."""
+GPUS_PER_MACHINE = 8
+"""GPUs of a machine, unless their number is given."""
 
 _COUNT = r"(\d+)\s*[xX*]\s*"
 
@@ -30,9 +30,9 @@ class PlannedGpus:
     machines: int | None = None
 
     @property
-    def of_a_machine(self) -> int:
-        """The GPUs of a machine; where it is not known, those that one seldom has more than."""
-        return OF_A_MACHINE if self.machines is None else self.count // self.machines
+    def gpus_per_machine(self) -> int:
+        """The number of GPUs of each machine, `GPUS_PER_MACHINE` if it is not given."""
+        return GPUS_PER_MACHINE if self.machines is None else self.count // self.machines
 
     @classmethod
     def parse(cls, text: str) -> PlannedGpus:
@@ -58,5 +58,5 @@ class PlannedGpus:
         return cls(count, model.name, int(model.memory_gib * GIB), machines=machines)
 
     def __str__(self) -> str:
-        count = self.count if self.machines is None else f"{self.machines} x {self.of_a_machine}"
+        count = self.count if self.machines is None else f"{self.machines} x {self.gpus_per_machine}"
         return f"{count} x {self.name}"

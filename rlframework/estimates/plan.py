@@ -67,17 +67,17 @@ def _changes(tree: Tree, gpus: PlannedGpus, per_engine: int) -> list[str]:
         found.append(f"worker_group.name={group}")
     unplaced = group == "ray" and tree.get(("worker_group", "workers_per_node")) is NOT_GIVEN
     if unplaced and gpus.machines is not None and wanted == gpus.count:
-        found.append(f"worker_group.workers_per_node={gpus.of_a_machine}")
+        found.append(f"worker_group.workers_per_node={gpus.gpus_per_machine}")
     return found
 
 
 def _group(workers: int, gpus: PlannedGpus, *, in_ray: bool) -> str:
-    """The group of several workers on `gpus`; `in_ray`: beside engines that Ray places."""
-    return "ray" if in_ray or workers > gpus.of_a_machine else "processes"
+    """Return the worker group for several workers on `gpus`; `in_ray`: beside engines that Ray places."""
+    return "ray" if in_ray or workers > gpus.gpus_per_machine else "processes"
 
 
 def _left_by_ray(tree: Tree, gpus: int) -> int:
-    """Of `gpus` those for the workers of the policy: Ray gives each further policy as many, or those that it names."""
+    """Return the policy's share of `gpus`: each further policy has as many workers, or the number that it names."""
     policies = 1
     for section in (name for name in FURTHER_POLICIES if tree.get((name,)) not in (NOT_GIVEN, None)):
         group, number = (tree.get((section, "worker_group", key)) for key in ("name", "num_workers"))
@@ -134,7 +134,7 @@ def _group_notes(config: RunConfig, gpus: PlannedGpus) -> list[str]:
     """Notes on a group of workers that does not go with the number of GPUs."""
     group, workers = config.worker_group, config.worker_group.num_workers
     notes = []
-    if group.name == "processes" and workers > gpus.of_a_machine:
+    if group.name == "processes" and workers > gpus.gpus_per_machine:
         notes.append(
             f"note: worker_group.name=processes starts all {workers} workers on one machine; set it to ray for several "
             "machines (docs/cluster.md)"
