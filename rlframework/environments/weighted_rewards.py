@@ -45,8 +45,8 @@ class WeightedRewards:
     """Scores answers with several rewards: functions, each in a process of its own, and judges. Theirs are summed.
 
     The metric NAME of an answer is the reward NAME, without its weight; its own metrics become `NAME_METRIC`.
-    `accuracy` is that of the first reward that gives one; without one, an answer counts as right if each of its rewards
-    with the largest weight is at least 1. An answer for which any reward fails gets `failed_reward`,
+    `accuracy` is that of the first reward that gives one; without one, an answer counts as right if, of the rewards
+    that it has, each with the largest weight is at least 1. An answer for which any reward fails gets `failed_reward`,
     and counts once as failed. A function that returns None for an answer is left out of its sum and metrics; if all do,
     the answer has failed.
     """

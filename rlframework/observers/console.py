@@ -46,9 +46,9 @@ Clock = Callable[[], float]
 class Pace:
     """Seconds per step, averaged over recent steps, and the remaining time; as text, empty before the second mark."""
 
-    def __init__(self, total: int, now: float) -> None:
+    def __init__(self, total: int, now: float, after_step: int = 0) -> None:
         self._total = total
-        self._marks: deque[tuple[int, float]] = deque([(0, now)], maxlen=WINDOW + 1)
+        self._marks: deque[tuple[int, float]] = deque([(after_step, now)], maxlen=WINDOW + 1)
 
     def mark(self, step: int, now: float) -> None:
         """Record that step `step` finished at `now` (seconds). Step 0 ends the preparation before the first step."""
@@ -84,13 +84,16 @@ class ConsoleObserver:
         self._name, self._total = run.config.algorithm.name, run.config.algorithm.num_steps
         self._best_metric = run.config.checkpoints.metric
         self._print(f"{self._name}: up to {_steps(self._total)}, writing to {run.output_dir}")
-        if (resumed := read_environment(run.output_dir).get("resumed")) is not None:
-            self._print(str(Resumed.model_validate(resumed)))
+        after_step = 0
+        if (found := read_environment(run.output_dir).get("resumed")) is not None:
+            resumed = Resumed.model_validate(found)
+            self._print(str(resumed))
+            after_step = resumed.after_step
         if every := run.config.checkpoints.every:
             steps = "every step" if every == 1 else f"every {every} steps"
             self._print(f"a checkpoint {steps}; to resume: {run.config.resume_command}")
         self._began, self._printed = self._clock(), -math.inf
-        self._pace = Pace(self._total, self._began)
+        self._pace = Pace(self._total, self._began, after_step)
         if self._stream.isatty() and os.environ.get("TERM") != "dumb":
             self._display = _Display(self._name, self._total, self._best_metric, self._stream)
 

@@ -93,11 +93,13 @@ class StepLoop(Algorithm):
         self.parts = parts
         self.config = parts.config.algorithm
         self.train_samples = parts.environment.samples("train")
-        for split in ("train", "validation"):
-            if not len(parts.environment.samples(split)):
+        counts = len(self.train_samples), len(parts.environment.samples("validation"))
+        for split, count in zip(("train", "validation"), counts, strict=True):
+            if not count:
                 raise DataError(
                     f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
                 )
+        _LOG.info("samples: %d to train on, %d held out for validation", *counts)
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
         self.checkpoints = Checkpoints(parts)

@@ -113,9 +113,12 @@ def test_a_resume_and_what_it_changes_is_shown(tmp_path, clock):
     changed = {"policy.optimizer.lr": (0.5, 0.1), "algorithm.preset": (None, "trl")}
     write_environment(tmp_path, resumed=Resumed(after_step=3, changed=changed))
     stream = io.StringIO()
-    begin(stream, clock, tmp_path, steps=4, name="sft")
+    observer = begin(stream, clock, tmp_path, steps=9, name="sft")
+    clock.now += 2.0
+    observer.rlframework_step_finished(4, {})
     assert stream.getvalue().splitlines()[1:] == [
-        "resumed after step 3 with policy.optimizer.lr 0.5 -> 0.1, algorithm.preset null -> trl"
+        "resumed after step 3 with policy.optimizer.lr 0.5 -> 0.1, algorithm.preset null -> trl",
+        "step 4/9  2 s/step, remaining 10s",
     ]
 
 
