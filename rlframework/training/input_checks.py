@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlframework.algorithm import Parts
+from rlframework.config.sections import EnvironmentConfig
 from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
 from rlframework.datasets.template_checks import require_contents, warn_of_template
+from rlframework.environments.agent import runs_agents
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split, has_episodes
@@ -44,7 +46,7 @@ class InputCheck:
     def __init__(self, parts: Parts) -> None:
         require_contents(parts.tokenizer)
         self._tokenizer, self._config, self._images = parts.tokenizer, parts.config, parts.images
-        self._episodes = has_episodes(parts.environment)
+        self._episodes, self._agents = has_episodes(parts.environment), runs_agents(parts.environment)
         self._policies = {"policy": parts.config.policy, **parts.config.further_policies}
         found = {
             name: model_positions(policy.model_name, policy.trust_remote_code)
@@ -107,6 +109,8 @@ class InputCheck:
                     scored=scored,
                 )
             return
+        if not self._agents:
+            _warn_of_limits(self._config.environment)
         _warn_of_answered(samples, getattr(getattr(self._config.environment, "columns", None), "prompt", None))
         sample, length = self._longest_prompt("train", samples)
         most = length + self._config.generation.max_new_tokens
@@ -205,6 +209,20 @@ def evenly_spaced(samples: Sequence[Sample], count: int) -> list[Sample]:
     """At most `count` of `samples`, with the first and the last one."""
     count = min(count, len(samples))
     return [samples[number] for number in np.linspace(0, len(samples) - 1, count, dtype=np.int64).tolist()]
+
+
+def _warn_of_limits(config: EnvironmentConfig) -> None:
+    """Log limits of episodes that are set for an environment of single turns."""
+    fields = type(config).model_fields
+    given = [name for name in ("max_turns", "max_episode_tokens") if getattr(config, name) != fields[name].default]
+    for name in given:
+        _LOG.warning(
+            "environment.%s=%d has no effect: answers to the samples of environment %r have a single turn. Episodes "
+            "need an environment that plays them (docs/episodes.md)",
+            name,
+            getattr(config, name),
+            config.name,
+        )
 
 
 def _warn_of_answered(samples: Sequence[Sample], column: str | None) -> None:

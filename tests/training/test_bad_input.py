@@ -149,6 +149,14 @@ def test_prompts_that_have_an_answer_are_warned_of(run_config, tmp_path, caplog,
     assert "1 of 1 checked train prompts end with an assistant turn, 's' first; the model writes another" in caplog.text
 
 
+def test_limits_of_episodes_for_single_turns_are_warned_of(run_config, caplog):
+    dry_run(run_config("grpo", "environment.max_turns=3"))
+    assert (
+        caplog.text.count("environment.max_turns=3 has no effect: answers to the samples of environment 'addition'")
+        == 1
+    )
+
+
 def test_positions_of_a_model(tmp_path, tiny_llama):
     from transformers import GPT2Config, MambaConfig
 
