@@ -152,8 +152,7 @@ def test_prompts_that_have_an_answer_are_warned_of(run_config, tmp_path, caplog,
 def test_limits_of_episodes_for_single_turns_are_warned_of(run_config, caplog):
     dry_run(run_config("grpo", "environment.max_turns=3"))
     assert (
-        caplog.text.count("environment.max_turns=3 has no effect: answers to the samples of environment 'addition'")
-        == 1
+        caplog.text.count("environment.max_turns=3 has no effect: answers to the samples of environment 'digits'") == 1
     )
 
 
