@@ -22,7 +22,7 @@ from rlframework.config.hints import peer_hint
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.problems import NOT_GIVEN, Problem, raise_problems
+from rlframework.config.problems import MOST, NOT_GIVEN, Problem, raise_problems
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_trusted, require_trusted_imports
 from rlframework.config.validate import check_further_policies, check_run, validate
@@ -230,7 +230,7 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, dict[str, Reg
         if tree.values.get(name) is not None
     )
     model = run_model(tuple(sections.items()), _backend_models(manager), backend, tuple(unusable), further)
-    config, invalid = validate(tree, model, _keys_of_others(selected, manager))
+    config, invalid = validate(tree, model, _keys_of_others(selected, manager), MOST - len(problems))
     raise_problems(problems + invalid)
     assert config is not None
     return config, selected

@@ -8,6 +8,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from rlframework.config.algorithm_presets import PRESETS
+from rlframework.config.algorithms import GRPOConfig
+from rlframework.config.ppo import PPOConfig
 
 _LEAVE_ONE_OUT = "use_leave_one_out_baseline"
 _SYSTEMS: Mapping[str, tuple[str, str, str]] = {
@@ -38,6 +40,21 @@ _SYSTEMS: Mapping[str, tuple[str, str, str]] = {
 }
 """Presets, with the name of the system, the formulas of its GRPO that differ, and keys that only it has."""
 
+_OF_ANY_ALGORITHM = {
+    "per_device_train_batch_size",
+    "max_completion_length",
+    "num_train_epochs",
+    "dtensor_cfg",
+    "megatron_cfg",
+}
+"""Those of the keys that say nothing about the algorithm; others are of GRPO, or of PPO."""
+
+_TRL_DEFAULTS: Mapping[str, str] = {
+    "weight_decay": "`policy.optimizer.weight_decay: 0.0`",
+    "lr_scheduler_type": "`policy.scheduler.name: linear`",
+}
+"""TRL's keys to its defaults that are not ours, which no preset has."""
+
 
 def peer_notes(
     unknown: Mapping[tuple[str, ...], Any],
@@ -47,28 +64,55 @@ def peer_notes(
 ) -> str:
     """Return notes about the keys of another framework among those that are `unknown`, with their values; "" if none.
 
-    `given` has the keys of the section `algorithm`, whose model is `algorithm`; `hints` are about single keys.
+    `given` has the keys of the section `algorithm`, whose model is `algorithm`; `hints` are about single keys. Without
+    a name of the algorithm, the notes are for the one that the keys are of, if they say that.
     """
     if algorithm is None:
         return ""
-    words = {str(keys[-1]): value for keys, value in unknown.items()}
-    told = any("algorithm.preset=" in hint for hint in hints)
-    notes = "" if told else _preset_note(words, given, algorithm), _batches_note(words, given, algorithm)
-    return " ".join(filter(None, notes))
+    words, told, name = {str(keys[-1]): value for keys, value in unknown.items()}, " ".join(hints), ""
+    if "name" not in given:
+        name = _meant_algorithm({**given, **words})
+        given, algorithm = {**given, "name": name}, PPOConfig if name == "ppo" else GRPOConfig
+        if not name:
+            return ""
+    preset = _preset_of(words, given, algorithm)
+    note = "" if f"algorithm.preset={preset}" in told else _preset_note(preset, words, given, unnamed=bool(name))
+    return " ".join(filter(None, (note, _batches_note(words, given, algorithm))))
 
 
-def _preset_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:
-    """Name the preset with the formulas of the framework whose words `words` are; "" if one is set or none fits."""
+def _meant_algorithm(words: Mapping[str, Any]) -> str:
+    """The name of the algorithm that `words` are of: grpo unless they name another; "" if they do not say."""
+    of_grpo = {key for _, _, keys in _SYSTEMS.values() for key in keys.split()} - _OF_ANY_ALGORITHM
+    if words.keys().isdisjoint(of_grpo):
+        return ""
+    said = words.get("adv_estimator", words.get("loss_type"))
+    said = said.get("name") if isinstance(said, Mapping) else said
+    if said in ("gae", "cispo"):
+        return "ppo" if said == "gae" else "cispo"
+    return "grpo" if "adv_estimator" not in words else said if isinstance(said, str) and said in PRESETS else ""
+
+
+def _preset_of(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:
+    """The preset with the formulas of the framework whose words `words` are; "" if one is set or none fits."""
     field = algorithm.model_fields.get("preset")
     if field is None or "preset" in given or words.get(_LEAVE_ONE_OUT) is False:
         return ""
     own = PRESETS.get(str(given.get("name")))
     known = own or {name for part in (field.annotation, *get_args(field.annotation)) for name in get_args(part)}
-    for preset, (system, about, keys) in _SYSTEMS.items():
-        if preset in known and not words.keys().isdisjoint(keys.split()):
-            differing = f" ({about})" if own and given.get("name") != "ppo" else ""
-            return f"For the formulas of {system}{differing}, add `algorithm.preset: {preset}`."
-    return ""
+    theirs = (preset for preset, (_, _, keys) in _SYSTEMS.items() if not words.keys().isdisjoint(keys.split()))
+    return next((preset for preset in theirs if preset in known), "")
+
+
+def _preset_note(preset: str, words: Mapping[str, Any], given: Mapping[str, Any], *, unnamed: bool) -> str:
+    """Say how to set `preset`, with the name of the algorithm if it is `unnamed`, and what it does not set."""
+    if not preset:
+        return ""
+    system, about, _ = _SYSTEMS[preset]
+    differing = f" ({about})" if given.get("name") in PRESETS and given.get("name") != "ppo" else ""
+    name = f"`algorithm.name: {given['name']}` and " if unnamed else ""
+    note = f"For the formulas of {system}{differing}, add {name}`algorithm.preset: {preset}`."
+    defaults = [ours for word, ours in _TRL_DEFAULTS.items() if word not in words] if preset == "trl" else []
+    return f"{note} TRL's defaults, not set by it: {', '.join(defaults)}." if defaults else note
 
 
 def _batches_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:

@@ -57,23 +57,23 @@ _INSTEAD_OF_NULL = {
 
 
 def validate(
-    tree: Tree, model: type[Model], elsewhere: Mapping[Keys, str] | None = None
+    tree: Tree, model: type[Model], elsewhere: Mapping[Keys, str] | None = None, most: int = MOST
 ) -> tuple[Model | None, list[Problem]]:
-    """Return an instance of `model` and no problems, or None and the problems in `tree`.
+    """Return an instance of `model` and no problems, or None and the problems in `tree`, of which `most` are shown.
 
     `elsewhere` has hints for keys that `model` lacks but that another choice of plugins would have.
     """
     try:
         config = model.model_validate(tree.values)
     except ValidationError as error:
-        return None, _problems(error, tree, model, elsewhere or {})
+        return None, _problems(error, tree, model, elsewhere or {}, most)
     problems = [*_mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree)]
     problems += _null_characters(tree.values, (), tree)
     return (None, problems) if problems else (config, [])
 
 
 def _problems(
-    error: ValidationError, tree: Tree, model: type[BaseModel], elsewhere: Mapping[Keys, str]
+    error: ValidationError, tree: Tree, model: type[BaseModel], elsewhere: Mapping[Keys, str], most: int
 ) -> list[Problem]:
     """One problem per key. The members of a union each report an error, and are joined as alternatives."""
     by_key: dict[Keys, Problem] = {}
@@ -108,13 +108,13 @@ def _problems(
         for keys, problem in by_key.items()
         if not (keys in wrong_types and _has_deeper(keys, by_key)) and not _inherited(keys, by_key, tree)
     }
-    _add_notes(kept, tree, model)
+    _add_notes(kept, tree, model, most)
     return list(kept.values())
 
 
-def _add_notes(problems: dict[Keys, Problem], tree: Tree, model: type[BaseModel]) -> None:
+def _add_notes(problems: dict[Keys, Problem], tree: Tree, model: type[BaseModel], most: int) -> None:
     """Add what is known of another framework's configuration as a whole to the last unknown key that is shown."""
-    shown = list(problems.items())[:MOST]
+    shown = list(problems.items())[:most]
     unknown = [keys for keys, problem in shown if problem.message == _ALLOWED["extra_forbidden"]]
     algorithm, given = model.model_fields.get("algorithm"), tree.get(("algorithm",))
     if not (unknown and algorithm and isinstance(given, Mapping)):

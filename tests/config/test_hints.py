@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field
@@ -236,6 +237,66 @@ def test_the_preset_of_another_framework_is_told_once(written: str, preset: str)
     message = error_of(written, "scale_rewards=group" if "num_gen" in written else "zzzz=1")
     assert message.count("For the formulas of") == 1
     assert preset in message
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (
+            {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+            (
+                "For the formulas of TRL (normalization, which groups count), add `algorithm.name: grpo` and "
+                "`algorithm.preset: trl`. TRL's defaults, not set by it: `policy.optimizer.weight_decay: 0.0`, "
+                "`policy.scheduler.name: linear`. TRL's batches are `policy.train_global_batch_size: 16` and "
+                "`algorithm.prompts_per_step: 2`, each times the number of devices."
+            ),
+        ),
+        (
+            {"num_generations": 8, "weight_decay": 0.1, "lr_scheduler_type": "cosine"},
+            "add `algorithm.name: grpo` and `algorithm.preset: trl`.",
+        ),
+        ({"num_generations": 8, "loss_type": "cispo"}, "add `algorithm.name: cispo` and `algorithm.preset: trl`."),
+        (
+            {"actor_rollout_ref": {"n": 8}, "algorithm": {"adv_estimator": "gae"}},
+            "For the formulas of verl, add `algorithm.name: ppo` and `algorithm.preset: verl`.",
+        ),
+        (
+            {"grpo": {"num_prompts_per_step": 2, "adv_estimator": {"name": "grpo"}}},
+            "add `algorithm.name: grpo` and `algorithm.preset: nemo_rl`.",
+        ),
+    ],
+    ids=["trl", "trl-defaults-given", "trl-cispo", "verl-ppo", "nemo-rl"],
+)
+def test_the_preset_is_told_with_the_name_of_the_algorithm_where_there_is_none(
+    written: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({key: value for key, value in MINIMAL.items() if key != "algorithm"} | written)
+    assert told in str(error.value)
+    many = {f"zz{index}": 1 for index in range(45)}
+    with pytest.raises(ConfigError) as error:
+        load_config({"policy": MINIMAL["policy"]} | written | many)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"per_device_train_batch_size": 2, "num_train_epochs": 1, "packing": True},
+        {"actor_rollout_ref": {"n": 8}, "algorithm": {"adv_estimator": "remax"}},
+        {"zz": 1},
+    ],
+)
+def test_no_algorithm_is_named_that_the_keys_do_not_say(written: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({key: value for key, value in MINIMAL.items() if key != "algorithm"} | written)
+    assert "add `algorithm.name" not in str(error.value)
+
+
+def test_a_hint_with_another_preset_does_not_hide_that_of_the_framework() -> None:
+    message = error_of("grpo={num_prompts_per_step: 2, adv_estimator: grpo}")
+    assert "verl's formulas are those with algorithm.preset=verl" in message
+    assert "add `algorithm.preset: nemo_rl`." in message
 
 
 def test_the_preset_is_told_with_a_problem_that_is_shown() -> None:
