@@ -30,7 +30,14 @@ from rlframework.config.yaml_text import Keys, Tree, to_yaml
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
-from rlframework.plugins.types import OWN_BACKENDS, RECORD_TYPES, Capability, PolicyWorkerRecord, Record
+from rlframework.plugins.types import (
+    OWN_BACKENDS,
+    RECORD_TYPES,
+    Capability,
+    PolicyWorkerRecord,
+    Record,
+    install_command,
+)
 from rlframework.secrets import secrets_of_environment
 
 OPEN_SECTIONS: Mapping[str, type[Record]] = {
@@ -330,7 +337,7 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
     hints: dict[Keys, str] = {
         (section, name): (
             f"This is the section of the backend `{name}`, which is not installed. Install it with "
-            f"`pip install 'rlframework-core[{name}]'`, or remove the section."
+            f"{install_command(name, '`')}, or remove the section."
         )
         for name in OWN_BACKENDS
         for section in ("policy", *FURTHER_POLICIES)

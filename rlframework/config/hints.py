@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section
-from rlframework.config.peer_keys import OF_PAIRS, PEER_KEYS, REMARKS, WITHOUT_COUNTERPART
+from rlframework.config.peer_keys import OF_PAIRS, OF_SECTIONS_TOO, PEER_KEYS, REMARKS, WITHOUT_COUNTERPART
 from rlframework.config.peer_values import value_hint
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import shortened
@@ -137,6 +137,8 @@ def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = Non
         return ""
     found = _hint_of(path, value, of_pairs=of_pairs)
     hints, others = _hints_inside(path, value, model, of_pairs=of_pairs)
+    if others and not hints and model and _is_section(_word(path, PEER_KEYS), model):
+        found += _without(others)
     if hints:
         lines = [f"\n    `{'.'.join(key)}`: {hint.removeprefix(_IS)}" for key, hint in hints.items()]
         more = f"\n    and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
@@ -157,7 +159,7 @@ def _hints_inside(
         if inside == path:
             continue
         leaf = not (isinstance(item, Mapping) and item)
-        if hint := _hint_of(inside, item, of_pairs=of_pairs) or (leaf and _of_the_same_name(inside, ours)) or "":
+        if hint := _hint_of(inside, item, of_pairs=of_pairs) or (leaf and _of_the_same_name(inside, item, ours)) or "":
             hints[inside[len(path) :]] = hint
         elif leaf:
             leaves.append(inside[len(path) :])
@@ -165,10 +167,20 @@ def _hints_inside(
     return hints, [leaf for leaf in leaves if not any(leaf[: len(key)] == key for key in sections)]
 
 
-def _of_the_same_name(path: Path, ours: Collection[Path]) -> str:
-    """The hint for a key that only one of `ours` is called like: by its section too, or by a name of several words."""
+def _is_section(word: str, model: type[BaseModel]) -> bool:
+    """Whether the key that a peer calls `word` is a section of `model`."""
+    info = key_paths(model).get(tuple(PEER_KEYS.get(word, "").split(".")))
+    return info is not None and bool(models_in(info.annotation))
+
+
+def _of_the_same_name(path: Path, value: Any, ours: Collection[Path]) -> str:
+    """The hint for a key that only one of `ours` is called like: by its section too, or by a name of several words.
+
+    It has what `value` is here, too.
+    """
     same = [key for key in ours if key[-1] == path[-1] and ("_" in path[-1] or key[-2:] == path[-2:])]
-    return f"{_IS}`{'.'.join(same[0])}`." if len(same) == 1 else ""
+    key = ".".join(same[0]) if len(same) == 1 else ""
+    return f"{_IS}`{key}`. {value_hint(key, value)}".rstrip() if key else ""
 
 
 def _without(keys: Sequence[Path]) -> str:
@@ -182,8 +194,10 @@ def _without(keys: Sequence[Path]) -> str:
 
 def _hint_of(path: Path, value: Any, *, of_pairs: bool) -> str:
     """The hint for the longest end of `path` that is a peer's word, and for its value; "" if there is none."""
+    word = _word(path, PEER_KEYS)
+    if word in OF_SECTIONS_TOO and isinstance(value, Mapping):
+        return ""
     if hint := (of_pairs and _longest(path, OF_PAIRS)) or _longest(path, _HINTS):
-        word = _word(path, PEER_KEYS)
         return f"{hint} {value_hint(PEER_KEYS.get(word, ''), value, word)}".rstrip()
     return ""
 

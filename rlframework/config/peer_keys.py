@@ -20,12 +20,13 @@ _WORDS: Mapping[str, str] = {
     ),
     "policy.offload.parameters": "param_offload cpu_offload",
     "policy.offload.optimizer": "optimizer_offload adam_offload",
-    "policy.lora": "use_peft",
-    "policy.lora.rank": "lora_rank lora_r r",
-    "policy.lora.alpha": "lora_alpha",
-    "policy.lora.dropout": "lora_dropout",
+    "policy.lora": "use_peft lora_cfg.enabled",
+    "policy.lora.rank": "lora_rank lora_r r lora_cfg.dim",
+    "policy.lora.alpha": "lora_alpha lora_cfg.alpha",
+    "policy.lora.dropout": "lora_dropout lora_cfg.dropout",
     "policy.lora.target_modules": "lora_target_modules",
     # optimizer and schedule
+    "policy.optimizer.name": "optim",
     "policy.optimizer.lr": "learning_rate actor_learning_rate optim.lr kwargs.lr",
     "policy.optimizer.weight_decay": "optim.weight_decay kwargs.weight_decay",
     "policy.optimizer.betas": "adam_beta1 adam_beta2 adam_betas kwargs.betas",
@@ -77,7 +78,7 @@ _WORDS: Mapping[str, str] = {
     "algorithm.async": "async_grpo.enabled",
     "algorithm.async.max_staleness": "max_trajectory_age_steps",
     "algorithm.loss.kl_coef": "beta kl_coef init_kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty",
-    "algorithm.loss.kl_estimator": "kl_loss_type",
+    "algorithm.loss.kl_estimator": "kl_loss_type reference_policy_kl_type",
     "algorithm.loss.ratio_clip_min": "epsilon clip_ratio clip_ratio_low eps_clip loss_fn.ratio_clip_min",
     "algorithm.loss.ratio_clip_max": "epsilon_high clip_ratio_high loss_fn.ratio_clip_max",
     "algorithm.loss.ratio_clip_c": "clip_ratio_c delta dual_clip loss_fn.ratio_clip_c",
@@ -104,7 +105,9 @@ _WORDS: Mapping[str, str] = {
     "algorithm.overlong.drop_truncated": "mask_truncated_completions overlong_filtering",
     "algorithm.overlong.buffer": "overlong_buffer.len overlong_buffer_len",
     "algorithm.overlong.penalty": "overlong_buffer.penalty_factor overlong_penalty_factor",
-    "algorithm.dynamic_sampling": "filter_groups use_dynamic_sampling dynamic_filtering",
+    "algorithm.dynamic_sampling": (
+        "filter_groups use_dynamic_sampling dynamic_sampling_max_gen_batches dynamic_filtering"
+    ),
     # supervised training and data
     "algorithm.max_tokens": "max_seq_length max_length",
     "algorithm.train_on": "assistant_only_loss completion_only_loss",
@@ -123,7 +126,8 @@ _WORDS: Mapping[str, str] = {
     "algorithm.validation.every": "eval_steps test_freq val_period",
     "algorithm.validation.at_start": "val_at_start val_before_train",
     "algorithm.validation.samples": "max_val_samples",
-    "checkpoints.every": "save_steps save_freq save_period",
+    "checkpoints": "checkpointing",
+    "checkpoints.every": "save_steps save_freq save_period checkpointing.enabled",
     "checkpoints.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
     "checkpoints.keep_best": "keep_top_k",
     "checkpoints.metric": "metric_name",
@@ -144,6 +148,9 @@ _WORDS: Mapping[str, str] = {
 
 PEER_KEYS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}
 """A peer's key, as the end of a dotted path, to our key. The longest matching path counts."""
+
+OF_SECTIONS_TOO = ("optim",)
+"""Those that are the name of another peer's section, which has keys of its own."""
 
 _OPTIMIZER_STEPS = (
     "TRL counts optimizer steps: for GRPO, divide by those of a step here, `algorithm.epochs_per_batch` (TRL's "
@@ -170,8 +177,13 @@ REMARKS: Mapping[str, str] = {
         "`algorithm.preset` nemo_rl has too."
     ),
     "max_num_epochs": "NeMo-RL ends at this or max_num_steps: set that of the two which it reaches first.",
+    "mask_truncated_completions": (
+        "With loss_type grpo and dr_grpo, TRL still counts truncated rows in the denominator; here they are left out "
+        "of it too."
+    ),
     "prompt_file": "The text itself, in place of a file; it is put after the user's message.",
     "system_prompt_file": "The text itself, in place of a file.",
+    "dynamic_sampling_max_gen_batches": "Only if use_dynamic_sampling is true: otherwise remove the key.",
     "env.math": "Set it to math.",
     "save_steps": _OPTIMIZER_STEPS,
     "eval_steps": _OPTIMIZER_STEPS,

@@ -74,10 +74,10 @@ def peer_notes(
         name = _meant_algorithm({**given, **words})
         given, algorithm = {**given, "name": name}, PPOConfig if name == "ppo" else GRPOConfig
         if not name:
-            return ""
+            return _end_note(words)
     preset = _preset_of(words, given, algorithm)
     note = "" if f"algorithm.preset={preset}" in told else _preset_note(preset, words, given, unnamed=bool(name))
-    return " ".join(filter(None, (note, _batches_note(words, given, algorithm))))
+    return " ".join(filter(None, (note, _batches_note(words, given, algorithm), _end_note(words))))
 
 
 def _meant_algorithm(words: Mapping[str, Any]) -> str:
@@ -131,3 +131,11 @@ def _batches_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm:
         f"TRL's batches are `policy.train_global_batch_size: {rows * accumulated}` and `algorithm.prompts_per_step: "
         f"{rows * steps // samples}`, each times the number of devices."
     )
+
+
+def _end_note(words: Mapping[str, Any]) -> str:
+    """Say which of TRL's two ends of a run counts; "" unless both are given."""
+    steps = words.get("max_steps")
+    if "num_train_epochs" not in words or type(steps) is not int or steps < 1:
+        return ""
+    return "TRL ends at max_steps where num_train_epochs is given too: set only `algorithm.num_steps`."

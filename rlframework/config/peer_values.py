@@ -10,6 +10,9 @@ from collections.abc import Mapping
 _VERL = "verl's formulas are those with algorithm.preset=verl"
 _NONE = "has no counterpart"
 _WITHOUT_LIMIT = dict.fromkeys(("-1", "0"), "is null here: sample from all tokens")
+_REMOVED = "needs no key: remove it"
+_OFF = {"false": _REMOVED}
+_ADAPTERS = "is this section, which `policy.lora: {}` gives its defaults"
 _PADDING = {"true": "is dynamic, or packed for no padding at all", "false": "is padded"}
 
 PEER_VALUES: Mapping[str, Mapping[str, str]] = {
@@ -58,6 +61,8 @@ PEER_VALUES: Mapping[str, Mapping[str, str]] = {
         "cosine_with_min_lr": "is cosine, with policy.scheduler.min_ratio",
         **dict.fromkeys(("polynomial", "cosine_with_restarts", "inverse_sqrt", "reduce_lr_on_plateau"), _NONE),
     },
+    "generation.stop_token_ids": {"null": _REMOVED},
+    "generation.stop_strings": {"null": _REMOVED},
     "algorithm.num_steps": dict.fromkeys(
         ("null", "-1"), "is algorithm.num_epochs here, the passes over the data, without algorithm.num_steps"
     ),
@@ -69,9 +74,6 @@ PEER_VALUES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Our key to values that peers give it, as YAML writes them, and what each is here."""
-
-_REMOVED = "needs no key: remove it"
-_OFF = {"false": _REMOVED}
 
 WORD_VALUES: Mapping[str, Mapping[str, str]] = {
     "token_level_loss": {"true": "is token", "false": "is sequence"},
@@ -91,7 +93,17 @@ WORD_VALUES: Mapping[str, Mapping[str, str]] = {
     "async_grpo.enabled": {"true": "is this section, with generation.workers too", **_OFF},
     "colocated.enabled": {"true": _REMOVED, "false": "is this section"},
     "use_vllm": {"true": "is vllm", **_OFF},
-    "use_peft": {"true": "is this section, which `policy.lora: {}` gives its defaults", **_OFF},
+    "use_peft": {"true": _ADAPTERS, **_OFF},
+    "lora_cfg.enabled": {"true": _ADAPTERS, "false": "is no adapters: remove lora_cfg"},
+    "use_dynamic_sampling": {
+        "true": "is the most rollouts of a step, dynamic_sampling_max_gen_batches, such as 10",
+        **_OFF,
+    },
+    "checkpointing.enabled": {"true": "is the steps between checkpoints, save_period", "false": "is 0, the default"},
+    "log_completions": {
+        "true": "is a number of completions: 4 of each step by default, or for example `observers.samples: 8`",
+        "false": "is 0",
+    },
     "report_to": {"none": _REMOVED},
     "system_prompt_file": {"null": _REMOVED},
     "prompt_file": {"null": _REMOVED},

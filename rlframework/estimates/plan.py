@@ -20,7 +20,7 @@ from rlframework.configure import load_elsewhere, manager_of
 from rlframework.errors import ConfigError
 from rlframework.estimates.hardware import PlannedGpus
 from rlframework.plugins.manager import PluginManager
-from rlframework.plugins.types import OWN_ENGINES, GenerationEngineRecord
+from rlframework.plugins.types import OWN_ENGINES, GenerationEngineRecord, install_command
 
 ENGINE = GenerationEngineRecord.kind
 
@@ -125,7 +125,7 @@ def _engine_elsewhere(
         swapped.append("policy.lora.refit=merged")
     note = (
         f"note: not checked on this machine: the section generation of {name!r}, whose plugin is not installed; the "
-        f"estimate counts core's own engine in its place. To check it: pip install 'rlframework-core[{name}]'"
+        f"estimate counts core's own engine in its place. To check it: {install_command(str(name))}"
     )
     return replace(gpus, per_engine=gpus_of_engine(tree, manager)), swapped, [note]
 

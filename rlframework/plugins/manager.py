@@ -37,6 +37,7 @@ from rlframework.plugins.types import (
     GenerationEngineRecord,
     PolicyWorkerRecord,
     Record,
+    install_command,
 )
 from rlframework.plugins.user_defined import algorithm_record, environment_record
 
@@ -208,8 +209,8 @@ class PluginManager:
         wanted = name if name in own else near
         if wanted in own and wanted not in installed:
             yield (
-                f"To install {wanted}: pip install 'rlframework-core[{wanted}]', or in a clone of the repository: "
-                f"pip install -e plugins/{wanted}."
+                f"To install {wanted}: {install_command(wanted)}, or in a clone of the repository: pip install -e "
+                f"plugins/{wanted}."
             )
             if wanted in OWN_ENGINES:
                 yield f"Or remove {key} for the built-in engine."

@@ -104,6 +104,13 @@ OWN_BACKENDS = ("dtensor", "deepspeed", "megatron")
 OWN_ENGINES = ("vllm",)
 """The generation engines that extras of rlframework-core install."""
 
+
+def install_command(extra: str, quote: str = "") -> str:
+    """How to install an extra of rlframework-core, with `quote` around the command."""
+    command = f"{quote}pip install 'rlframework-core[{extra}]'{quote}"
+    return f"{command} (from the wheels of a release: with --find-links WHEELS)"
+
+
 CAPABILITY_OF_FORM: Mapping[str, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINTS,
     "native": Capability.NATIVE_CHECKPOINTS,

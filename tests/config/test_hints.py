@@ -199,6 +199,23 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
         ("policy.batching.mode=true", "is dynamic, or packed"),
         ("generation.top_k=-1", "is null here"),
         ("algorithm.validation.every=-1", "is 0 here"),
+        ("optim=adamw_torch", "`policy.optimizer.name`. Another framework's adamw_torch is adamw."),
+        ("actor={optim: {lr: 1e-6, foo: 1}}", "`optim.lr`: `policy.optimizer.lr`.\n    1 more key has"),
+        ("mask_truncated_completions=true", "With loss_type grpo and dr_grpo, TRL still counts truncated rows in the"),
+        ("loss_fn={reference_policy_kl_type: k3}", "`reference_policy_kl_type`: `algorithm.loss.kl_estimator`."),
+        ("policy.dtensor_cfg={lora_cfg: {dim: 8}}", "`lora_cfg.dim`: `policy.lora.rank`."),
+        ("policy.dtensor_cfg={lora_cfg: {alpha: 8}}", "`lora_cfg.alpha`: `policy.lora.alpha`."),
+        ("policy.dtensor_cfg={lora_cfg: {dropout: 0}}", "`lora_cfg.dropout`: `policy.lora.dropout`."),
+        ("policy.dtensor_cfg={lora_cfg: {enabled: false}}", "false is no adapters: remove lora_cfg."),
+        (
+            "checkpointing={enabled: true}",
+            "`checkpoints`. Its keys in rlframework:\n    `enabled`: `checkpoints.every`.",
+        ),
+        ("checkpointing={foo: 1, bar: 2}", "`checkpoints`.\n    2 more keys have no counterpart that is known: foo, b"),
+        ("policy.generation={stop_token_ids: null}", "`generation.stop_token_ids`. Another framework's null needs no"),
+        ("generation={stop_strings: null, foo: 1}", "Another framework's null needs no key: remove it."),
+        ("grpo={use_dynamic_sampling: false}", "`algorithm.dynamic_sampling`. Another framework's false needs no key"),
+        ("log_completions=true", "is a number of completions: 4 of each step by default"),
         ("observers.wandb=true", "For its defaults, write `wandb: {}`."),
         ("generation.workers=2", "For example, write `workers: {num_workers: 2}`."),
         ("algorithm=grpo", "For example, write `algorithm: {name: grpo}`."),
@@ -337,6 +354,12 @@ def test_batches_of_trl_are_computed(keys: dict[str, int], batches: tuple[int, i
         f"TRL's batches are `policy.train_global_batch_size: {rows}` and `algorithm.prompts_per_step: {prompts}`, each "
         "times the number of devices."
     ) in error_of(*(f"{key}={value}" for key, value in keys.items()))
+
+
+@pytest.mark.parametrize(("steps", "told"), [(100, True), (-1, False)])
+def test_of_two_ends_of_a_run_the_steps_count_as_in_trl(steps: int, told: bool) -> None:
+    note = "TRL ends at max_steps where num_train_epochs is given too: set only `algorithm.num_steps`."
+    assert (note in error_of(f"max_steps={steps}", "num_train_epochs=3")) == told
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,9 @@ def test_our_own_backend_that_is_not_installed_says_how_to_install_it(name, mean
     message = choose_error(create_manager(), "policy_worker", name)
     assert "Installed: none." in message
     assert ("Did you mean 'deepspeed'?" in message) == (name != meant)
-    assert f"To install {meant}: pip install 'rlframework-core[{meant}]', or in a clone of the repository:" in message
+    wheels = "(from the wheels of a release: with --find-links WHEELS)"
+    command = f"pip install 'rlframework-core[{meant}]' {wheels}"
+    assert f"To install {meant}: {command}, or in a clone of the repository:" in message
 
 
 def test_an_engine_that_is_not_installed_says_that_one_is_built_in():
