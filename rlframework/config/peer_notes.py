@@ -71,7 +71,8 @@ def peer_notes(
         return ""
     words, told, name = {str(keys[-1]): value for keys, value in unknown.items()}, " ".join(hints), ""
     if "name" not in given:
-        name = _meant_algorithm({**given, **words})
+        words = {**given, **words}  # no key in that section is unknown yet
+        name = _meant_algorithm(words)
         given, algorithm = {**given, "name": name}, PPOConfig if name == "ppo" else GRPOConfig
         if not name:
             return _end_note(words)

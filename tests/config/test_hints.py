@@ -269,6 +269,10 @@ def test_the_preset_of_another_framework_is_told_once(written: str, preset: str)
             ),
         ),
         (
+            {"per_device_train_batch_size": 8, "algorithm": {"num_generations": 4}},
+            "TRL's batches are `policy.train_global_batch_size: 8` and `algorithm.prompts_per_step: 2`, each",
+        ),
+        (
             {"num_generations": 8, "weight_decay": 0.1, "lr_scheduler_type": "cosine"},
             "add `algorithm.name: grpo` and `algorithm.preset: trl`.",
         ),
@@ -282,7 +286,7 @@ def test_the_preset_of_another_framework_is_told_once(written: str, preset: str)
             "add `algorithm.name: grpo` and `algorithm.preset: nemo_rl`.",
         ),
     ],
-    ids=["trl", "trl-defaults-given", "trl-cispo", "verl-ppo", "nemo-rl"],
+    ids=["trl", "trl-within-algorithm", "trl-defaults-given", "trl-cispo", "verl-ppo", "nemo-rl"],
 )
 def test_the_preset_is_told_with_the_name_of_the_algorithm_where_there_is_none(
     written: dict[str, Any], told: str
