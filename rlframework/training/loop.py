@@ -93,13 +93,11 @@ class StepLoop(Algorithm):
         self.parts = parts
         self.config = parts.config.algorithm
         self.train_samples = parts.environment.samples("train")
-        counts = len(self.train_samples), len(parts.environment.samples("validation"))
-        for split, count in zip(("train", "validation"), counts, strict=True):
-            if not count:
+        for split in ("train", "validation"):
+            if not len(parts.environment.samples(split)):
                 raise DataError(
                     f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
                 )
-        _LOG.info("samples: %d to train on, %d held out for validation", *counts)
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
         self.checkpoints = Checkpoints(parts)
@@ -147,6 +145,8 @@ class StepLoop(Algorithm):
     def run(self) -> RunResult:
         """See `Algorithm.run`. The `history` of a resumed run begins at its checkpoint."""
         validation = self.config.validation
+        held_out = len(self.parts.environment.samples("validation"))
+        _LOG.info("samples: %d to train on, %d held out for validation", len(self.train_samples), held_out)
         self.parts.timeline = self.parts.generation.client.timeline = self.timeline
         with collecting_what_is_new(), self.checkpoints.handling_signals(), self.checkpoints.finishing():
             last = self._begin()
