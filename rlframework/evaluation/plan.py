@@ -22,7 +22,7 @@ from rlframework.configure import load_config
 from rlframework.errors import ConfigError, UserError
 from rlframework.files import check_new_folder, check_writable
 from rlframework.huggingface.hub import is_path, require_available
-from rlframework.policy.checkpoint.saved import is_sharded, reject_native
+from rlframework.policy.checkpoint.saved import has_adapters, is_sharded, reject_native
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
@@ -220,7 +220,7 @@ def find_model(name: str) -> ModelSource:
                 f"{folder} holds a sharded checkpoint, which is not a model directory; convert it first: "
                 f"rlframework convert {name} NEW_FOLDER --to huggingface"
             )
-        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        if has_adapters(folder):
             raise UserError(
                 f"{folder} holds LoRA adapters without their base model; give the run itself, which saves the merged "
                 f"model at its end, or merge them: rlframework convert {name} NEW_FOLDER --to huggingface"

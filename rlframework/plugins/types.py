@@ -106,7 +106,7 @@ OWN_ENGINES = ("vllm",)
 
 
 def install_command(extra: str, quote: str = "") -> str:
-    """How to install an extra of rlframework-core, with `quote` around the command."""
+    """Return the command that installs an extra of rlframework-core, with `quote` around it."""
     command = f"{quote}pip install 'rlframework-core[{extra}]'{quote}"
     return f"{command} (from the wheels of a release: with --find-links WHEELS)"
 

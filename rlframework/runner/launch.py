@@ -170,16 +170,20 @@ def _train(
         write_environment(folder, manager.listing(), resumed=resumed)
         with parts.observers:
             result = training.run()
-            path = folder / "model"
-            parts.policy.save_pretrained(str(path))
-            if config.policy.lora is not None:
-                parts.policy.save_adapter(str(folder / "adapter"))
-            for name, trained in parts.trained.items():
-                trained.save_pretrained(str(folder / name))
-            parts.observers.checkpoint_saved(int(result.metrics["step"]), path)
+            _save_models(parts, folder)
+            parts.observers.checkpoint_saved(int(result.metrics["step"]), folder / "model")
             parts.observers.run_finished(result.metrics)
     _note_best(config)
     return result
+
+
+def _save_models(parts: Parts, folder: Path) -> None:
+    """Write the trained models into the run's folder, and the adapters if there are any."""
+    parts.policy.save_pretrained(str(folder / "model"))
+    if parts.config.policy.lora is not None:
+        parts.policy.save_adapter(str(folder / "adapter"))
+    for name, trained in parts.trained.items():
+        trained.save_pretrained(str(folder / name))
 
 
 def _note_best(config: RunConfig) -> None:

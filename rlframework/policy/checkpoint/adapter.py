@@ -23,11 +23,11 @@ from torch import Tensor
 from rlframework.config.policy import LoraConfig
 from rlframework.errors import DataError
 from rlframework.policy.checkpoint.manifest import reading
-from rlframework.policy.checkpoint.saved import differences
+from rlframework.policy.checkpoint.saved import ADAPTER_CONFIG, differences
 from rlframework.policy.engine import WeightSpec
 
 PREFIX = "base_model.model."
-CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+CONFIG, WEIGHTS, BASE = ADAPTER_CONFIG, "adapter_model.safetensors", "base.json"
 END_BYTES = 1 << 20
 """Bytes at each end of a file that its checksum covers; a fine-tuned model differs there."""
 UNSUPPORTED_KEYS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
@@ -84,11 +84,6 @@ def read_adapter(
     if found := differences({name: tuple(tensor.shape) for name, tensor in adapters.items()}, specs):
         raise DataError(f"{folder} is for other layers than policy.lora.target_modules: it {found}")
     return adapters
-
-
-def has_adapters(folder: Path) -> bool:
-    """Whether `folder` holds adapters, and not a whole model."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:

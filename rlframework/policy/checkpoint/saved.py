@@ -20,6 +20,8 @@ INDEX, SHARD_SUFFIX = ".metadata", ".distcp"
 """In the sharded form: the file that maps shards to files, and the suffix of the files that contain them."""
 NATIVE, ENGINE = "native.json", "engine"
 """In the native form: the file that names the backend, and the folder with its files."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Of adapters: the file that describes them, in peft's format."""
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."
 """Prefixes of the names of a weight's moments."""
 
@@ -143,6 +145,11 @@ def differences(shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, Weigh
     found = [f"lacks {missing[:3]}"] * bool(missing) + [f"has unexpected {extra[:3]}"] * bool(extra)
     found += [f"has {name} of shape {shapes[name]} instead of {specs[name].shape}" for name in other[:3]]
     return ", ".join(found)
+
+
+def has_adapters(folder: Path) -> bool:
+    """Whether `folder` holds adapters, and not a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def is_sharded(folder: str | Path) -> bool:
