@@ -91,6 +91,10 @@ class EngineNotReady(UserError):
     """A generation engine was asked to serve requests without usable weights."""
 
 
+class EngineFault(RLFrameworkError):
+    """A generation engine returned what it must not return. The message names the engine, the request and the fault."""
+
+
 class RefitError(RLFrameworkError):
     """A generation engine did not receive the trainer's exact weights; it refuses to generate until it does."""
 

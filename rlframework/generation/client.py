@@ -10,8 +10,9 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 
-from rlframework.errors import DeadlineExceeded, RLFrameworkError, WorkerLost
+from rlframework.errors import DeadlineExceeded, EngineFault, RLFrameworkError, WorkerLost
 from rlframework.generation.engine_handle import EngineHandle
+from rlframework.generation.result_contract import ResultContract
 from rlframework.generation.scheduler import Outcome, Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming
@@ -40,14 +41,19 @@ class GenerationClient:
     """
 
     def __init__(
-        self, engines: Sequence[EngineHandle], *, limit: int, require_ready: Callable[[], object] = lambda: None
+        self,
+        engines: Sequence[EngineHandle],
+        *,
+        limit: int,
+        require_ready: Callable[[], object] = lambda: None,
+        contract: ResultContract | None = None,
     ) -> None:
         """`limit`: requests that an engine has at a time; more wait in the client.
 
         `require_ready()` is called for each request, before and after each exchange; raises if the engines have no
-        weights to serve requests with.
+        weights to serve requests with. `contract`: what results must hold; None: what is known without a model.
         """
-        self._require_ready = require_ready
+        self._require_ready, self._contract = require_ready, contract or ResultContract()
         self.engines = list(engines)
         ends = list(accumulate(engine.lanes for engine in self.engines))
         self._lanes = [range(end - engine.lanes, end) for engine, end in zip(self.engines, ends, strict=True)]
@@ -83,7 +89,8 @@ class GenerationClient:
         """Return the completion of `request`; if its time is up after `timeout` seconds, what there is, aborted.
 
         `lane`: the engine to use, unless it is lost. Cancelling the awaiting task aborts the request. Raises
-        `RequestError` for a request that the engine rejects, and what the engine has failed with; a request is given to
+        `RequestError` for a request that the engine rejects, `EngineFault` for a result that breaks the contract, and
+        what the engine has failed with; a request is given to
         another engine only if its engine was lost (`WorkerLost`) or does not answer (`DeadlineExceeded`).
         """
         answer, timer = self._submit(request, lane), None
@@ -217,7 +224,7 @@ class GenerationClient:
             del self._exchanges[index]
             self._require_ready()  # a refit may have failed meanwhile
             for lane, incoming in zip(lanes, answers, strict=True):
-                outcomes += self._scheduler.received(lane, incoming)
+                outcomes += self._received(index, lane, incoming)
         except Exception as error:  # noqa: BLE001 - raised by `generate` of the requests that it concerns
             self._exchanges.pop(index, None)
             outcomes += self._failed(index, error)
@@ -226,6 +233,15 @@ class GenerationClient:
         if self.timeline is not None:
             self.timeline.add(f"{ENGINE}{index}", "generate", begun, ended)
         return outcomes
+
+    def _received(self, index: int, lane: int, incoming: Incoming) -> list[Outcome]:
+        """Check what a lane of an engine has answered, and take it. Raises `EngineFault` with the engine's name."""
+        try:
+            self._contract.require_form(incoming)
+            self._contract.check(self._scheduler.answers(lane, incoming.results))
+            return self._scheduler.received(lane, incoming)
+        except EngineFault as error:
+            raise self._contract.blamed(self.engines[index].name, error) from error
 
     async def _answers_of(self, index: int) -> list[Incoming]:
         engine = self.engines[index]

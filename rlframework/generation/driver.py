@@ -26,6 +26,7 @@ from rlframework.generation.client import GenerationClient
 from rlframework.generation.completions import Completions, require_version
 from rlframework.generation.engine_handle import EmbeddedEngines, EngineHandle
 from rlframework.generation.engine_starter import EngineStarter
+from rlframework.generation.result_contract import ResultContract
 from rlframework.generation.stop_tokens import stop_tokens
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.interfaces.policy_worker import PolicyWorker
@@ -61,8 +62,9 @@ class Generation:
         self._pad_id = int(tokenizer.pad_token_id)
         self._stop_tokens = stop_tokens(run.generation, tokenizer, run.policy.model_name, run.policy.trust_remote_code)
         limit = run.generation.max_in_flight or 2 * run.generation.batch_size
-        served_by = engines or [EmbeddedEngines(policy.worker_group, "generation")]
-        self.client = GenerationClient(served_by, limit=limit, require_ready=self._require_ready)
+        served_by = engines or [EmbeddedEngines(policy.worker_group, "the engine in the trainer's workers")]
+        contract = ResultContract(run.generation.name, self._limits.vocabulary, lambda: self.weights_version)
+        self.client = GenerationClient(served_by, limit=limit, require_ready=self._require_ready, contract=contract)
         """The client of the engines, for requests that finish one by one."""
 
     def prepare_for_generation(self) -> bool:

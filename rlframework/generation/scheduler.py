@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlframework.errors import RequestError, RLFrameworkError, WorkerLost
+from rlframework.errors import EngineFault, RequestError, WorkerLost
+from rlframework.generation.result_contract import Answer
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 
@@ -112,19 +113,26 @@ class Scheduler:
         ids, own.abort = tuple(own.abort), {}
         return Outgoing(tuple(entry.request for entry in assigned.values()), ids)
 
+    def answers(self, lane: int, results: Iterable[GenerationResult]) -> list[Answer]:
+        """Return those of `results` that are awaited of `lane`, with their requests."""
+        own, entries = self._lanes[lane], list[Answer]()
+        for result in results:
+            entry = own.running.get(result.request_id)
+            if entry is not None and entry.wanted and result.request_id not in own.stale:
+                entries.append(Answer(entry.request, result, entry.expired))
+        return entries
+
     def received(self, lane: int, incoming: Incoming) -> list[Outcome]:
         """Take what `lane` has answered.
 
-        Raises `RLFrameworkError`, taking nothing, for a result of a request that it does not have, or two of one.
+        Raises `EngineFault`, taking nothing, for a result of a request that it does not have, or two of one.
         """
         own, outcomes = self._lanes[lane], list[Outcome]()
         answers: list[Outcome] = [(result.request_id, result) for result in incoming.results]
         answers += incoming.rejected.items()
         for request_id, count in Counter(request_id for request_id, _ in answers).items():
             if count > (request_id in own.stale) + (request_id in own.running):
-                raise RLFrameworkError(
-                    f"a generation engine returned request {request_id!r}, which it does not have, or did so twice"
-                )
+                raise EngineFault(f"it returned request {request_id!r}, which it does not have, or did so twice")
         for request_id, outcome in answers:
             if request_id in own.stale:
                 own.stale.remove(request_id)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.config.asynchrony import AsyncConfig
 from rlframework.datasets.loader import PromptLoader
-from rlframework.errors import ConfigError, RLFrameworkError, UserError
+from rlframework.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.observers.timeline import TRAINER, timed
@@ -305,8 +305,7 @@ class AsynchronousRollouts(StepRollouts):
         try:
             group = await self._player.play(self._samples[ticket.prompt], seeds)
             with self._changed:
-                versions = {self._step_of[span.version] for span in self._player.spans(group)}
-                self._ledger.complete(ticket, group, versions)
+                self._ledger.complete(ticket, group, self._steps_of(ticket, group))
                 self._join_ahead()
         except RLFrameworkError:  # `_play_tickets` raises it
             raise
@@ -317,6 +316,21 @@ class AsynchronousRollouts(StepRollouts):
         del self._tasks[ticket.number]
         with self._changed:
             self._changed.notify_all()
+
+    def _steps_of(self, ticket: Ticket[int], group: Any) -> set[int]:
+        """Return the training steps after which the weights of a group's tokens were sent to the engines.
+
+        Raises `EngineFault` for a version that was never sent, or so long ago that no token may have it.
+        """
+        versions = {span.version for span in self._player.spans(group)}
+        if unknown := versions - self._step_of.keys():
+            raise EngineFault(
+                f"{ticket} has tokens of weights version {min(unknown)}, but those that it may be sampled with are "
+                f"{', '.join(map(str, sorted(self._step_of)))}: the spans of engine "
+                f"{self._parts.config.generation.name!r} are wrong, so nobody knows how stale its tokens are. "
+                "Report it to its authors"
+            )
+        return {self._step_of[version] for version in versions}
 
     def _fail(self, ticket: Ticket[int], reason: str) -> None:
         with self._changed:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_episodes import END
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import BatchError, RefitError
+from rlframework.errors import BatchError, EngineFault, RefitError
 from rlframework.generation.driver import Generation
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightSpan
+from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan
 from rlframework.interfaces.generation_exchange import Incoming
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
@@ -23,7 +24,7 @@ from rlframework.workers.dispatch import Dispatch, DispatchingWorkerGroup
 
 
 class Group(DispatchingWorkerGroup):
-    """Workers on a grid; each completes a row of length n by n tokens, `100 + first token`."""
+    """Workers on a grid; each completes a row of length n by n tokens, `5 + first token`, and an end below three."""
 
     def __init__(self, data_parallel: int, tensor_parallel: int = 1) -> None:
         parallelism = ParallelismConfig(tensor=tensor_parallel)
@@ -54,9 +55,11 @@ class Group(DispatchingWorkerGroup):
 
 def completed(request: GenerationRequest) -> GenerationResult:
     count = len(request.prompt_ids)
-    tokens = torch.full((count,), 100 + int(request.prompt_ids[0]))
-    reason: Any = "length" if count > 2 else "stop"
-    return GenerationResult(request.request_id, tokens, -torch.ones(count), reason, ())
+    tokens, ends = [5 + int(request.prompt_ids[0])] * count, count < 3
+    tokens += [END] * ends
+    reason: FinishReason = "stop" if ends else "length"
+    spans = (WeightSpan(0, len(tokens), 1),)
+    return GenerationResult(request.request_id, torch.tensor(tokens), -torch.ones(len(tokens)), reason, spans)
 
 
 @pytest.fixture
@@ -78,12 +81,12 @@ def test_rows_come_back_in_order(make: Any, tiny: Any, batch: Any, ranks: int, s
         group = Group(ranks)
         output = make(group, **settings).generate(batch([[3], [4, 4], [5, 5, 5], [6], [7]]), greedy=True)
         pad = int(tiny.tokenizer.pad_token_id)
-        expected = [[3, 103], [4, 4, 104, 104], [5, 5, 5, 105, 105, 105], [6, 106], [7, 107]]
+        expected = [[3, 8, END], [4, 4, 9, 9, END], [5, 5, 5, 10, 10, 10], [6, 11, END], [7, 12, END]]
         assert [len(each) for each in group.requests] == sizes
         assert output["output_ids"].tolist() == [row + [pad] * (6 - len(row)) for row in expected]
-        assert output["unpadded_sequence_lengths"].tolist() == [2, 4, 6, 2, 2]
+        assert output["unpadded_sequence_lengths"].tolist() == [3, 5, 6, 3, 3]
         assert output["truncated"].tolist() == [False, False, True, False, False]
-        assert output["logprobs"][1].tolist() == [0, 0, -1, -1, 0, 0]
+        assert output["logprobs"][1].tolist() == [0, 0, -1, -1, -1, 0]
         assert all(request.sampling.greedy for each in group.requests for request in each)
 
 
@@ -109,7 +112,7 @@ def test_tokens_of_several_versions_or_of_another_than_the_committed_one_are_rej
         make(Versions(2)).generate(prompts)
     remote = make(Versions(1))
     remote.__class__ = Committed
-    with pytest.raises(RefitError, match=r"weights of versions \[4\], but the batch needs version 5: refit"):
+    with pytest.raises(EngineFault, match="version 4; the weights of all engines are version 5"):
         remote.generate(prompts)
 
 

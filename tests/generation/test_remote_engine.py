@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from stub_engines import request, run
 
 from rlframework.errors import WorkerLost
 from rlframework.generation import client
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import RemoteEngine
-from rlframework.interfaces.generation import GenerationResult
+from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
@@ -33,7 +34,10 @@ class Group(DispatchingWorkerGroup):
 
     def _run(self, method_name: str, plan: Dispatch) -> MultiWorkerFuture:
         requests = plan.kwargs[0]["requests"]
-        results = [GenerationResult(each.request_id, each.prompt_ids, each.prompt_ids, "stop", ()) for each in requests]
+        results = [
+            GenerationResult(each.request_id, each.prompt_ids, torch.zeros(1), "length", (WeightSpan(0, 1, 1),))
+            for each in requests
+        ]
         return MultiWorkerFuture([Incoming(results)])
 
     def when_done(self, future: MultiWorkerFuture, callback: Callback) -> bool:

@@ -122,7 +122,10 @@ class AgentRunner:
         self._warned = False
 
     async def play(self, sample: Sample, seed: int) -> PlayedEpisode:
-        """Run the agent on `sample` once, with a session of its own, which is closed at its end."""
+        """Run the agent on `sample` once, with a session of its own, which is closed at its end.
+
+        Raises what an engine has failed with meanwhile, whatever the agent has made of it.
+        """
         session = Session(self._bridge.begin(), seed, max_turns=self._config.max_turns, timeline=self._bridge.timeline)
         self._endpoint.sessions.open(session)
         try:
@@ -130,6 +133,8 @@ class AgentRunner:
         finally:
             self._endpoint.sessions.close(session)
             self._bridge.end(session.engine_session)
+        if session.engine_error is not None:
+            raise session.engine_error
         if end.raised and session.refusal and session.trajectory.turns:
             return _episode(sample, session, await self._at_budget(sample, session))
         if not end.failure and not session.trajectory.turns:

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlframework.errors import EngineFault, RefitError
 from rlframework.interfaces.environment import LARGEST_REWARD
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
 from rlframework.interfaces.pictures import Picture
@@ -42,7 +43,8 @@ class Session:
     `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
     those that the agent has posted. `limit`: what has first cut a turn or refused one. `refusal`: why a budget
     refused the last turn that was asked for; empty if it was sampled. `pictures`: the images of recorded
-    requests by their digests, each stored once. `timeline`: gets the times of the agent's own code.
+    requests by their digests, each stored once. `timeline`: gets the times of the agent's own code. `engine_error`:
+    what an engine has failed with, which is no failure of the agent.
     """
 
     engine_session: str
@@ -62,6 +64,7 @@ class Session:
     refusal: str = ""
     completion: str = ""
     closed: ApiError | None = None
+    engine_error: EngineFault | RefitError | None = None
     pictures: dict[str, Picture] = field(default_factory=dict)
     timeline: Timeline | None = None
     _own_since: float | None = None
@@ -164,6 +167,9 @@ class Session:
         except asyncio.CancelledError:
             if self.closed:
                 raise self.closed from None
+            raise
+        except (EngineFault, RefitError) as error:
+            self.engine_error = self.engine_error or error
             raise
         finally:
             task.cancel()
