@@ -95,6 +95,10 @@ class EngineFault(RLFrameworkError):
     """A generation engine returned what it must not return. The message names the engine, the request and the fault."""
 
 
+class SamplingMismatch(RLFrameworkError):
+    """Sampled tokens are not what the policy would have sampled: the log-probabilities of engine and trainer differ."""
+
+
 class RefitError(RLFrameworkError):
     """A generation engine did not receive the trainer's exact weights; it refuses to generate until it does."""
 

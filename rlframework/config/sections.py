@@ -77,6 +77,20 @@ class RefitConfig(Section):
     )
 
 
+class LogprobCheckConfig(Section):
+    """The check that engines return the policy's log-probabilities of the tokens that they sample, in each step."""
+
+    action: Literal["stop", "warn", "off"] = Field(
+        "stop", description="beyond the bound: stop the run before it learns from the tokens, warn, or do not compare"
+    )
+    mean: Limit | None = Field(
+        None, description="largest mean difference, in nats; null: by the dtype, and by the first steps of the run"
+    )
+    largest: Limit | None = Field(
+        None, description="largest difference of a token, in nats; null: 0.05 in float32 without experts, else none"
+    )
+
+
 class GenerationConfig(Section):
     """Settings that all generation engines share."""
 
@@ -104,6 +118,7 @@ class GenerationConfig(Section):
     )
     workers: GenerationWorkersConfig | None = Field(None, description="engine processes; null: use the policy workers")
     refit: RefitConfig = RefitConfig()
+    logprob_check: LogprobCheckConfig = LogprobCheckConfig()
 
 
 class TransformersGenerationConfig(GenerationConfig):

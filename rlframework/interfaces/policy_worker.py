@@ -25,6 +25,35 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "BatchedDataDict[Any]"
 
 
+SAMPLED_NOW = "sampled_now"
+"""The column `[B, S]` of a batch that is nonzero for tokens that were sampled with the weights that are trained now.
+
+Without it, all were.
+"""
+
+
+class SamplingBound(NamedTuple):
+    """The most that the engine's log-probabilities of sampled tokens may differ from the policy's, in nats.
+
+    `mean`: over the tokens of a global batch; `largest`: of each. Infinity: no bound.
+    """
+
+    mean: float
+    largest: float
+
+
+class SampledDifference(NamedTuple):
+    """How much the engine's log-probabilities of a global batch differ from the policy's, over `tokens` tokens.
+
+    `withheld`: whether that is beyond the bound, so that the optimizer step was not taken.
+    """
+
+    mean: float
+    largest: float
+    tokens: float
+    withheld: bool
+
+
 class TrainResult(TypedDict):
     """The result of `PolicyWorker.train`, and of `Policy.train`, which adds `loss`, the mean of `global_loss`.
 
@@ -33,6 +62,7 @@ class TrainResult(TypedDict):
     - `metrics`: the loss's metrics over all ranks, averaged over global batches. Within a global batch, metrics whose
       names end in `_min` or `_max` are reduced to the extreme over microbatches and ranks, all others to the sum;
     - `skipped`: the number of steps skipped for a non-finite gradient;
+    - `sampled`: with `sampling_bound`, the largest difference of a global batch; absent if none was compared;
     - `times`: seconds by phase: `train`, and `device_wait`, in which the host waited for a GPU. `Policy.train` has the
       longest of the workers;
     - `flops`: FLOPs that the model needs for this rank's rows (`rlframework.policy.flops`), of `Policy.train` for all
@@ -50,6 +80,7 @@ class TrainResult(TypedDict):
     rank: int
     times: dict[str, float]
     flops: NotRequired[float]
+    sampled: NotRequired[SampledDifference]
 
 
 class Attempt(NamedTuple):
@@ -131,7 +162,13 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def train(
-        self, data: Rows, loss_fn: LossFunction, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+        self,
+        data: Rows,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        sampling_bound: SamplingBound | None = None,
     ) -> TrainResult:
         """Take one optimizer step for each global batch of `gbs` rows over all ranks; with `eval_mode`, only evaluate.
 
@@ -140,6 +177,10 @@ class PolicyWorker(ABC):
         non-finite gradient is skipped; `non_finite_gradients.stop_after` skips in a row raise `NonFiniteGradients`.
         Losses with `wants_entropy` find `entropy` in their data. For losses with `needs_groups`, each rank's rows of
         a global batch must be whole groups, as `Policy.train` shards them.
+
+        With `sampling_bound`, the policy's log-probabilities of sampled tokens (`prev_logprobs`, or those of the loss)
+        are compared with `generation_logprobs`, where the batch has them and the loss reads log-probabilities at the
+        sampling temperature. A global batch that is beyond the bound takes no step, and the call ends with it.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ from rlframework.errors import BatchError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
-from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
+from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows, SamplingBound
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
@@ -158,14 +158,21 @@ class Policy:
         return self.worker_group.sharding.get_axis_size("data_parallel")
 
     def train(
-        self, data: Rows, loss_fn: LossFunction, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+        self,
+        data: Rows,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        sampling_bound: SamplingBound | None = None,
     ) -> dict[str, Any]:
         """Take one optimizer step per `gbs` rows of `data` (default: `policy.train_global_batch_size`).
 
-        Returns the result of `PolicyWorker.train` for the whole batch, plus `loss`, the mean over global batches.
-        Raises a `BatchError`, before a worker gets anything, for rows that are not as `PolicyWorker` describes, that
-        lack what the loss reads, or that do not divide into global batches, or these over the workers; and for groups,
-        if the loss needs them, that are in several global batches or do not fit into a microbatch.
+        Returns the result of `PolicyWorker.train` for the whole batch, plus `loss`, the mean over global batches; see
+        there for `sampling_bound`. Raises a `BatchError`, before a worker gets anything, for rows that are not as
+        `PolicyWorker` describes, that lack what the loss reads, or that do not divide into global batches, or these
+        over the workers; and for groups, if the loss needs them, that are in several global batches or do not fit into
+        a microbatch.
         """
         columns = check_loss(loss_fn)
         require_head_of(self.config.policy, loss_fn)
@@ -192,8 +199,9 @@ class Policy:
         shards, _ = self._balancer.shard(
             data, batch_size=gbs, positions=loss_positions(loss_fn), tokens=tokens, grouped_rows=grouped_rows
         )
+        bound: dict[str, Any] = {} if sampling_bound is None else {"sampling_bound": sampling_bound}
         results = self._calls.on_shards(
-            PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
+            PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs, **bound
         )
         times = {name: max(each["times"].get(name, 0.0) for each in results) for name in results[0]["times"]}
         counted = all("flops" in each for each in results)

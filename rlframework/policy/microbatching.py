@@ -24,6 +24,7 @@ from rlframework.microbatches.shapes import Padding
 from rlframework.policy.engine import Engine, Step, StepResult
 from rlframework.policy.head.patch import HeadOutput
 from rlframework.policy.profiling import LOSS, trace_span
+from rlframework.policy.sampled_tokens import SampledTokensCheck
 
 
 @dataclass
@@ -112,8 +113,16 @@ def values_step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
     return StepResult(outputs={name: _dense(values, microbatch) for name, values in output.results().items()})
 
 
-def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Step:
-    """Return the step that computes the loss of a microbatch. A dummy has a loss of 0 and no metrics."""
+def loss_step(
+    loss_fn: LossFunction,
+    global_valid_seqs: Tensor,
+    global_valid_toks: Tensor,
+    check: SampledTokensCheck | None = None,
+) -> Step:
+    """Return the step that computes the loss of a microbatch. A dummy has a loss of 0 and no metrics.
+
+    `check`: adds its metrics to those of the loss.
+    """
     scores_rows = head_of(loss_fn) == "score"
 
     def step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
@@ -134,6 +143,8 @@ def loss_step(loss_fn: LossFunction, global_valid_seqs: Tensor, global_valid_tok
             dense = _dense(values, microbatch)
             read = dense.sum(1) if scores_rows else dense[:, 1:]  # of a row, one position has a score
             loss, metrics = loss_fn(read, data, global_valid_seqs, global_valid_toks)
+            if check is not None:
+                metrics = {**metrics, **check.metrics(read, data)}
         return StepResult(loss=loss, outputs={**metrics, "loss": loss.detach()})
 
     return step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from rlframework.interfaces.loss import (
     loss_positions,
     needs_groups,
 )
-from rlframework.interfaces.policy_worker import Rows, TrainResult
+from rlframework.interfaces.policy_worker import Rows, SampledDifference, SamplingBound, TrainResult
 from rlframework.microbatches.global_batch import rows_with_targets
 from rlframework.microbatches.token_sets import with_token_sets
 from rlframework.policy.device_memory import DeviceMemory
@@ -32,6 +33,7 @@ from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.microbatching import Microbatching, average_metrics, loss_step, reduce_metrics, require_results
 from rlframework.policy.optimization import learning_rate
 from rlframework.policy.profiling import CLIP_AND_STEP, trace_span
+from rlframework.policy.sampled_tokens import SampledTokensCheck
 from rlframework.policy.shared_state import Residency, TrainingProgress
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -69,6 +71,12 @@ class GlobalBatchResult:
     metrics: dict[str, float]
     global_valid_seqs: float
     global_valid_toks: float
+    sampled: SampledDifference | None = None
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the step was not taken because its tokens are not what the engine says."""
+        return self.sampled is not None and self.sampled.withheld
 
 
 @dataclass
@@ -85,7 +93,13 @@ class Training:
     malloc_trimmer: MallocTrimmer = field(default_factory=MallocTrimmer)
 
     def train(
-        self, data: Rows, loss_fn: LossFunction, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+        self,
+        data: Rows,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        sampling_bound: SamplingBound | None = None,
     ) -> TrainResult:
         """See `PolicyWorker.train`."""
         require_head_of(self.engine.config, loss_fn)
@@ -100,9 +114,10 @@ class Training:
         lr = learning_rate(config.optimizer.lr, config.scheduler, self.progress.train_calls)
         mbs = mbs or config.train_micro_batch_size
         started = time.perf_counter()
-        results = [
-            self.global_batch(data, index, rows, loss_fn, mbs, None if eval_mode else lr) for index in range(count)
-        ]
+        results: list[GlobalBatchResult] = []
+        while len(results) < count and not (results and results[-1].withheld):
+            step_lr = None if eval_mode else lr
+            results.append(self.global_batch(data, len(results), rows, loss_fn, mbs, step_lr, sampling_bound))
         if not eval_mode:
             self.progress.train_calls += 1
             if config.offload.optimizer:
@@ -154,7 +169,14 @@ class Training:
         return local, data.size // local
 
     def global_batch(
-        self, data: Rows, index: int, rows: int | None, loss_fn: LossFunction, mbs: int, lr: float | None
+        self,
+        data: Rows,
+        index: int,
+        rows: int | None,
+        loss_fn: LossFunction,
+        mbs: int,
+        lr: float | None,
+        sampling_bound: SamplingBound | None = None,
     ) -> GlobalBatchResult:
         """Run global batch `index`, of `rows` rows of this rank, and take a step at `lr` (None: only evaluate)."""
         engine = self.engine
@@ -169,17 +191,27 @@ class Training:
         microbatches = self.microbatching.split(processed["batch"], positions, mbs, tokens, groups)
         if head.token_sets is not None:
             microbatches = with_token_sets(microbatches, head.token_sets, engine.device)
-        step = loss_step(loss_fn, *(copy_to(count, engine.device) for count in given))
+        check = SampledTokensCheck.of(
+            sampling_bound, data, loss_fn, same_temperature=head.temperature == self.temperature
+        )
+        seqs, toks = (copy_to(count, engine.device) for count in given)
+        step = loss_step(loss_fn, seqs, toks, check)
         results = engine.forward_backward(microbatches, head, step, forward_only=lr is None)
         require_results(results, microbatches)
         pending = reduce_metrics([result.outputs for result in results], engine.data_parallel_group(), engine.device)
-        norm, skipped = None, False
+        norm, skipped, sampled = None, False, None
+        if check is not None:  # all ranks have the same sums, so all take the step or none
+            metrics = pending.read()
+            sampled = check.of_batch(metrics)
+            if sampled.withheld:
+                return GlobalBatchResult(metrics.pop("loss"), math.nan, False, metrics, *counts, sampled)
         if lr is not None:
             with trace_span(CLIP_AND_STEP), self.memory.during_optimizer_step():
                 norm, skipped = engine.clip_and_step(engine.config.max_grad_norm, lr)
             self.after_step(norm, skipped)
-        metrics = pending.read()  # arrived while the norm was waited for
-        return GlobalBatchResult(metrics.pop("loss"), norm, skipped, metrics, *counts)
+        if check is None:
+            metrics = pending.read()  # arrived while the norm was waited for
+        return GlobalBatchResult(metrics.pop("loss"), norm, skipped, metrics, *counts, sampled)
 
     def head_request(self, loss_fn: LossFunction) -> HeadRequest:
         """Return what `loss_fn` needs from the head."""
@@ -209,7 +241,8 @@ class Training:
         """Return the result of a call."""
         norms = [result.grad_norm for result in results]
         waited = {"device_wait": wait} if (wait := self.engine.waits.pop()) and self.engine.device.type != "cpu" else {}
-        return {
+        compared = [result.sampled for result in results if result.sampled is not None]
+        result: TrainResult = {
             "global_loss": torch.tensor([result.loss for result in results]),
             "grad_norm": None if norms[0] is None else torch.tensor(norms),
             "metrics": average_metrics([result.metrics for result in results if result.metrics]),
@@ -220,3 +253,6 @@ class Training:
             "rank": self.engine.context.rank,
             "times": {"train": seconds, **waited},
         }
+        if compared:
+            result["sampled"] = max(compared, key=lambda each: (each.withheld, each.mean))
+        return result

@@ -21,6 +21,7 @@ from rlframework.datasets.loader import PromptLoader
 from rlframework.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
+from rlframework.interfaces.policy_worker import SAMPLED_NOW
 from rlframework.observers.timeline import TRAINER, timed
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.failure_log import FailureLog
@@ -147,6 +148,8 @@ class AsynchronousRollouts(StepRollouts):
         self._staleness.setdefault(step, StepStaleness(step)).add(found, self._step_of, self._player.spans)
         joined = self._joined
         result = joined[1].result() if not number and joined and joined[0] == step else self._join(found)
+        if self._config.max_staleness:
+            result.data[SAMPLED_NOW] = result.sampled_with(self._parts.generation.weights_version)
         add_rewards_of_models(self._parts, result)
         return result
 

@@ -152,6 +152,7 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
             self.parts.environment.require_scored(outcomes)
         output = batch_of(results, prompts, self.pad_id)
         result = rollout_of_turns(samples, output, texts, outcomes, torch.tensor(failed))
+        result.spans = [_moved(each.spans, len(prompt)) for prompt, each in zip(prompts, results, strict=True)]
         result.data.update(media_of(self.parts, samples, result.data["input_ids"]))
         return result
 
@@ -204,6 +205,11 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
         for each in waiting:
             if not each.outcomes.done():
                 each.outcomes.set_exception(error)
+
+
+def _moved(spans: Iterable[WeightSpan], by: int) -> tuple[WeightSpan, ...]:
+    """Return the spans of a completion as those of its row, whose prompt has `by` tokens."""
+    return tuple(WeightSpan(start + by, end + by, version) for start, end, version in spans)
 
 
 class SeveralTurnsPlayer(GroupPlayer[list[PlayedEpisode]]):

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import RLFrameworkError
 from rlframework.interfaces.environment import Sample, StepOutcome
+from rlframework.interfaces.generation import WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.outcomes import outcome_metrics
@@ -45,7 +46,8 @@ class Rollout:
     `failed [E]` bool; and of episodes with several turns `transcripts`, their messages with `reward` and `trained`, and
     `failures`, why they failed or an empty text. `parts`: the metrics of each episode by name, without `accuracy` and
     `reward_failures`. `scored`: whether rewards mean anything. `metrics` are means over the episodes that have not
-    failed, and those of `outcome_metrics`.
+    failed, and those of `outcome_metrics`. `spans`: of each row, the weights that sampled its tokens, with positions in
+    the row; empty if they are of one version.
     """
 
     samples: Sequence[Sample]
@@ -62,6 +64,16 @@ class Rollout:
     failures: Sequence[str] = ()
     scored: bool = True
     parts: Sequence[Mapping[str, float]] = ()
+    spans: Sequence[Sequence[WeightSpan]] = ()
+
+    def sampled_with(self, version: int | None) -> Tensor:
+        """Return `[R, T]` bool: the tokens that were sampled with the weights of `version`."""
+        sampled = torch.zeros(self.data["input_ids"].shape, dtype=torch.bool)
+        for row, spans in enumerate(self.spans):
+            for span in spans:
+                if span.version == version:
+                    sampled[row, span.start : span.end] = True
+        return sampled
 
     def records(
         self,
@@ -205,6 +217,7 @@ def rollout_of(played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs
         [episode.transcript for episode in played],
         [episode.failure for episode in played],
         parts=[parts_of(total) for total in totals],
+        spans=[spans for episode in played for spans in [row.spans for row in episode.rows] or [()]],
     )
 
 

@@ -28,6 +28,7 @@ from rlframework.training.garbage import collecting_what_is_new
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.performance import performance_metrics
 from rlframework.training.recording import Recorder, profiling
+from rlframework.training.sampling_check import SamplingCheck
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class StepLoop(Algorithm):
                 )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
+        self.sampling_check = SamplingCheck(parts.config)
         self.checkpoints = Checkpoints(parts)
         self.timeline = Timeline()
         self._history: list[dict[str, float]] = []
@@ -133,10 +135,14 @@ class StepLoop(Algorithm):
     def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction, gbs: int | None = None) -> TrainResult:
         """Call `policy.train` in step `step`, and record the step if the configuration asks for it.
 
-        `gbs`: the rows of an optimizer step; None: `policy.train_global_batch_size`.
+        `gbs`: the rows of an optimizer step; None: `policy.train_global_batch_size`. Raises `SamplingMismatch` for
+        sampled tokens whose log-probabilities are not the policy's, before they are learned from.
         """
-        self._trained.append(self.recorder.train(step, data, loss, gbs))
-        return self._trained[-1]
+        bound = self.sampling_check.of_workers(data)
+        result = self.recorder.train(step, data, loss, gbs, bound)
+        self._trained.append(result)
+        self.sampling_check.after(step, data, result, self.parts)
+        return result
 
     def should_stop(self, metrics: dict[str, float]) -> bool:
         """Whether to end the run before `num_steps`."""

@@ -36,7 +36,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.configure import dump_config
 from rlframework.files import replacing_directory, write_atomically
 from rlframework.interfaces.loss import LossFunction, LossInput
-from rlframework.interfaces.policy_worker import TrainResult
+from rlframework.interfaces.policy_worker import SamplingBound, TrainResult
 from rlframework.plugins.loading import load_target
 from rlframework.secrets import hide_in_text, hide_secrets
 from rlframework.training.device_time import read_trace
@@ -71,11 +71,19 @@ class Recorder:
         every = self._config.every
         return step in self._config.steps or (every > 0 and step % every == 0)
 
-    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction, gbs: int | None = None) -> TrainResult:
+    def train(
+        self,
+        step: int,
+        data: BatchedDataDict[Any],
+        loss: LossFunction,
+        gbs: int | None = None,
+        sampling_bound: SamplingBound | None = None,
+    ) -> TrainResult:
         """Call `policy.train`; record the first call of a selected step."""
         policy, config = self._parts.policy, self._parts.config
+        bound: dict[str, Any] = {} if sampling_bound is None else {"sampling_bound": sampling_bound}
         if not self.wants(step) or step in self._recorded:
-            return cast("TrainResult", policy.train(data, loss, gbs=gbs))
+            return cast("TrainResult", policy.train(data, loss, gbs=gbs, **bound))
         self._recorded.add(step)
         facts: dict[str, Any] = {
             "format": FORMAT,
@@ -99,7 +107,7 @@ class Recorder:
             _write_tensors(folder / "logprobs.safetensors", {"logprobs": policy.get_logprobs(data)["logprobs"]})
             policy.prepare_for_training()
             try:
-                result = policy.train(data, loss, gbs=gbs)
+                result = policy.train(data, loss, gbs=gbs, **bound)
                 facts["result"] = plain_json({name: result[name] for name in result if name not in ("rank", "times")})
             except Exception as error:  # noqa: BLE001 - raised below, after the failing step has been recorded
                 failure, facts["failure"] = error, hide_in_text(f"{type(error).__name__}: {error}")

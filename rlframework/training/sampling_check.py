@@ -1,0 +1,183 @@
+"""The bound on the difference between the log-probabilities of sampled tokens of engine and policy, and its error.
+
+A generation engine returns the log-probability of each token that it samples, and the policy scores the same tokens. If
+the engine has the policy's weights and computes the policy's function, both agree up to rounding: 3e-7 nats in the mean
+in fp32, 0.03 to 0.07 in bfloat16. An engine that decodes with weights of an earlier version, drops the temperature
+after the first token, or returns the log-probabilities of another request is off by 0.1 nats and more, and the run
+would learn from tokens that its policy did not choose. No other check sees that: the weights have arrived, and the
+results have their form.
+
+The bound is in nats, on the mean over the tokens of a global batch: at first the dtype's `most`; after the run's first
+steps `factor` times the largest mean that they had, but at least `least` and never more than `most`. So an engine that
+is wrong from the first step is found by its dtype, and a later fault by what the run itself has measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.sections import RunConfig
+from rlframework.errors import SamplingMismatch
+from rlframework.huggingface.model_directories import first_size, text_config
+from rlframework.interfaces.policy_worker import SAMPLED_NOW, SampledDifference, SamplingBound, TrainResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.algorithm import Parts
+
+_LOG = logging.getLogger(__name__)
+
+_FIRST_STEPS = 3
+"""Steps whose differences tell what is normal in this run."""
+_SHOWN = 3
+"""Tokens that the error shows, and warnings that are logged."""
+
+
+class Noise(NamedTuple):
+    """The mean difference of a sound engine in nats: `least` and `most` of the bound, `factor` over the first steps.
+
+    `largest`: of a single token; infinite where single tokens have long tails.
+    """
+
+    least: float
+    most: float
+    factor: float
+    largest: float = math.inf
+
+
+NOISE = {
+    "float32": Noise(1e-4, 2e-3, 20.0, 0.05),
+    "tf32": Noise(2e-3, 0.03, 5.0),
+    "float16": Noise(5e-3, 0.1, 5.0),
+    "bfloat16": Noise(0.02, 0.3, 4.0),
+}
+"""By the less exact dtype of trainer and engine. Measured: docs/importance_correction.md."""
+
+
+class SamplingCheck:
+    """Bounds the difference in each call of `train` of a run, by `generation.logprob_check`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._check = config, config.generation.logprob_check
+        self.dtype = compared_dtype(config)
+        self.noise = NOISE[self.dtype]
+        self._first: list[float] = []
+        self._warned = 0
+
+    @property
+    def bound(self) -> SamplingBound:
+        """The bound of the next step."""
+        mean, largest, noise = self._check.mean, self._check.largest, self.noise
+        if mean is None:
+            measured = noise.factor * max(self._first, default=0.0)
+            done = len(self._first) == _FIRST_STEPS
+            mean = min(max(measured, noise.least), noise.most) if done else noise.most
+        if largest is None:
+            largest = math.inf if self._has_experts else noise.largest
+        return SamplingBound(mean, largest)
+
+    def of_workers(self, data: BatchedDataDict[Any]) -> SamplingBound | None:
+        """Return the bound for workers to withhold a step by; infinite if it only warns, None if there is no check."""
+        if self._check.action == "off" or "generation_logprobs" not in data:
+            return None
+        return self.bound if self._check.action == "stop" else SamplingBound(math.inf, math.inf)
+
+    def after(self, step: int, data: BatchedDataDict[Any], result: TrainResult, parts: Parts) -> None:
+        """Compare what `train` has measured with the bound. Raises `SamplingMismatch`, or warns, as configured."""
+        sampled, bound = result.get("sampled"), self.bound
+        if sampled is None or not sampled.tokens:
+            return
+        if (sampled.mean <= bound.mean and sampled.largest <= bound.largest) or math.isnan(sampled.mean):
+            self._first += [sampled.mean] if len(self._first) < _FIRST_STEPS else []
+        elif sampled.withheld:
+            raise SamplingMismatch(
+                f"{self._described(step, sampled, bound)}{_most_different(data, parts)}{self._advice}"
+            )
+        elif self._warned < _SHOWN:
+            self._warned += 1
+            _LOG.warning("%s%s", self._described(step, sampled, bound), self._advice)
+
+    @cached_property
+    def _has_experts(self) -> bool:
+        """Whether the model routes tokens to experts: where two are nearly equal, rounding chooses between them."""
+        model = text_config(self._config.policy.model_name, self._config.policy.trust_remote_code)
+        return bool(first_size(model, "num_experts", "num_local_experts", "n_routed_experts"))
+
+    def _described(self, step: int, sampled: SampledDifference, bound: SamplingBound) -> str:
+        largest = f", {bound.largest:g} at most" if math.isfinite(bound.largest) else ""
+        withheld = " No optimizer step was taken with them." if sampled.withheld else ""
+        return (
+            f"step {step}: the log-probabilities that generation engine {self._config.generation.name!r} returned are "
+            f"not the policy's: over {sampled.tokens:g} tokens they differ by {sampled.mean:.2g} nats in the mean and "
+            f"{sampled.largest:.2g} at most, where {bound.mean:.2g} in the mean{largest} is what rounding explains in "
+            f"{self.dtype}.{withheld}"
+        )
+
+    @property
+    def _advice(self) -> str:
+        return (
+            " The engine samples with other weights, at another temperature, or computes another function than the "
+            f"policy: `rlframework conformance {self._config.generation.name}` looks for what is wrong. If it is sound "
+            "and only less exact, raise generation.logprob_check.mean (largest); action=warn goes on"
+        )
+
+
+def compared_dtype(config: RunConfig) -> str:
+    """Return the key of `NOISE` for the less exact of trainer and engine."""
+    policy, sent = config.policy, config.generation.refit.dtype
+    dtypes: list[str] = [policy.precision]
+    if config.generation.workers is not None and sent != "auto":
+        dtypes.append(sent)
+    if policy.tf32:
+        dtypes.append("tf32")
+    return max(dtypes, key=list(NOISE).index)
+
+
+def _most_different(data: BatchedDataDict[Any], parts: Parts) -> str:
+    """Return where the log-probabilities differ, as text: by place and row, and the tokens that differ most."""
+    if "prev_logprobs" in data:
+        scored = data["prev_logprobs"]
+    else:
+        parts.policy.prepare_for_lp_inference()
+        scored = parts.policy.get_logprobs(data, positions="loss")["logprobs"]
+    sampled = data["token_mask"] != 0
+    counted = sampled & (data["sample_mask"][:, None] != 0)
+    if SAMPLED_NOW in data:
+        counted &= data[SAMPLED_NOW] != 0
+    size = torch.where(counted, (scored - data["generation_logprobs"]).abs(), 0.0)
+    first = counted & (sampled.cumsum(1) == 1)
+    rows = counted.any(1)
+    means = (size.sum(1) / counted.sum(1).clamp(min=1))[rows]
+    by_place = (
+        f" The first tokens of rows differ by {_mean(size, first)} in the mean, later ones by "
+        f"{_mean(size, counted & ~first)}; {int((means > means.max() / 4).sum())} of {len(means)} rows are within a "
+        "factor of four of the worst. The largest:"
+    )
+    lines = [by_place]
+    for position in size.flatten().topk(min(_SHOWN, int(counted.sum()))).indices.tolist():
+        row, column = divmod(position, size.shape[1])
+        lines.append(_token(data, scored, row, column, parts.tokenizer))
+    return "\n".join(lines) + "\n"
+
+
+def _mean(size: Tensor, where: Tensor) -> str:
+    return f"{float(size[where].mean()):.2g}" if bool(where.any()) else "nothing (there are none)"
+
+
+def _token(
+    data: BatchedDataDict[Any], scored: Tensor, row: int, column: int, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    ids, first = data["input_ids"][row].tolist(), int(data["token_mask"][row].argmax())
+    engine, policy = float(data["generation_logprobs"][row, column]), float(scored[row, column])
+    return (
+        f"  row {row}, token {column - first} of the completion, {tokenizer.decode([ids[column]])!r} ({ids[column]}): "
+        f"engine {engine:.4g}, policy {policy:.4g}; its prompt ends with {tokenizer.decode(ids[:first])[-60:]!r}"
+    )
