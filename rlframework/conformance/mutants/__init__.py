@@ -26,6 +26,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "policy_worker.tensor",
         "policy_worker.training",
         "policy_worker.clipping",
+        "policy_worker.sampled_tokens",
         "policy_worker.token_sets",
         "policy_worker.experts",
         "policy_worker.scores",

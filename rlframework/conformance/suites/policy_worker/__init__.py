@@ -15,6 +15,7 @@ from rlframework.conformance.suites.policy_worker.muon import MuonOptimizer
 from rlframework.conformance.suites.policy_worker.native import Native
 from rlframework.conformance.suites.policy_worker.refit import Refit
 from rlframework.conformance.suites.policy_worker.row_groups import GroupedRows
+from rlframework.conformance.suites.policy_worker.sampled_tokens import SampledTokens
 from rlframework.conformance.suites.policy_worker.saving import Saving
 from rlframework.conformance.suites.policy_worker.scores import Scores
 from rlframework.conformance.suites.policy_worker.sharded import Sharded
@@ -31,6 +32,7 @@ class PolicyWorkerSuite(
     Images,
     Training,
     TokenSets,
+    SampledTokens,
     MuonOptimizer,
     Experts,
     Scores,
