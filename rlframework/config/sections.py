@@ -70,7 +70,7 @@ class RefitConfig(Section):
     )
     deadline: Seconds = Field(120.0, description="seconds to wait for the rendezvous, and for each buffer")
     probes: CountOrZero = Field(
-        8, description="prompts of which engines and trainer compare log-probabilities after each refit; 0: none"
+        6, description="prompts of which engines and trainer compare log-probabilities after each refit; 0: none"
     )
     probe_bound: Limit | None = Field(
         None,

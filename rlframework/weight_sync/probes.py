@@ -32,8 +32,8 @@ from rlframework.weight_sync.probe_bound import ProbeBound
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHORT, _LONG, _LONGEST = 8, 64, 256  # tokens of prompts; a long one fills blocks of a prefix cache, of up to 32
-_TOKENS, _MORE, _FEW = 4, 8, 2  # tokens sampled after a prompt: usually, in a thorough refit, by its further rows
+_SHORT, _LONG, _LONGEST = 5, 56, 256  # tokens of prompts; a long one fills a block of a prefix cache, of up to 32
+_TOKENS, _MORE, _FEW = 3, 8, 2  # tokens sampled after a prompt: usually, in a thorough refit, by its further rows
 _MOST_ROWS = 4  # rows of a thorough refit, as a multiple of the usual number
 _POLL = 1.0  # seconds
 _REMEDY = "the engine does not use the weights of the trainer: see the page on generation workers, or report a bug"

@@ -135,7 +135,7 @@ DECODING: list[Callable[[], TinyEngine]] = [
 def test_a_fault_of_decoding_is_detected_at_the_second_refit(engine: Any) -> None:
     """Also one that a step of a small learning rate makes: of some 0.01 in log-probabilities."""
     for step in (1.0, 0.01):
-        run = Run([TinyEngine(), engine()], SamplingParams(0.8), probes=8)
+        run = Run([TinyEngine(), engine()], SamplingParams(0.8), probes=6)
         with pytest.raises(RefitError, match="engine 1 was refit to version"):
             refit_twice(run, step)
 
@@ -143,7 +143,7 @@ def test_a_fault_of_decoding_is_detected_at_the_second_refit(engine: Any) -> Non
 @pytest.mark.parametrize("engine", [FrozenGraph, VersionBefore, ManyRows, LongPrompts])
 def test_a_fault_of_decoding_is_detected_at_any_later_refit(engine: Any) -> None:
     """The third one is not thorough, and after it weights change for the first time, as after a warm-up."""
-    run = Run([TinyEngine(), engine()], SamplingParams(0.8), probes=8)
+    run = Run([TinyEngine(), engine()], SamplingParams(0.8), probes=6)
     for _ in range(2):
         run.refitter.refit()
         run.worker.progress.weights_version += 1
@@ -174,19 +174,19 @@ def test_probes_compare_at_the_temperature_of_the_run(temperature):
 
 def test_shapes_cover_few_and_many_rows_short_and_long_prompts():
     usual = probe_shapes(3, thorough=False, batch_size=256, positions=None)
-    assert usual == [(64, 4), (8, 4), (8, 4)]
-    thorough = [(64, 8), (256, 8), (8, 8)]
-    assert probe_shapes(3, thorough=True, batch_size=4, positions=None) == [*thorough, *[(8, 2)] * 2]  # one more than 4
-    assert probe_shapes(3, thorough=True, batch_size=256, positions=None) == [*thorough, *[(8, 2)] * 9]  # 12 in all
+    assert usual == [(56, 3), (5, 3), (5, 3)]
+    thorough = [(56, 8), (256, 8), (5, 8)]
+    assert probe_shapes(3, thorough=True, batch_size=4, positions=None) == [*thorough, *[(5, 2)] * 2]  # one more than 4
+    assert probe_shapes(3, thorough=True, batch_size=256, positions=None) == [*thorough, *[(5, 2)] * 9]  # 12 in all
     assert probe_shapes(3, thorough=True, batch_size=1, positions=None) == thorough
-    assert probe_shapes(1, thorough=True, batch_size=1, positions=None) == [(64, 8), (8, 2)]
-    assert probe_shapes(3, thorough=False, batch_size=256, positions=20) == [(16, 4), (8, 4), (8, 4)]
-    assert probe_shapes(3, thorough=True, batch_size=1, positions=20) == [(12, 8), (12, 8), (8, 8)]
+    assert probe_shapes(1, thorough=True, batch_size=1, positions=None) == [(56, 8), (5, 2)]
+    assert probe_shapes(3, thorough=False, batch_size=256, positions=20) == [(17, 3), (5, 3), (5, 3)]
+    assert probe_shapes(3, thorough=True, batch_size=1, positions=20) == [(12, 8), (12, 8), (5, 8)]
     assert probe_shapes(2, thorough=False, batch_size=256, positions=3) == [(1, 2), (1, 2)]
 
 
 def test_prompts_repeat_in_part_with_their_sessions():
-    probes = Probes(4, range(5, VOCABULARY), SamplingParams(), ProbeBound(0.1))
+    probes = Probes(4, range(5, VOCABULARY), SamplingParams(), ProbeBound(0.1, tightened=True))
     of_refits = [probes.of_version(version).requests for version in (1, 2, 3, 4)]
     assert [len(requests) for requests in of_refits] == [4, 4, 4, 4]
     one, two = of_refits[0], of_refits[1]
@@ -197,7 +197,7 @@ def test_prompts_repeat_in_part_with_their_sessions():
     every = [request for requests in of_refits for request in requests]
     assert all(int(each.prompt_ids.min()) >= 5 for each in every)
     assert len({each.request_id for each in every}) == len(every)
-    assert [requests[0].max_new_tokens for requests in of_refits] == [8, 8, 4, 8]  # thorough: 1, 2, 4
+    assert [requests[0].max_new_tokens for requests in of_refits] == [8, 8, 3, 8]  # thorough: 1, 2, 4
 
 
 def test_the_trainer_scores_each_completion_once_whatever_the_number_of_engines():
@@ -208,11 +208,11 @@ def test_the_trainer_scores_each_completion_once_whatever_the_number_of_engines(
     run.refitter.refit()
     (rows,) = scored
     assert len(rows["input_ids"]) == 16
-    assert rows["input_lengths"].tolist() == [72, 264, 16, 16, *[10] * 12]
+    assert rows["input_lengths"].tolist() == [64, 264, 13, 13, *[7] * 12]
     assert rows["token_mask"].sum(1).tolist() == [8.0, 8.0, 8.0, 8.0, *[2.0] * 12]
 
 
-def test_the_bound_is_the_coarsest_dtypes_and_tightened_by_the_noise_of_the_first_probes():
+def test_the_bound_is_that_of_the_coarsest_dtype_and_in_fp32_tightened_by_the_noise_of_the_first_probes():
     bounds = {"float32": 1e-3, "bfloat16": 0.3}
     assert ProbeBound.of(None, bounds, dtypes={"float32"}, tf32=False).value == 1e-3
     assert ProbeBound.of(None, bounds, dtypes={"float32"}, tf32=True).value == 0.02
@@ -223,9 +223,11 @@ def test_the_bound_is_the_coarsest_dtypes_and_tightened_by_the_noise_of_the_firs
         of_run.accepted(noise)
         of_run.accepted(100 * noise)
         assert of_run.value == pytest.approx(bound)
-    configured = ProbeBound.of(0.5, bounds, dtypes={"float32"}, tf32=False)
-    configured.accepted(1e-6)
-    assert configured.value == 0.5
+    for configured, dtype, tf32, bound in ((0.5, "float32", False, 0.5), (None, "float32", True, 0.02),
+                                           (None, "bfloat16", False, 0.3), (None, "float16", False, 0.05)):  # fmt: skip
+        of_run = ProbeBound.of(configured, bounds, dtypes={dtype}, tf32=tf32)
+        of_run.accepted(1e-6)
+        assert of_run.value == bound
 
 
 def test_a_probe_that_is_not_a_number_is_no_match():

@@ -41,8 +41,8 @@ def test_a_sound_engine_is_committed_and_serves_the_trainers_weights():
     assert report.metrics().keys() == {
         "time/refit", "refit/mb", "refit/version", "refit/dropped_tokens", "refit/probe_error"
     }  # fmt: skip
-    # each engine keeps the prefix of every token of the second refit: 8 after 64, 256, 8 and 8 tokens, 2 after 8 of 12
-    assert report.dropped_tokens == 2 * (8 * (64 + 256 + 8 + 8) + 4 * 28 + 12 * (8 + 9))
+    # each engine keeps the prefix of every token of the second refit: 8 after 56, 256, 5 and 5 tokens, 2 after 5 of 12
+    assert report.dropped_tokens == 2 * (8 * (56 + 256 + 5 + 5) + 4 * 28 + 12 * (5 + 6))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
