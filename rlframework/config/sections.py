@@ -70,10 +70,12 @@ class RefitConfig(Section):
     )
     deadline: Seconds = Field(120.0, description="seconds to wait for the rendezvous, and for each buffer")
     probes: CountOrZero = Field(
-        4, description="prompts of which engines and trainer compare log-probabilities after each refit; 0: none"
+        6, description="prompts of which engines and trainer compare log-probabilities after each refit; 0: none"
     )
     probe_bound: Limit | None = Field(
-        None, description="largest mean difference of the probes' log-probabilities; null: declared by the engine"
+        None,
+        description="largest mean difference of the probes' log-probabilities; null: as the engine declares, and the "
+        "noise of the first refit allows",
     )
 
 

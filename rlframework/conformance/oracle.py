@@ -125,13 +125,6 @@ class Oracle:
         chosen = logs.gather(-1, batch["token_sets"][:, 1:].long())
         return torch.nn.functional.pad(chosen, (0, 0, 1, 0)) * _real(batch)[..., None]
 
-    def next_token_logprobs(self, batch: Batch) -> Tensor:
-        """Return the log-probabilities `[B, V]` of the token after each row, at the oracle's temperature."""
-        with torch.no_grad():
-            logits = self._logits(batch)
-        after = logits[torch.arange(len(logits)), batch["input_lengths"] - 1]
-        return torch.log_softmax(after.float() / self.temperature, dim=-1)
-
     def most_likely(self, batch: Batch) -> Tensor:
         """Return the most likely token given the tokens before i in entry i, `[B, S]` int64; 0 at position 0."""
         with torch.no_grad():

@@ -28,14 +28,17 @@ from rlframework.generation.engine_handle import EmbeddedEngines, EngineHandle
 from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.result_contract import ResultContract
 from rlframework.generation.stop_tokens import stop_tokens
+from rlframework.huggingface.model_directories import read_config
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.models.rotary import regime_limits
 from rlframework.observers.timeline import REFITS
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework.policy.batch_checks import BatchLimits
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
 from rlframework.weight_sync.ipc import share_gpu
-from rlframework.weight_sync.proof import Probes
+from rlframework.weight_sync.probe_bound import ProbeBound
+from rlframework.weight_sync.probes import Probes
 from rlframework.workers.dispatch import WorkerCalls
 
 if TYPE_CHECKING:
@@ -164,15 +167,7 @@ class RemoteGeneration(Generation):
                 name for name, needed in _TRANSPORTS.items() if needed in policy.capabilities & record.capabilities
             ]
             only = common[0] if refit.transport == "auto" and len(common) == 1 else None
-            batching = config.policy.batching
-            longest = self._limits.positions, batching.logprob_tokens or batching.tokens
-            probes = Probes.of(
-                config.generation,
-                tokenizer,
-                bounds=record.probe_bounds,
-                dtype=self._starter.dtype,
-                positions=min(filter(None, longest), default=None),
-            )
+            probes = self._probes(config, tokenizer, record)
         except BaseException:
             for engine in engines:
                 engine.shutdown()
@@ -180,6 +175,28 @@ class RemoteGeneration(Generation):
         self.refitter = Refitter(policy, self._replaced_engines, refit, probes, only)
         self._policy, self._released = policy, False
         self._metrics: dict[str, float] = {}
+
+    def _probes(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, record: GenerationEngineRecord
+    ) -> Probes | None:
+        """Return the probes of the refits; they have the length that model and trainer compute in one way."""
+        policy, batching = config.policy, config.policy.batching
+        bound = ProbeBound.of(
+            config.generation.refit.probe_bound,
+            record.probe_bounds,
+            dtypes={self._starter.dtype, policy.precision},
+            tf32=policy.tf32,
+        )
+        regimes = regime_limits(read_config(policy.model_name, policy.trust_remote_code))
+        bounds = (self._limits.positions, batching.logprob_tokens or batching.tokens, *regimes)
+        longest = [tokens for tokens in bounds if tokens]
+        return Probes.of(
+            config.generation,
+            tokenizer,
+            bound,
+            positions=min(longest, default=None),
+            vocabulary=self._limits.vocabulary,
+        )
 
     def prepare_for_generation(self) -> bool:
         """Refit the engines if their weights are stale or an engine was lost; return True when they are ready."""

@@ -427,15 +427,6 @@ class PolicyWorker(ABC):
         """
         raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
 
-    def get_next_token_logprobs(self, data: Rows) -> Tensor | None:
-        """Return log-probabilities `[B, V]` fp32 of the token after each row, on rank 0; None on the others.
-
-        `data` is the same on all ranks: `input_ids [B, S]` and `input_lengths [B]`, at least 1. The temperature is that
-        of `get_logprobs`. A refit compares them with those of the engines. Capabilities `collective_refit`,
-        `ipc_refit`.
-        """
-        raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
-
     def prepare_weights_for_ipc(
         self, receive_buffers: Mapping[str, Any] | None = None, devices: Collection[str] | None = None
     ) -> tuple[list[tuple[str, int]], float]:

@@ -17,8 +17,8 @@ from rlframework.interfaces.loss import TOKEN_SETS
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.microbatches.on_demand import on_host
 from rlframework.microbatches.token_sets import with_token_sets
-from rlframework.policy.engine import Engine, Step, StepResult, require_head
-from rlframework.policy.head.patch import HeadOutput, HeadRequest
+from rlframework.policy.engine import Engine, Step, require_head
+from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
 from rlframework.policy.shared_state import Residency
@@ -100,19 +100,6 @@ class Scoring:
             raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
         return self.residency.holding_reference(self.reference.use())
 
-    def get_next_token_logprobs(self, data: Rows) -> Tensor | None:
-        """See `PolicyWorker.get_next_token_logprobs`."""
-        require_head(self.engine.config, "language", "get_next_token_logprobs")
-        if not bool((data["input_lengths"] > 0).all()):
-            raise BatchError("a row is empty; the first token has no log-probability: give each row a token")
-        head = HeadRequest(frozenset({"logits"}), self.temperature)
-        found = self._outputs(data, head, _next_token_step, None, "last")
-        if self.engine.context.rank:
-            return None
-        rows = torch.cat([microbatch.rows for microbatch, _ in found])
-        logprobs = torch.cat([outputs["logprobs"] for _, outputs in found])
-        return logprobs[rows.argsort()]
-
     def score_rows(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
         """Return the head's results at each token, `[B, S, ...]` on the CPU; 0 at positions that were not requested."""
         scored = {
@@ -146,10 +133,3 @@ class Scoring:
         names = list(real[0][1].outputs) if real else []
         values = iter(copy_to_cpu([result.outputs[name] for _, result in real for name in names]))
         return [(batch, {name: next(values) for name in names}) for batch, _ in real]
-
-
-def _next_token_step(output: HeadOutput, _: Microbatch) -> StepResult:
-    """Return the log-probabilities `[b, V]` of the token after each row of a microbatch."""
-    if output.logits is None:
-        raise RuntimeError("the HeadOutput has no logits; compute what HeadRequest.wants names")
-    return StepResult(outputs={"logprobs": torch.log_softmax(output.logits.float(), -1)})

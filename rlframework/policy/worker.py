@@ -158,7 +158,6 @@ class PolicyWorkerBase(PolicyWorker):
     get_logprobs = _answered_by("scoring", Scoring.get_logprobs, "scoring")
     get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
     get_token_set_logprobs = _answered_by("scoring", Scoring.get_token_set_logprobs, "scoring")
-    get_next_token_logprobs = _answered_by("scoring", Scoring.get_next_token_logprobs, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
     score = _answered_by("scoring", Scoring.score, "scoring")
     get_values = _answered_by("scoring", Scoring.get_values, "scoring")

@@ -1,8 +1,8 @@
 """The driver's side of a refit: phases, transports and proof. No weights pass through the driver.
 
 All engines begin a weight update, receive the weights by one transport, and finish. Then what they report is compared
-with what the trainer sent, and probes with the trainer's log-probabilities (`proof`). Only then is the version
-committed.
+with what the trainer sent (`proof`), and the tokens of probes with the trainer's scores (`probes`). Only then is the
+version committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rlframework.plugins.types import Capability
 from rlframework.weight_sync import ipc
 from rlframework.weight_sync.buffers import group_names, sizes_of
 from rlframework.weight_sync.calls import RefitCalls, RefitEngine, StartedCall
-from rlframework.weight_sync.proof import ProbeRequests, Probes, compare_reports, sent_by_all
+from rlframework.weight_sync.probes import Probes
+from rlframework.weight_sync.proof import compare_reports, sent_by_all
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.inline import InlineWorkerGroup
 
@@ -182,17 +183,14 @@ class Refitter:
         calls.on_engines(GenerationEngine.restore, tags=_CACHE)
         if self._probes is None:
             return None
-        probes = self._probes.of_version(now.version)
-        # on devices of its own the trainer computes what it expects while the engines sample
-        expecting = None if offload else _start_expecting(calls, probes)
-        answers = probes.ask(calls, self._config.deadline)
+        answers = self._probes.of_version(now.version).ask(calls, self._config.deadline)
         if offload:
             calls.on_engines(GenerationEngine.release, tags=_CACHE)
-        expected = calls.of_trainer(expecting or _start_expecting(calls, probes))
+        scored = calls.on_trainer(PolicyWorker.get_logprobs, data=answers.rows, positions="token_mask")
         if offload:
             self._trainer.offload_after_refit()
             calls.on_engines(GenerationEngine.restore, tags=_CACHE)
-        return answers.compare(expected[0])
+        return answers.compare(scored[0]["logprobs"])
 
     def _calls(self, engines: tuple[RefitEngine, ...]) -> RefitCalls:
         return RefitCalls(self._trainer.worker_group, engines, self._config.deadline)
@@ -295,10 +293,6 @@ class Refitter:
                 raise
         if failed is not None:
             raise failed
-
-
-def _start_expecting(calls: RefitCalls, probes: ProbeRequests) -> MultiWorkerFuture:
-    return calls.start_trainer(PolicyWorker.get_next_token_logprobs, data=probes.prompts)
 
 
 def _require_own_gpus(now: _Round) -> None:

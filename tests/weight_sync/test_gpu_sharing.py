@@ -51,6 +51,7 @@ class Workers:
             "offer_refit_memory": lambda _: {},
             "reserve_refit_address": lambda _: ("127.0.0.1", 1),
             "get_sent_checksums": lambda _: {"a": 1},
+            "get_logprobs": lambda _: {"logprobs": None},
             "finish_weight_update": lambda _: WeightReport(1, {"a": 1}),
         }
         return [(results.get(future.method, lambda _: None)(device), "") for device in future.devices]
@@ -69,8 +70,8 @@ def refit(
         offload_before_refit=lambda: calls.append(("offload_before_refit", {})),
         offload_after_refit=lambda: calls.append(("offload_after_refit", {})),
     )
-    answers = SimpleNamespace(compare=lambda _: 0.0)
-    of_version = SimpleNamespace(prompts=None, ask=lambda *_: calls.append(("probes", {})) or answers)
+    answers = SimpleNamespace(rows=None, compare=lambda _: 0.0)
+    of_version = SimpleNamespace(ask=lambda *_: calls.append(("probes", {})) or answers)
     probes: Any = SimpleNamespace(of_version=lambda _: of_version)
     handles = [Workers([device], calls) for device in engines]
     refitter = Refitter(policy, lambda: handles, RefitConfig(), probes, transport)
@@ -130,16 +131,16 @@ def test_two_processes_on_a_gpu_are_rejected_in_a_process_group(trainer, engines
 def memory_moves(calls: Sequence[tuple[str, Any]]) -> list[str]:
     """The calls that move memory, the transfer, and those that use the engines and the trainer for probes."""
     moving = ("offload_before_refit", "offload_after_refit", "release", "restore")
-    shown = ("get_weights_ipc_handles", "probes", "get_next_token_logprobs")
+    shown = ("get_weights_ipc_handles", "probes", "get_logprobs")
     return [" ".join((name, *given.get("tags", ()))) for name, given in calls if name in moving + shown]
 
 
 OFFLOADED = [
     "offload_before_refit", "restore weights", "get_weights_ipc_handles", "offload_after_refit", "restore kv_cache",
-    "probes", "release kv_cache", "get_next_token_logprobs", "offload_after_refit", "restore kv_cache",
+    "probes", "release kv_cache", "get_logprobs", "offload_after_refit", "restore kv_cache",
 ]  # fmt: skip
-NOT_OFFLOADED = [  # the trainer computes what it expects while the engines answer
-    "restore weights", "get_weights_ipc_handles", "restore kv_cache", "get_next_token_logprobs", "probes",
+NOT_OFFLOADED = [
+    "restore weights", "get_weights_ipc_handles", "restore kv_cache", "probes", "get_logprobs",
 ]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.layouts import Layout
 from rlframework.conformance.mutants.mutant import mutant
 from rlframework.conformance.mutants.policy_worker.engine_access import in_service
@@ -17,7 +16,6 @@ from rlframework.errors import RefitError
 IPC = "test_ipc_brings_the_trainers_weights_to_an_engine_in_another_process"
 COLLECTIVE = "test_a_process_group_brings_the_trainers_weights_to_an_engine_in_another_process"
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
-EXPECTED = "test_what_engines_must_give_is_the_distribution_of_the_next_token"
 OTHER = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -194,33 +192,3 @@ def lost_engines_borne(worker_class: Any) -> Any:
                 return
 
     return Broken
-
-
-def _broken_expectation(
-    of_rows: Callable[[Any], Any] = lambda data: data,
-    of_found: Callable[[Tensor, Any], Tensor] = lambda found, data: found,
-) -> Callable[[Any], Any]:
-    """Break what engines are compared with: of the rows `of_rows(data)`, or `of_found(logprobs [B, V], data)`."""
-
-    def break_it(worker_class: Any) -> Any:
-        class Broken(worker_class):  # type: ignore[misc]
-            def get_next_token_logprobs(self, data: Any) -> Tensor | None:
-                found: Tensor | None = super().get_next_token_logprobs(of_rows(data))
-                return None if found is None else of_found(found, data)
-
-        return Broken
-
-    return break_it
-
-
-expected_of_the_last_token = mutant(
-    "expected_of_the_last_token", "Engines are compared with the distribution of each row's last token.", EXPECTED
-)(_broken_expectation(lambda data: BatchedDataDict({**data, "input_lengths": (data["input_lengths"] - 1).clamp(1)})))
-
-expected_at_temperature_one = mutant(
-    "expected_at_temperature_one", "Engines are compared at temperature 1, whatever samples are drawn at.", EXPECTED
-)(_broken_expectation(of_found=lambda found, _: torch.log_softmax(found * 0.7, -1)))
-
-expected_in_bin_order = mutant(
-    "expected_in_bin_order", "Engines are compared with distributions that are grouped by length.", EXPECTED
-)(_broken_expectation(of_found=lambda found, data: found[data["input_lengths"].argsort(descending=True)]))

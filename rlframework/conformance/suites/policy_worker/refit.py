@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.conformance.policies import InspectedEngines, InspectedPolicy
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.policy_worker.harness import PolicyHarness, loss_function
@@ -92,20 +91,6 @@ class Refit(Suite):
             wanted_sizes = {name: 2 * weight.numel() for name, weight in right.items()}
             harness.equal(f"bytes that rank {rank} announces", dict(sizes), wanted_sizes)
             harness.require(free > 0, "a group of weights has room", got=free)
-
-    @holds(6, Capability.IPC_REFIT)
-    def test_what_engines_must_give_is_the_distribution_of_the_next_token(self, harness: PolicyHarness) -> None:
-        """`get_next_token_logprobs` must return those after each row at the sampling temperature, in order, on rank 0.
-
-        A refit compares them with those of the engines.
-        """
-        data, oracle = harness.batch(), harness.oracle(temperature=0.7)
-        rows = BatchedDataDict[Any]({name: data[name] for name in ("input_ids", "input_lengths")})
-        for mode in ("padded", "auto"):
-            policy = harness.policy(generation={"temperature": 0.7}, batching={"mode": mode, "tokens": 28})
-            got, *others = policy.everywhere("get_next_token_logprobs", data=rows)
-            harness.values(f"distributions after the rows, {mode}", got, oracle.next_token_logprobs(data))
-            harness.equal(f"distributions of other ranks, {mode}", others, [None] * len(others))
 
     @holds(8, Capability.IPC_REFIT)
     def test_weights_are_asked_for_after_a_refit_was_begun(self, harness: PolicyHarness) -> None:
