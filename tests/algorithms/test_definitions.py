@@ -18,6 +18,7 @@ from torch import Tensor
 from rlframework.algorithms.advantages import group_advantages
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.algorithm_presets import PRESETS
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
 from rlframework.config.policy import OptimizerConfig, SchedulerConfig
 from rlframework.policy.head.logprobs import chunked_logprobs
@@ -576,3 +577,9 @@ def test_each_row_of_the_page_has_a_test_and_each_case_a_row():
     for name in named - cases - here:
         path, _, test = name.partition("::")
         assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), name
+
+
+def test_the_versions_of_all_presets_are_on_the_page():
+    text = PAGE.read_text(encoding="utf-8").partition("\n## Versions\n")[2]
+    named = {name for line in text.splitlines() for name in re.findall(r"^- `(\w+)`:", line)}
+    assert named == {preset for presets in PRESETS.values() for preset in presets} - {"paper"}

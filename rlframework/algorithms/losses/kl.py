@@ -42,8 +42,8 @@ def kl_weight(
     """Return the factor of the KL estimate of each token, with its gradient: `ClippedPGLossConfig.kl_correction`.
 
     The policy chooses the tokens, so the gradient of an expected estimate is that of the estimate, plus the estimate
-    times that of the log-probability (arXiv:2506.09477). "score" is 1 with this gradient. "ratio" and "generator", which
-    is exp(`logprobs` - `sampled`), also weigh tokens that another policy sampled.
+    times that of the log-probability (arXiv:2506.09477). "score" is 1 with this gradient. "ratio", and "generator",
+    which is exp(`logprobs` - `sampled`), also weigh tokens that another policy sampled.
     """
     if correction == "score":
         return (logprobs - logprobs.detach()).exp()

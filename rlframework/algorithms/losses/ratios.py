@@ -10,6 +10,7 @@ from torch import Tensor
 from rlframework.algorithms.losses.exponentials import bounded_exp
 from rlframework.config.algorithms import ClippedPGLossConfig
 
+
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of `values [B, S-1]` over the `mask`ed tokens of each row, `[B, 1]`; 0 without any."""
     return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1.0)
