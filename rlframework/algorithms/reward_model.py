@@ -132,8 +132,7 @@ def _margin(sample: Sample) -> float:
 
 def _steps(sample: Sample, separator: str) -> list[str]:
     steps, labels = sample.metadata.get("steps"), sample.metadata.get("labels")
-    lists = isinstance(steps, (list, tuple)) and isinstance(labels, (list, tuple))
-    if not lists or not steps or len(steps) != len(labels):
+    if not (isinstance(steps, (list, tuple)) and isinstance(labels, (list, tuple)) and 0 < len(steps) == len(labels)):
         raise DataError(
             f"sample {sample.id!r} has no labelled steps: it needs metadata['steps'], a list of texts, and as many "
             "metadata['labels'], as the environment `preferences` has for rows with the columns prompt, completions "
