@@ -6,6 +6,7 @@ reference policy are computed once, before the step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,8 @@ from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import pictures_of
 from rlframework.training.intervals import wilson
 from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
+
+_LOG = logging.getLogger(__name__)
 
 
 class PreferenceTraining(StepLoop):
@@ -48,8 +51,10 @@ class PreferenceTraining(StepLoop):
     loader: PromptLoader[Any]
 
     def __init__(self, parts: Parts) -> None:
+        self._alike: dict[str, None] = {}  # the ids of checked samples whose two rows are equal
         super().__init__(parts)
         self.inputs.rows("train", self.train_samples, self.longest_rows)
+        self._warn_of_equal_rows()
         self.loader = PromptLoader(self.train_samples, self.samples_per_step(parts.config), parts.config.seed)
         self.loss = self.make_loss()
 
@@ -149,9 +154,23 @@ class PreferenceTraining(StepLoop):
         return mean.expand(batch.size).clone()
 
     def longest_rows(self, samples: Sequence[Sample]) -> list[Rendered]:
-        """The longer row of each pair, as ids and mask."""
+        """The longer row of each pair, as ids and mask. Notes the samples whose two rows are equal."""
         batch = self.encode(samples)
         lengths = batch["input_lengths"].view(-1, 2)
+        equal = (batch["input_ids"][0::2] == batch["input_ids"][1::2]).all(1) & (lengths[:, 0] == lengths[:, 1])
+        self._alike |= dict.fromkeys(samples[pair].id for pair in equal.nonzero()[:, 0].tolist())
         longer = (2 * torch.arange(len(samples)) + lengths.argmax(1)).tolist()
         ids, mask = batch["input_ids"].tolist(), batch["token_mask"].bool().tolist()
         return [(ids[row][:end], mask[row][:end]) for row, end in zip(longer, lengths.amax(1).tolist(), strict=True)]
+
+    def _warn_of_equal_rows(self) -> None:
+        """Log how many of the checked pairs have two equal rows: equal answers, or different ones that are cut off."""
+        if self._alike:
+            cut = self.config.max_tokens
+            _LOG.warning(
+                "%s of the checked pairs have the same tokens in both rows%s, which teach nothing; the first: "
+                "sample %r. Remove them",
+                f"{len(self._alike):,}",
+                "" if cut is None else f", after truncation to algorithm.max_tokens={cut}",
+                next(iter(self._alike)),
+            )

@@ -132,9 +132,10 @@ def _margin(sample: Sample) -> float:
 
 def _steps(sample: Sample, separator: str) -> list[str]:
     steps, labels = sample.metadata.get("steps"), sample.metadata.get("labels")
-    if not steps or labels is None or len(steps) != len(labels):
+    if not (isinstance(steps, (list, tuple)) and isinstance(labels, (list, tuple)) and 0 < len(steps) == len(labels)):
         raise DataError(
-            f"sample {sample.id!r} has no labelled steps: it needs metadata['steps'], and as many metadata['labels'], "
-            "as the environment `preferences` has for rows with the columns prompt, completions and labels"
+            f"sample {sample.id!r} has no labelled steps: it needs metadata['steps'], a list of texts, and as many "
+            "metadata['labels'], as the environment `preferences` has for rows with the columns prompt, completions "
+            "and labels"
         )
     return [step + separator for step in steps]

@@ -1,6 +1,7 @@
 """Defaults of the policy-gradient algorithms: settings of `GRPOConfig`, by algorithm and by whose definition it is.
 
-What was read of TRL 1.16.0, verl 0.9.1 and NeMo-RL's repository is on the page of each algorithm (docs/algorithms).
+What was read of TRL, verl and NeMo-RL is on the page of each algorithm (docs/algorithms), and in which versions in
+docs/definitions.md.
 Weights that a paper does not fix are TRL's where it has them.
 """
 
@@ -40,7 +41,8 @@ _TRL = {"std_epsilon": 1e-4, **_COUNTED}
 _TRL_LOSS = {"kl_correction": "ratio"}
 _VERL_LOSS = {"ratio_clip_c": 3.0, "kl_max": 10.0}
 _NEMO_RL = {"leave_one_out": True, "normalize_std": "others", **_COUNTED}
-_NEMO_RL_LOSS = {"kl_coef": 0.01, "kl_max": 10.0}
+_NEMO_RL_KL = {"kl_max": 10.0, "kl_correction": "score"}
+_NEMO_RL_LOSS = {"kl_coef": 0.01, **_NEMO_RL_KL}
 
 PRESETS: Mapping[str, Mapping[str, Settings]] = {
     "grpo": {
@@ -58,7 +60,7 @@ PRESETS: Mapping[str, Mapping[str, Settings]] = {
         "paper": {"dynamic_sampling": 10, "loss": _DAPO_CLIP},
         "trl": {**_TRL, "loss": {**_TRL_LOSS, **_DAPO_CLIP}},
         "verl": {"dynamic_sampling": 10, "loss": {**_DAPO_CLIP, "ratio_clip_c": 10.0, "kl_max": 10.0}},
-        "nemo_rl": {"dynamic_sampling": 10, "loss": {**_DAPO_CLIP, "ratio_clip_c": 10.0, "kl_max": 10.0}},
+        "nemo_rl": {"dynamic_sampling": 10, "loss": {**_DAPO_CLIP, "ratio_clip_c": 10.0, **_NEMO_RL_KL}},
     },
     "gspo": {
         "paper": {**_COUNTED, "loss": {**_GSPO_CLIP, "ratio": "sequence", "level": "sequence"}},
@@ -70,7 +72,10 @@ PRESETS: Mapping[str, Mapping[str, Settings]] = {
         "paper": {**_COUNTED, "loss": _CISPO},
         "trl": {**_TRL, "loss": {**_TRL_LOSS, **_CISPO}},
         "verl": {**_COUNTED, "loss": {"surrogate": "cispo", "kl_max": 10.0}},
-        "nemo_rl": {**_NEMO_RL, "loss": {**_NEMO_RL_LOSS, "surrogate": "cispo"}},
+        "nemo_rl": {
+            **_NEMO_RL,
+            "loss": {**_NEMO_RL_KL, "surrogate": "cispo", "ratio_clip_min": 1.0, "ratio_clip_max": 0.8},
+        },
     },
     "rloo": {
         "paper": {
@@ -111,7 +116,11 @@ PRESETS: Mapping[str, Mapping[str, Settings]] = {
             "value_loss": {"clip": 0.5},
             "loss": _VERL_LOSS,
         },
-        "nemo_rl": {"value_loss": {"coef": 0.4}, "loss": {**_DAPO_CLIP, "ratio_clip_c": 10.0, "kl_max": 10.0}},
+        "nemo_rl": {
+            "batch_normalization": "sample",
+            "value_loss": {"coef": 0.4},
+            "loss": {**_DAPO_CLIP, "ratio_clip_c": 10.0, **_NEMO_RL_KL},
+        },
     },
 }
 """Settings by algorithm and preset. A missing preset: that system has no algorithm of this name."""

@@ -115,12 +115,15 @@ class ClippedPGLossConfig(Section):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="see http://joschu.net/blog/kl-approx.html")
     kl_max: Limit | None = Field(
-        None, description="bound on the absolute KL estimate of a token, which has no gradient beyond it; null: none"
+        None,
+        description="bound on the absolute KL estimate of a token, times the factor of kl_correction; no gradient "
+        "beyond it; null: none",
     )
-    kl_correction: Literal["none", "ratio", "generator"] = Field(
+    kl_correction: Literal["none", "ratio", "score", "generator"] = Field(
         "none",
-        description="off-policy correction of the KL term. ratio: times the probability ratio, including its gradient "
-        "(DeepSeek-V3.2, arXiv:2512.02556); generator: times the probability over the generator's, as a constant",
+        description="factor of the KL estimate, with its gradient. ratio: the probability ratio (DeepSeek-V3.2, "
+        "arXiv:2512.02556); score: 1, with the gradient of the log-probability (arXiv:2506.09477); generator: the "
+        "probability over the generator's",
     )
     entropy_coef: float = Field(
         0.0,

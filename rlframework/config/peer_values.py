@@ -80,7 +80,7 @@ WORD_VALUES: Mapping[str, Mapping[str, str]] = {
     "sequence_level_importance_ratios": {"true": "is sequence", **_OFF},
     "use_importance_sampling_correction": {"true": "is truncated", **_OFF},
     "vllm_importance_sampling_correction": {"true": "is truncated", **_OFF},
-    "use_on_policy_kl_approximation": {"true": "is generator", **_OFF},
+    "use_on_policy_kl_approximation": {"true": "is generator", "false": "is score"},
     "use_bias_correction_kl": {"true": "is ratio", "false": "is none"},
     "higher_is_better": {"true": "is highest", "false": "is lowest"},
     "assistant_only_loss": {"true": "is assistant", **_OFF},

@@ -130,5 +130,5 @@ class ProbeWorker:
         raise RuntimeError("the cleanup failed")
 
     def clean_up_slowly(self) -> None:
-        """Take four seconds to clean up."""
-        time.sleep(4.0)
+        """Take fifteen seconds to clean up."""
+        time.sleep(15.0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlframework.config.algorithms import TrainOn
 from rlframework.datasets.chat_template import apply_template
@@ -21,6 +21,9 @@ from rlframework.interfaces.messages import Message, ToolSpec, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_MARK = re.compile(r"<[^<>]+>")
+"""Matches a tag, such as `</think>`, and most special tokens."""
 
 _PROBE = "\ue000answer\ue001"
 """A placeholder answer to find out what the template puts after one. Occurs in no conversation; has no spaces."""
@@ -34,6 +37,13 @@ class Segment:
     trained: bool
     end: str = ""
     tokens: tuple[int, ...] = ()
+
+
+class Surroundings(NamedTuple):
+    """What a template writes around an answer: between the prompt and the answer, and at the end of the turn."""
+
+    lead: str
+    end: str
 
 
 class Vocabulary:
@@ -138,6 +148,9 @@ class Chat:
         else:
             written = self._as_written(after, before, text_of(messages[turn]))
             if written is None:
+                lead = self._probed(messages[:turn], before).lead
+                written = self._after_lead(after, before, lead, text_of(messages[turn]))
+            if written is None:
                 return None
             content, end = written, self._end(messages[: turn + 1], before + written, after)
         return (content, end) if after.startswith(before + content + end) else None
@@ -145,7 +158,7 @@ class Chat:
     def ending(self, messages: Sequence[Message], before: str, turn: Message) -> list[Segment]:
         """The final assistant turn after `before`, which is `prompt(messages)`: its content and its end.
 
-        The content is unchanged, with any space that the template prepends.
+        The content is unchanged, after what the template writes between prompt and answer: a space, an empty thought.
         """
         if _is_structured(turn):
             text = self._structured(messages, before, turn)
@@ -156,11 +169,13 @@ class Chat:
             return [self.text(content)]
         whole = self._template([*messages, {"role": "assistant", "content": content}])
         written = self._as_written(whole, before, content)
-        if written is None:
-            end = self.probed_end(messages)
-        else:
+        if written is not None:
             end = self._special_end(whole[len(before) + len(written) :])
             content = content if written in (content, content.strip()) else written
+        else:
+            lead, end = self._probed(messages, before)
+            if self._after_lead(whole, before, lead, content) is not None:
+                content = lead + content
         return [self._content(content), Segment(end, trained=True, tokens=() if end else (self._vocabulary.eos,))]
 
     def _structured(self, messages: Sequence[Message], before: str, turn: Message) -> str:
@@ -194,9 +209,25 @@ class Chat:
 
     def probed_end(self, messages: Sequence[Message]) -> str:
         """The end of an assistant turn after `messages`, found with `_PROBE`: the template changes the content."""
+        return self._probed(messages).end
+
+    def _probed(self, messages: Sequence[Message], before: str | None = None) -> Surroundings:
+        """What the template writes around an answer after `messages`; the lead is that after `before`, the prompt."""
         whole = self._template([*messages, {"role": "assistant", "content": _PROBE}])
-        _, found, tail = whole.rpartition(_PROBE)
-        return self._special_end(tail) if found else ""
+        head, found, tail = whole.rpartition(_PROBE)
+        lead = head[len(before) :] if found and before is not None and head.startswith(before) else ""
+        return Surroundings(lead, self._special_end(tail) if found else "")
+
+    def _after_lead(self, text: str, before: str, lead: str, content: str) -> str | None:
+        """`lead` and `content` as they appear in `text` after `before`, if they do.
+
+        None too if the content has the mark that ends the lead: it brings its own thought, or names its channel.
+        """
+        marks = _MARK.findall(lead)
+        if not lead or (marks and marks[-1] in content):
+            return None
+        written = self._as_written(text, before + lead, content)
+        return None if written is None else lead + written
 
     def _special_end(self, tail: str) -> str:
         """`tail` up to and including its first special token; empty if it has none."""

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rlframework.datasets.conversations import is_missing, read_turns
+from rlframework.datasets.pair_checks import check_pairs
 from rlframework.datasets.pictures import PictureReader
-from rlframework.datasets.preferences import PreferenceRow
+from rlframework.datasets.preferences import PreferenceRow, is_score
 from rlframework.datasets.sources.memory import RowSequence, given_rows
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.tool_rows import read_tools
@@ -39,10 +40,12 @@ def read_preferences(source: str | Path | RowSequence, pictures: PictureReader |
     """Return the pairs of a file or data set (see `open_rows`), of a list of dictionaries, or of a `datasets.Dataset`.
 
     `pictures`: reads the images of prompts, which are not decoded; None: there may be none. Raises a `DataError` that
-    names file and line of a row in none of the layouts.
+    names file and line of a row in none of the layouts, and logs as `check_pairs` does.
     """
     rows = open_rows(source) if isinstance(source, (str, Path)) else given_rows(source).train
-    return [preference_of(row, rows.where(n), rows.label(n), pictures=pictures) for n, row in enumerate(rows)]
+    pairs = [preference_of(row, rows.where(n), rows.label(n), pictures=pictures) for n, row in enumerate(rows)]
+    check_pairs(pairs, rows.where)
+    return pairs
 
 
 def preference_of(
@@ -139,11 +142,19 @@ def _answer(
 def _scores(row: Mapping[str, Any], where: str) -> tuple[float, float] | None:
     given = [row[name] for name in ("score_chosen", "score_rejected") if name in row]
     if "margin" in row:
-        if given or isinstance(row["margin"], bool) or not isinstance(row["margin"], (int, float)):
-            raise DataError(f"{where}: margin must be a number, without score_chosen and score_rejected beside it")
+        if given or not _is_number(row["margin"]):
+            raise DataError(
+                f"{where}: margin must be a number, finite in fp32, without score_chosen and score_rejected beside it"
+            )
         return float(row["margin"]), 0.0
     if not given:
         return None
-    if len(given) != 2 or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in given):
-        raise DataError(f"{where}: score_chosen and score_rejected must both be numbers, or both be absent")
+    if len(given) != 2 or not all(map(_is_number, given)):
+        raise DataError(
+            f"{where}: score_chosen and score_rejected must both be numbers, finite in fp32, or both be absent"
+        )
     return float(given[0]), float(given[1])
+
+
+def _is_number(value: Any) -> bool:
+    return is_score(value) and not isinstance(value, bool)

@@ -236,13 +236,17 @@ def _scores(rows: Sequence[PreferenceRow]) -> Tensor:
     """The scores of chosen and rejected answers, `[P, 2]` fp32."""
     for index, row in enumerate(rows):
         scores: Any = row.scores
-        numbers = isinstance(scores, (tuple, list)) and all(isinstance(one, Real) for one in scores)
-        if not numbers or len(scores) != 2 or not all(abs(one) <= _MOST for one in scores):
+        if not isinstance(scores, (tuple, list)) or len(scores) != 2 or not all(map(is_score, scores)):
             raise DataError(
                 f"pair {index} ({row.id or 'without id'}) has scores {scores!r}; give two finite numbers, for the "
                 "chosen and the rejected answer, or none for all pairs"
             )
     return torch.tensor([row.scores for row in rows], dtype=torch.float32)
+
+
+def is_score(value: Any) -> bool:
+    """Whether `value` is a number that is finite in fp32."""
+    return isinstance(value, Real) and bool(abs(value) <= _MOST)
 
 
 def _interleave(name: str, first: Tensor, second: Tensor) -> Tensor:

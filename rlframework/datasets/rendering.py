@@ -54,7 +54,8 @@ def render_prompt(
 def render_completion(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[int]:
     """Return the ids of `sample.completion` and of the end of the turn, to follow those of `render_prompt`.
 
-    The end is that of the chat template, if it has one, else the tokenizer's end-of-sequence token.
+    Before the completion is what the chat template writes there, such as an empty thought, unless the completion has
+    its own. The end is that of the chat template, if it has one, else the tokenizer's end-of-sequence token.
     """
     chat = Chat(Vocabulary(tokenizer), sample.tools)
     turn: Message = {"role": "assistant", "content": sample.completion}
@@ -70,10 +71,11 @@ def render_steps(
     """
     chat, vocabulary = Chat(Vocabulary(tokenizer), sample.tools), Vocabulary(tokenizer)
     turn: Message = {"role": "assistant", "content": "".join(steps)}
-    end = Segment("", trained=True, tokens=(vocabulary.eos,))
+    end, lead = Segment("", trained=True, tokens=(vocabulary.eos,)), ""
     if tokenizer.chat_template:
-        end = chat.ending(sample.messages, chat.prompt(sample.messages), turn)[-1]
-    pieces = _render(tokenizer, [[Segment(step, trained=True)] for step in steps])
+        answer, end = chat.ending(sample.messages, chat.prompt(sample.messages), turn)
+        lead = answer.text.removesuffix("".join(steps)) if answer.text.endswith("".join(steps)) else ""
+    pieces = _render(tokenizer, [[Segment(step, trained=True)] for step in (lead + steps[0], *steps[1:])])
     ids, ends = render_prompt(tokenizer, sample.messages, sample.tools), []
     for piece, _ in pieces:
         ids = ids + piece

@@ -29,16 +29,23 @@ def steps_of(row: Mapping[str, Any], where: str, label: str) -> Sample:
     if missing := [name for name in FIELDS if row.get(name) is None]:
         raise DataError(f"{where}: there is no {missing[0]!r}; labelled steps need the columns {', '.join(FIELDS)}")
     messages = tuple(read_turns(row["prompt"], "user", f"{where}, column 'prompt'"))
-    steps, labels = list(row["completions"]), list(row["labels"])
-    if not steps or not all(isinstance(step, str) and step for step in steps):
-        raise DataError(
-            f"{where}, column 'completions': must be a list of texts, one for each step, none of them empty"
-        )
-    known = all(isinstance(one, (bool, int, float)) and 0 <= one <= 1 for one in labels)
-    if len(labels) != len(steps) or not known:
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, (list, tuple)) or not steps:
+        given = "and is empty" if isinstance(steps, (list, tuple)) else f"not {type(steps).__name__}"
+        raise DataError(f"{where}, column 'completions': must be a list of texts, one for each step, {given}")
+    for number, step in enumerate(steps, 1):
+        if not isinstance(step, str) or not step:
+            raise DataError(
+                f"{where}, column 'completions': step {number} is {step!r:.200}; each must be a text, and not empty"
+            )
+    if not isinstance(labels, (list, tuple)) or len(labels) != len(steps) or not all(map(_is_label, labels)):
         raise DataError(
             f"{where}, column 'labels': must have a label for each of the {len(steps)} steps, true or false, or a "
             f"number from 0 to 1; it is {labels!s:.200}"
         )
     metadata = {"steps": tuple(steps), "labels": tuple(float(one) for one in labels)}
     return Sample(label, messages, "", "\n".join(steps), metadata)
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and 0 <= value <= 1

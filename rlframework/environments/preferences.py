@@ -18,6 +18,7 @@ from rlframework.datasets.conversations import with_texts
 from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import shuffled
+from rlframework.datasets.pair_checks import check_pairs
 from rlframework.datasets.pictures import decoded, log_left_out, reader_of
 from rlframework.datasets.preference_rows import preference_of
 from rlframework.datasets.preferences import PreferenceRow
@@ -79,7 +80,7 @@ class PreferencesEnvironment(Environment):
         """The pairs in `rows`. Decodes their images: one that cannot be used raises, or its row is left out."""
         columns, images = self._config.columns.model_dump(), self._config.images
         pictures = reader_of(self._config, self._addresses, validation=rows is self._given)
-        found, problems = list[PreferenceRow](), list[ImageError]()
+        found, numbers, problems = list[PreferenceRow](), list[int](), list[ImageError]()
         for number, row in enumerate(rows):
             try:
                 pair = preference_of(row, rows.where(number), rows.label(number), pictures=pictures, **columns)
@@ -91,7 +92,9 @@ class PreferencesEnvironment(Environment):
                 problems.append(error)
             else:
                 found.append(pair)
+                numbers.append(number)
         log_left_out(problems, len(rows))
+        check_pairs(found, lambda pair: rows.where(numbers[pair]))
         return found
 
     def _sample(self, pair: PreferenceRow) -> Sample:

@@ -14,6 +14,7 @@ from rlframework.config.reward_model_training import ProcessRewardModelTrainingC
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.preferences import PreferencePairs, pair_of
 from rlframework.datasets.rendering import Rendered, render_prompt, render_samples
+from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.template_checks import require_contents, warn_of_template
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.errors import ConfigError, DataError
@@ -51,9 +52,10 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
     limit, cut = model_positions(config.policy.model_name, config.policy.trust_remote_code), algorithm.max_tokens
 
     def rendered(samples: Sequence[Sample]) -> Iterator[Rendered]:
-        trained = False
+        trained, warnings = False, RowWarnings(tokenizer, algorithm.train_on)
         for start in range(0, len(samples), BATCH):
             batch = list(samples[start : start + BATCH])
+            warnings.add(batch)
             for sample, row in zip(batch, render_samples(tokenizer, batch, algorithm.train_on, cut), strict=True):
                 if limit is not None and len(row[0]) > limit:
                     raise DataError(
@@ -63,6 +65,7 @@ def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback =
                 trained = trained or any(row[1][1:])
                 yield row
             progress(start + len(batch), len(samples))
+        warnings.log()
         if not trained:
             why = "" if cut is None else f", because algorithm.max_tokens={cut} cuts them off"
             raise DataError(f"no row has a token to train on after its first token, which nothing predicts{why}")
@@ -111,6 +114,10 @@ def shown_rows(config: RunConfig, count: int) -> list[ShownRow]:
     with open_environment(config, create_manager(config.plugins)) as environment:
         samples = list(environment.samples("train")[:count])
         images = open_images(config, tokenizer)
+        if not isinstance(algorithm, GRPOConfig):
+            warnings = RowWarnings(tokenizer, algorithm.train_on if isinstance(algorithm, SFTConfig) else "last")
+            warnings.add(samples)
+            warnings.log()
         if isinstance(algorithm, SFTConfig):
             rows = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens, images)
         elif isinstance(algorithm, PreferenceConfig):

@@ -12,6 +12,7 @@ import numpy as np
 from rlframework.algorithm import Parts
 from rlframework.config.sections import EnvironmentConfig
 from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
+from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.template_checks import require_contents, warn_of_template
 from rlframework.environments.agent import runs_agents
 from rlframework.errors import ConfigError, DataError
@@ -129,9 +130,12 @@ class InputCheck:
         Truncation (`algorithm.max_tokens`) that leaves no token to train on in any row raises `DataError`; if it does
         so in some rows, their number is logged.
         """
+        warnings = RowWarnings(self._tokenizer, getattr(self._config.algorithm, "train_on", "last"))
 
         def measure(some: Sequence[Sample]) -> list[tuple[int, bool]]:
-            return [(len(ids), any(mask[1:])) for ids, mask in render(some)]  # nothing predicts the first token
+            rows = [(len(ids), any(mask[1:])) for ids, mask in render(some)]  # nothing predicts the first token
+            warnings.add(some)
+            return rows
 
         if split == "train":
             warn_of_template(self._tokenizer, rows=True)
@@ -139,6 +143,8 @@ class InputCheck:
         if chosen is not samples and (number := _without_answer(samples)) is not None:
             _in_batches(split, [samples[number]], measure)  # raises the error
         rows = _in_batches(split, chosen, measure)
+        if split == "train":
+            warnings.log()
         self.fits(split, [length for length, _ in rows], chosen)
         if chosen is not samples and not any(trainable for _, trainable in rows):  # perhaps only the longest ones
             rows += _in_batches(split, evenly_spaced(samples, LONGEST), measure)

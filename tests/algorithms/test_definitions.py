@@ -18,6 +18,7 @@ from torch import Tensor
 from rlframework.algorithms.advantages import group_advantages
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.algorithm_presets import PRESETS
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig
 from rlframework.config.policy import OptimizerConfig, SchedulerConfig
 from rlframework.policy.head.logprobs import chunked_logprobs
@@ -128,9 +129,12 @@ def nemo_rl(
     loss = torch.maximum(-numbers.advantages * ratio, -numbers.advantages * ratio.clamp(0.8, 1 + high))
     if ratio_clip_c is not None:
         loss = torch.where(numbers.advantages < 0, torch.minimum(loss, -numbers.advantages * ratio_clip_c), loss)
-    divergence = estimator((numbers.reference - numbers.current).clamp(-20, 20)).clamp(-10, 10)
-    weights = (numbers.current - numbers.generator).exp().detach() if generator_weights else 1.0
-    return loss + kl * weights * divergence
+    difference = numbers.reference - numbers.current
+    clamped = difference.clamp(-20, 20)
+    sampled = numbers.generator if generator_weights else numbers.current.detach()
+    weights = (numbers.current - sampled).exp()
+    weights = torch.where(difference == clamped, weights, weights.detach())
+    return loss + kl * (weights * estimator(clamped)).clamp(-10, 10)
 
 
 CLIP: dict[str, Any] = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}
@@ -187,17 +191,17 @@ LOSSES: dict[str, tuple[Callable[[Numbers], Tensor], tuple[str, ...], dict[str, 
     "kl-nemo_rl": (
         lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT)),
         (OLD, REFERENCE),
-        DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0},
+        DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0, "kl_correction": "score"},
     ),
     "kl_k1-nemo_rl": (
         lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, estimator=torch.neg)),
         (OLD, REFERENCE),
-        DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0, "kl_estimator": "k1"},
+        DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0, "kl_estimator": "k1", "kl_correction": "score"},
     ),
     "kl_k2-nemo_rl": (
         lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, estimator=lambda r: r**2 / 2)),
         (OLD, REFERENCE),
-        DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0, "kl_estimator": "k2"},
+        DUAL | {"kl_coef": WEIGHT, "kl_max": 10.0, "kl_estimator": "k2", "kl_correction": "score"},
     ),
     "kl_correction-nemo_rl": (
         lambda n: n.token_mean(nemo_rl(n, kl=WEIGHT, generator_weights=True)),
@@ -297,10 +301,34 @@ def test_the_corrected_kl_by_hand():
     numbers.mask[3, 0] = 1.0
     numbers.advantages.zero_()
     numbers.reference[3, 0] = numbers.current[3, 0].detach() + 0.5
-    for correction, gradient in (("none", 1 - math.exp(0.5)), ("ratio", -0.5)):
+    for correction, gradient in (("none", 1 - math.exp(0.5)), ("ratio", -0.5), ("score", -0.5)):
         loss = ours(numbers, REFERENCE, kl_coef=0.1, kl_correction=correction)
         assert loss.item() == pytest.approx(0.1 * (math.exp(0.5) - 1.5))
         assert torch.autograd.grad(loss, numbers.current)[0][3, 0].item() == pytest.approx(0.1 * gradient)
+
+
+def test_the_weight_of_the_kl_off_policy_by_hand():
+    """One token with d = 0.5 whose probability has doubled since `old`, and is half the generator's.
+
+    With k = e^d - d - 1 the value is w k and the gradient w (k + 1 - e^d) = -w d, where w is 1, 2 or 1/2. The bound is
+    that of w k, beyond which there is no gradient.
+    """
+    numbers, d = Numbers(), 0.5
+    k = math.exp(d) - d - 1
+    numbers.mask = torch.zeros_like(numbers.mask)
+    numbers.mask[3, 0] = 1.0
+    numbers.advantages.zero_()
+    token = numbers.current.detach()[3, 0]
+    numbers.old[3, 0], numbers.generator[3, 0] = token - math.log(2), token + math.log(2)
+    numbers.reference[3, 0] = token + d
+    columns = (OLD, REFERENCE, GENERATOR)
+    for correction, weight in (("score", 1.0), ("ratio", 2.0), ("generator", 0.5)):
+        for bound in (None, 1.5 * k):
+            loss = ours(numbers, *columns, kl_coef=0.1, kl_correction=correction, kl_max=bound)
+            bounded = bound is not None and weight * k > bound
+            assert loss.item() == pytest.approx(0.1 * (1.5 * k if bounded else weight * k))
+            gradient = torch.autograd.grad(loss, numbers.current)[0][3, 0].item()
+            assert gradient == pytest.approx(0.0 if bounded else 0.1 * -weight * d)
 
 
 def test_a_bounded_kl_has_no_gradient_where_the_exponential_overflows():
@@ -549,3 +577,9 @@ def test_each_row_of_the_page_has_a_test_and_each_case_a_row():
     for name in named - cases - here:
         path, _, test = name.partition("::")
         assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), name
+
+
+def test_the_versions_of_all_presets_are_on_the_page():
+    text = PAGE.read_text(encoding="utf-8").partition("\n## Versions\n")[2]
+    named = {name for line in text.splitlines() for name in re.findall(r"^- `(\w+)`:", line)}
+    assert named == {preset for presets in PRESETS.values() for preset in presets} - {"paper"}

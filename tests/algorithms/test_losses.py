@@ -72,6 +72,48 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
     assert logprobs.grad[0, 0] == 0
 
 
+def test_dual_clip_where_the_ratio_overflows():
+    """A log-ratio of 100, whose exponential is infinite in fp32: -A c = 6 at A = -2, and 0 at A = 0."""
+    data = batch([[1, 1, 0]], [1], advantages=[[-2.0, 0.0, -2.0]], prev_logprobs=[[-101.0, -101.0, -101.0]])
+    logprobs = torch.full((1, 3), -1.0, requires_grad=True)
+    loss, metrics = pg(ratio_clip_c=3.0)(logprobs, data, *counts(data))
+    assert loss.item() == pytest.approx((6.0 + 0.0) / 2)
+    loss.backward()
+    assert logprobs.grad.tolist() == [[0.0, 0.0, 0.0]]
+    assert math.isfinite(metrics["ratio"].item())
+
+
+EXTREME: list[dict[str, Any]] = [
+    *({"ratio": ratio, "ratio_clip_c": 3.0} for ratio in ("token", "sequence", "sequence_token", "product")),
+    {"surrogate": "cispo"},
+    {},
+    {"kl_coef": 0.1},
+    *({"kl_coef": 0.1, "kl_correction": correction} for correction in ("ratio", "score", "generator")),
+    {"kl_coef": 0.1, "kl_correction": "ratio", "kl_max": 10.0},
+    {"kl_coef": 0.1, "kl_estimator": "k2", "kl_correction": "generator"},
+    *(
+        {"importance_correction": "truncated", "importance_level": level, "importance_mask": level}
+        for level in ("token", "sequence", "geometric")
+    ),
+]
+
+
+@pytest.mark.parametrize("options", EXTREME, ids=str)
+def test_losses_and_gradients_are_finite_whatever_the_log_probabilities(options):
+    """Log-ratios to all other policies of -200 to 200, with each sign of the advantage, also where nothing counts."""
+    far = [-200.0, -100.0, 100.0, 200.0]
+    columns = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    for shift in far:
+        others = {name: [[-210.0 + shift + value for value in far]] * 4 for name in columns}
+        advantages = [[value] * 4 for value in (-1.0, 0.0, 1.0, -1.0)]
+        data = batch([[1, 1, 1, 0]] * 4, [1, 1, 1, 0], advantages=advantages, **others)
+        logprobs = torch.full((4, 4), -210.0, requires_grad=True)
+        loss, metrics = pg(**options)(logprobs, data, *counts(data))
+        loss.backward()
+        assert logprobs.grad.isfinite().all()
+        assert all(math.isfinite(float(value)) for value in (loss.detach(), *metrics.values())), metrics
+
+
 def test_on_policy_without_prev_logprobs_has_ratio_one_and_the_plain_gradient():
     data = batch([[1, 1]], [1], advantages=[[3.0, -1.0]])
     logprobs = torch.tensor([[-0.5, -2.0]], requires_grad=True)
@@ -94,6 +136,15 @@ def test_sequence_level_weighs_sequences_equally():
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1)])
 def test_kl_estimators_by_hand(estimator, expected):
     assert kl_divergence(torch.tensor(-1.0), torch.tensor(-1.5), estimator).item() == pytest.approx(expected)
+
+
+def test_k3_of_a_masked_token_is_no_nan_where_it_overflows():
+    """exp(100) is infinite in fp32, and infinity times a mask of 0 is NaN."""
+    logprobs = torch.tensor([-100.0, -1.0], requires_grad=True)
+    kl = kl_divergence(logprobs, torch.tensor([0.0, -1.5]), "k3") * torch.tensor([0.0, 1.0])
+    kl.sum().backward()
+    assert kl.tolist() == pytest.approx([0.0, math.exp(-0.5) - 0.5])
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 1 - math.exp(-0.5)])
 
 
 def test_kl_term_is_added_with_its_weight():

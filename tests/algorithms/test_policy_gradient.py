@@ -76,7 +76,7 @@ CASES: dict[tuple[str, str], Callable[[Numbers], Result]] = {
     ("grpo", "paper"): lambda n: total(scaled(), with_kl(n, ppo(n), 0.04), of_sequences),
     ("grpo", "trl"): lambda n: total(scaled(1e-4), ppo(n), of_tokens),
     ("grpo", "verl"): lambda n: total(scaled(), ppo(n, c=3.0), of_tokens),
-    ("grpo", "nemo_rl"): lambda n: total(leave_one_out_by_others(), with_kl(n, ppo(n), 0.01), of_tokens),
+    ("grpo", "nemo_rl"): lambda n: total(leave_one_out_by_others(), with_kl(n, ppo(n), 0.01, "scored"), of_tokens),
     ("dr_grpo", "paper"): lambda n: total(centered(), ppo(n), of_constant),
     ("dr_grpo", "trl"): lambda n: total(centered(), ppo(n), of_constant),
     ("dr_grpo", "verl"): lambda n: total(centered(), ppo(n, c=3.0), of_constant),
@@ -87,15 +87,15 @@ CASES: dict[tuple[str, str], Callable[[Numbers], Result]] = {
     ("gspo", "paper"): lambda n: total(scaled(), gspo(n), of_sequences),
     ("gspo", "trl"): lambda n: total(scaled(1e-4), gspo(n), of_sequences),
     ("gspo", "verl"): lambda n: total(scaled(), gspo(n), of_sequences),
-    ("gspo", "nemo_rl"): lambda n: total(leave_one_out_by_others(), with_kl(n, gspo(n), 0.01), of_sequences),
+    ("gspo", "nemo_rl"): lambda n: total(leave_one_out_by_others(), with_kl(n, gspo(n), 0.01, "scored"), of_sequences),
     ("cispo", "paper"): lambda n: total(scaled(), cispo(n, 0.0, 5.0), of_tokens),
     ("cispo", "trl"): lambda n: total(scaled(1e-4), cispo(n, 0.0, 5.0), of_tokens),
     ("cispo", "verl"): lambda n: total(scaled(), cispo(n, 0.8, 1.2), of_tokens),
-    ("cispo", "nemo_rl"): lambda n: total(leave_one_out_by_others(), with_kl(n, cispo(n, 0.8, 1.2), 0.01), of_tokens),
+    ("cispo", "nemo_rl"): lambda n: total(leave_one_out_by_others(), cispo(n, 0.0, 1.8), of_tokens),
     ("rloo", "paper"): lambda n: total(leave_one_out(minus_kl(n, 0.05)), reinforce(n), lambda i: 1 / ROWS),
     ("rloo", "trl"): lambda n: total(leave_one_out(minus_kl(n, 0.05)), of_completion(n), of_sequences),
     ("rloo", "verl"): lambda n: total(leave_one_out(REWARDS), ppo(n, c=3.0), of_tokens),
-    ("rloo", "nemo_rl"): lambda n: total(leave_one_out(REWARDS), with_kl(n, reinforce(n), 0.01), of_tokens),
+    ("rloo", "nemo_rl"): lambda n: total(leave_one_out(REWARDS), with_kl(n, reinforce(n), 0.01, "scored"), of_tokens),
     ("reinforce_plus_plus", "paper"): lambda n: total(whitened(minus_kl_to_go(n, 0.01)), ppo(n), of_tokens),
     ("reinforce_plus_plus", "verl"): lambda n: total(whitened(each(REWARDS), sample=True), ppo(n, c=3.0), of_tokens),
     ("reinforce_plus_plus", "nemo_rl"): lambda n: total(whitened(minus_kl_of_token(n, 0.01)), ppo(n), of_tokens),
@@ -106,7 +106,7 @@ CASES: dict[tuple[str, str], Callable[[Numbers], Result]] = {
         whitened(centered(), sample=True), ppo(n, c=3.0), of_tokens
     ),
     ("reinforce_plus_plus_baseline", "nemo_rl"): lambda n: total(
-        whitened(centered()), with_kl(n, ppo(n), 0.01), of_tokens
+        whitened(centered()), with_kl(n, ppo(n), 0.01, "scored"), of_tokens
     ),
 }
 

@@ -176,7 +176,7 @@ CASES = {
     "paper": {"lam": 0.95, "kl": 0.0, "sample": False, "high": 0.2, "dual": None, "clip": 0.2, "coef": 1.0},
     "trl": {"lam": 0.95, "kl": 0.05, "sample": True, "high": 0.2, "dual": None, "clip": 0.2, "coef": 0.1},
     "verl": {"lam": 1.0, "kl": 0.0, "sample": True, "high": 0.2, "dual": 3.0, "clip": 0.5, "coef": 1.0},
-    "nemo_rl": {"lam": 0.95, "kl": 0.0, "sample": False, "high": 0.28, "dual": 10.0, "clip": 0.2, "coef": 0.4},
+    "nemo_rl": {"lam": 0.95, "kl": 0.0, "sample": True, "high": 0.28, "dual": 10.0, "clip": 0.2, "coef": 0.4},
 }
 
 

@@ -176,7 +176,7 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
         ("logger={wandb: {name: x}}", "`wandb.name`: `observers.wandb.run_name`"),
         ("loss_fn={token_level_loss: true}", "`algorithm.loss.level`. Another framework's true is token"),
         ("loss_fn={sequence_level_importance_ratios: false}", "`algorithm.loss.ratio`. Another framework's false ne"),
-        ("use_on_policy_kl_approximation=false", "`algorithm.loss.kl_correction`. Another framework's false needs no"),
+        ("use_on_policy_kl_approximation=false", "`algorithm.loss.kl_correction`. Another framework's false is score"),
         ("higher_is_better=true", "`checkpoints.best`. Another framework's true is highest"),
         ("report_to=none", "`observers`. Another framework's none needs no key: remove it"),
         ("use_peft=true", "`policy.lora`. Another framework's true is this section"),

@@ -50,12 +50,13 @@ def response(name: str, attempt: int) -> tuple[int, bytes]:
 
 class Handler(BaseHTTPRequestHandler):
     requests: Counter[str]
+    released: threading.Event
 
     def do_GET(self) -> None:
         name = self.path[1:]
         self.requests[name] += 1
         if name == "slow":
-            time.sleep(0.6)
+            self.released.wait(60)
         status, body = response(name, self.requests[name])
         self.send_response(302 if name in REDIRECTIONS else status)
         self.send_header("Content-Type", "text/html")
@@ -73,11 +74,13 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server; `Handler.requests` counts its requests by path."""
     monkeypatch.setattr(Handler, "requests", Counter(), raising=False)
+    monkeypatch.setattr(Handler, "released", threading.Event(), raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
         threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{made.server_port}"
+        Handler.released.set()
         made.shutdown()
 
 
@@ -103,6 +106,14 @@ def test_each_address_is_read_once(server: str, tmp_path: Path) -> None:
         Handler.requests.clear()
 
 
+def counted(name: str, requests: int) -> bool:
+    """Wait until the server has seen so many requests: those that were given up may not have reached it."""
+    until = time.monotonic() + 60
+    while Handler.requests[name] < requests and time.monotonic() < until:
+        time.sleep(0.01)
+    return Handler.requests[name] == requests
+
+
 @pytest.mark.parametrize(
     ("name", "problem", "requests"),
     [
@@ -119,17 +130,19 @@ def test_what_cannot_be_read_names_address_and_row(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str, requests: int
 ) -> None:
     monkeypatch.setattr(image_addresses, "MAX_BYTES", 2000)
-    monkeypatch.setattr(image_addresses, "TIMEOUT", 0.3)
+    monkeypatch.setattr(image_addresses, "TIMEOUT", 0.3 if name == "slow" else 60.0)
     rows = [{"prompt": "a", "answer": "1"}, *({"prompt": "b", "answer": "2", "image": f"{server}/{name}"},) * 3]
     rows.append({"prompt": "c", "answer": "3"})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys: dict[str, Any] = {"path": f"{tmp_path}/rows.jsonl", "check": "exact"}
     with pytest.raises(ImageError, match=rf"rows\.jsonl, line 2, column 'image', {server}/{name}: {problem}"):
         DatasetEnvironment(DatasetConfig(**keys, images={"allow_addresses": True}), seed=0)
+    assert counted(name, requests)
     Handler.requests.clear()
     images = {"allow_addresses": True, "invalid": "skip"}
     environment = DatasetEnvironment(DatasetConfig(**keys, images=images), seed=0)
     assert len(environment.samples("train")) + len(environment.samples("validation")) == 2
+    assert counted(name, requests)
     assert Handler.requests == {name: requests}
 
 

@@ -136,6 +136,9 @@ def test_images_out_of_place(tmp_path: Path, row: dict[str, Any], message: str) 
         ),
         ({"input": {"messages": [ASKED]}, "preferred_output": [YES]}, "there is no 'non_preferred_output'"),
         (LAYOUTS["texts"] | {"score_chosen": 1}, "score_chosen and score_rejected must both be numbers"),
+        (LAYOUTS["texts"] | {"score_chosen": 10**400, "score_rejected": 1}, "must both be numbers, finite in fp32"),
+        (LAYOUTS["texts"] | {"margin": float("inf")}, "margin must be a number, finite in fp32"),
+        (LAYOUTS["texts"] | {"margin": 1e39}, "margin must be a number, finite in fp32"),
     ],
 )
 def test_a_row_in_no_layout_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:

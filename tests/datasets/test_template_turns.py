@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt
+from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt, render_steps
 from rlframework.datasets.template_checks import end_of_turn_problem, require_contents, start_of_turn_problem
 from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
@@ -29,6 +29,11 @@ QWEN3 = CHATML.replace(
 )
 # as QWEN3, and the prompt of generation has it open
 OPENED = QWEN3.replace("'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>assistant\\n<think>\\n' }}{% endif")
+# as gpt-oss, whose prompt leaves the channel of the answer to the model
+HARMONY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + ('<|final|>' if m.role == 'assistant' else '\\n') + m.content "
+    "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '<bos>[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content + ' <eos>' }}{% endif %}{% endfor %}"
@@ -47,7 +52,7 @@ VICUNA = (
 def tokenizer(template: str) -> Any:
     """Its end token is `<eos>`, which ChatML does not use: as a base model's."""
     made: Any = character_tokenizer(string.ascii_letters + string.digits + " \n:<>[]/|_#{}", bos=True)
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|final|>"]})
     made.chat_template = template
     return made
 
@@ -66,6 +71,7 @@ def shown(made: Any, rendered: tuple[list[int], list[bool]]) -> str:
 
 
 END = "<|im_end|>"
+UNTHOUGHT = "<think>\n\n</think>\n\n"
 U, A = "<|im_start|>user\n", "<|im_start|>assistant\n"
 
 
@@ -79,8 +85,13 @@ U, A = "<|im_start|>user\n", "<|im_start|>assistant\n"
         ),
         (
             QWEN3,
-            f"{U}hi{END}\n{A}one{END}\n{U}ok{END}\n{A}{{two{END}}}",
-            f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{two{END}}}",
+            f"{U}hi{END}\n{A}one{END}\n{U}ok{END}\n{A}{{{UNTHOUGHT}two{END}}}",
+            f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{{UNTHOUGHT}two{END}}}",
+        ),
+        (
+            HARMONY,
+            f"{U}hi{END}\n<|im_start|>assistant<|final|>one{END}\n{U}ok{END}\n<|im_start|>assistant{{<|final|>two{END}}}",
+            f"{U}hi{END}\n<|im_start|>assistant{{<|final|>one{END}}}\n{U}ok{END}\n<|im_start|>assistant{{<|final|>two{END}}}",
         ),
         (
             LLAMA2,
@@ -98,7 +109,7 @@ U, A = "<|im_start|>user\n", "<|im_start|>assistant\n"
             "USER: hi ASSISTANT:{ one<eos>}USER: ok ASSISTANT:{ two<eos>}",
         ),
     ],
-    ids=["chatml", "qwen3", "llama2", "mistral", "vicuna"],
+    ids=["chatml", "qwen3", "harmony", "llama2", "mistral", "vicuna"],
 )
 def test_rows_of_known_templates(template: str, last: str, assistant: str) -> None:
     made, messages = tokenizer(template), talk("hi", "one", "ok", "two")
@@ -110,13 +121,51 @@ def test_rows_of_known_templates(template: str, last: str, assistant: str) -> No
     assert rendered[0] == prompt + render_completion(made, Sample("s", messages[:3], "", "two"))
 
 
-@pytest.mark.parametrize("template", [QWEN3, OPENED], ids=["rewritten", "opened"])
-@pytest.mark.parametrize("answer", ["two", "<think>\nhm\n</think>\n\ntwo", "m", "im_end", END, " two\n"])
-def test_a_turn_that_the_template_writes_in_another_way_ends_as_its_turns_do(template: str, answer: str) -> None:
-    """Also where the answer is found in the end itself, or among what is put before it."""
+@pytest.mark.parametrize(
+    ("template", "lead"), [(QWEN3, UNTHOUGHT), (OPENED, "\n</think>\n\n")], ids=["empty thought", "opened thought"]
+)
+@pytest.mark.parametrize("answer", ["two", "m", "im_end", "<", END, " two\n"])
+def test_a_row_has_what_the_template_writes_between_prompt_and_answer(template: str, lead: str, answer: str) -> None:
+    """As TRL. Also where the answer is found in the end itself, or among what is put before it."""
     made = tokenizer(template)
     sample = Sample("s", talk("hi"), "", answer)
-    assert made.decode(render_completion(made, sample)) == answer + END
+    assert made.decode(render_completion(made, sample)) == lead + answer + END
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (QWEN3, "<think>\nhm\n</think>\n\ntwo"),
+        (OPENED, "hm\n</think>\n\ntwo"),  # as the model continues the prompt
+        (OPENED.replace("m.content.split('</think>')[-1]", "m.content"), "hm\n</think>\n\ntwo"),
+    ],
+)
+def test_an_answer_that_has_its_reasoning_gets_no_other(template: str, answer: str) -> None:
+    made = tokenizer(template)
+    assert made.decode(render_completion(made, Sample("s", talk("hi"), "", answer))) == answer + END
+
+
+@pytest.mark.parametrize(
+    ("name", "lead"),
+    [("qwen3", UNTHOUGHT), ("gpt_oss", "<|channel|>final<|message|>"), ("chatml", ""), ("llama3", ""), ("gemma", "")],
+)
+def test_what_published_templates_write_before_an_answer(name: str, lead: str) -> None:
+    """The row is the template's own rendering, up to the end of the turn."""
+    made, asked = chat_formats.tokenizer(name), talk("hi")
+    text = made.apply_chat_template([*asked, {"role": "assistant", "content": "two"}], tokenize=False)
+    whole = made.decode(render_conversation(made, talk("hi", "two"))[0])
+    assert text.startswith(whole)
+    assert not text.removeprefix(whole).strip()
+    prompt = made.decode(render_prompt(made, asked))
+    assert whole.removeprefix(prompt).partition("two")[0] == lead
+
+
+def test_steps_of_an_answer_follow_what_the_template_writes_before_it() -> None:
+    made = tokenizer(QWEN3)
+    ids, ends = render_steps(made, Sample("s", talk("hi"), "", ""), ["a:", "b:"])
+    prompt = made.decode(render_prompt(made, talk("hi")))
+    assert made.decode(ids) == f"{prompt}{UNTHOUGHT}a:b:{END}"
+    assert [made.decode(ids[:end]).removeprefix(prompt) for end in ends] == [UNTHOUGHT + "a:", UNTHOUGHT + "a:b:"]
 
 
 def test_space_before_an_answer_that_has_space_itself() -> None:

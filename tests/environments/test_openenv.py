@@ -1,6 +1,7 @@
 """OpenEnv servers: a scripted one of the protocol, and a real one in a Python environment of its own."""
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from episode_play import play, says, texts
@@ -18,6 +20,7 @@ from websockets.sync.server import serve
 
 from rlframework import run
 from rlframework.config.episode_environments import OpenEnvConfig
+from rlframework.environments import openenv
 from rlframework.environments.openenv import OpenEnvEnvironment
 from rlframework.errors import RLFrameworkError
 from rlframework.huggingface.model_directories import make_llama
@@ -122,10 +125,12 @@ def test_tasks_are_seeds_and_observations_may_be_json(start):
     ],
     ids=range(22),
 )  # fmt: skip
-def test_a_wrong_answer_names_address_sample_and_turn(start, turn, reply, problem):
+def test_a_wrong_answer_names_address_sample_and_turn(start, monkeypatch, turn, reply, problem):
     replies = [shown()] * turn + ([] if reply is None else [reply])
     url, _ = start(*[replies] * 50)
-    environment = make(url, observation="text", connect_timeout=0.5)
+    clock = itertools.count(0.0, 40.0)  # so that a server without room is asked twice
+    monkeypatch.setattr(openenv, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    environment = make(url, observation="text", connect_timeout=60.0)
     sample = environment.samples("train")[0]
     where = f"(sample 'seed {sample.metadata['seed']}', {'turn 1' if turn else 'reset'})"
     with pytest.raises(RLFrameworkError) as raised:
@@ -142,7 +147,7 @@ def test_a_server_that_cannot_be_connected_to(start):
             (refusing, "InvalidStatus: .*403"),
             (f"ws://127.0.0.1:{unused.getsockname()[1]}/ws", "ConnectionRefusedError"),
         ):
-            environment = make(url, connect_timeout=2.0)
+            environment = make(url, connect_timeout=60.0)
             with pytest.raises(
                 RLFrameworkError, match=rf"'{url}' cannot be connected to: {problem}.*'seed \d+', reset"
             ):

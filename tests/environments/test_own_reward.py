@@ -54,13 +54,10 @@ def test_each_answer_comes_with_its_own_prompt_and_row(make, function: str, time
 
 
 def test_async_calls_are_awaited_together_and_keep_their_order(make) -> None:
-    """Forty of 0.05 s, eight at a time, take some 0.25 s, and one by one 2 s."""
-    environment = make("single", reward_concurrency=8)
-    samples = list(environment.samples("train"))
-    rewards(environment, ["x"])  # the process is up
-    began = time.monotonic()
-    assert rewards(environment, ["x"] * len(samples)) == [float(sample.answer) for sample in samples]
-    assert time.monotonic() - began < 2
+    """Each waits until eight are there: fewer at a time would never end."""
+    environment = make("meets_seven_others", reward_concurrency=8)
+    samples = list(environment.samples("train"))[:32]
+    assert rewards(environment, ["x"] * 32) == [float(sample.answer) for sample in samples]
 
 
 @here_and_in_a_process
@@ -85,10 +82,10 @@ def test_failures_are_counted_printed_once_and_get_their_reward(make, caplog, ti
 
 
 def test_a_call_that_hangs_or_dies_is_one_failure_and_the_others_are_scored(make, caplog) -> None:
-    environment = make("act", reward_timeout=1.0, max_reward_failures=0.5)
+    environment = make("act", reward_timeout=4.0, max_reward_failures=0.5)
     assert rewards(environment, ["ok", "regex", "die", "ok", "ok"]) == [1.0, 0.0, 0.0, 1.0, 1.0]
     assert "ended with exit code 3" in caplog.text
-    assert "took more than environment.reward_timeout, which is 1 s" in caplog.text
+    assert "took more than environment.reward_timeout, which is 4 s" in caplog.text
     line = 1 + next(number for number, text in enumerate(REWARDS.splitlines()) if "re.match" in text)
     assert f'own_rewards.py", line {line} in act' in caplog.text
 
@@ -109,13 +106,13 @@ def test_a_process_that_dies_while_it_starts_again_is_started_once_more(make, fo
 
 
 def test_async_calls_time_out_alone_but_one_that_blocks_takes_its_neighbours_with_it(make) -> None:
-    environment = make("act_async", reward_timeout=0.5, max_reward_failures=0.9, reward_concurrency=2)
+    environment = make("act_async", reward_timeout=2.0, max_reward_failures=0.9, reward_concurrency=2)
     assert rewards(environment, ["ok", "sleep", "raise", "ok", "ok"]) == [1.0, 0.0, 0.0, 1.0, 1.0]
     assert rewards(environment, ["ok", "block", "sleep", "ok", "ok", "ok"]) == [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_a_batched_function_that_times_out_fails_for_all(make) -> None:
-    environment = make("act_all", reward_timeout=0.5, max_reward_failures=1.0)
+    environment = make("act_all", reward_timeout=2.0, max_reward_failures=1.0)
     assert rewards(environment, ["ok", "sleep"]) == [0.0, 0.0]
     assert rewards(environment, ["ok", "ok"]) == [1.0, 1.0]
 
@@ -173,7 +170,7 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
         pid = int(driver.stdout.readline())
         assert driver.stdout.readline() == "started\n"
         driver.kill()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (
         Path(f"/proc/{pid}/stat").exists()
         and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

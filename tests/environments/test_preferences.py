@@ -133,3 +133,40 @@ def test_pairs_from_python() -> None:
     environment = PreferencesEnvironment(PreferencesConfig().with_given(rows, "x"), seed=0)
     assert parts(environment.samples("train")[0]) == (["1?"], "yes", "no")
     assert parts(environment.samples("validation")[0]) == (["2?"], "yes", "no")
+
+
+def test_equal_answers_and_scores_in_the_wrong_order_are_counted(tmp_path: Path, caplog: Any) -> None:
+    """Equal scores are no wrong order: published data have many."""
+    scored = {"score_chosen": 2, "score_rejected": 1}
+    rows = [row(number) | scored for number in range(6)]
+    rows[2]["rejected"] = rows[4]["rejected"] = "yes"
+    rows[3] |= {"score_chosen": 1, "score_rejected": 5}
+    rows[5] |= {"score_rejected": 2}
+    environment = opened(write(tmp_path / "a.jsonl", rows))
+    assert len(environment.samples("train")) + len(environment.samples("validation")) == 6
+    equal, worse = [record.getMessage() for record in caplog.records]
+    path = tmp_path / "a.jsonl"
+    assert equal == (
+        "2 of 6 pairs have the same text as chosen and as rejected answer, which teach nothing; the first: "
+        f"{path}, line 3. Remove them"
+    )
+    assert worse == (
+        "1 of 6 pairs have a chosen answer with a lower score than the rejected one; the first: "
+        f"{path}, line 4. Exchange the answers of these pairs, or remove them"
+    )
+
+
+def test_pairs_that_are_all_equal_or_all_in_the_wrong_order(tmp_path: Path, caplog: Any) -> None:
+    reversed_rows = [row(number) | {"margin": -1.0} for number in range(3)]
+    opened(write(tmp_path / "a.jsonl", reversed_rows))
+    [warned] = [record.getMessage() for record in caplog.records]
+    assert warned.startswith("3 of 3 pairs have a chosen answer with a lower score than the rejected one; the first: ")
+    assert warned.endswith("Is a low score a good one? Otherwise exchange the columns (environment.columns)")
+    equal = [row(number) | {"rejected": "yes"} for number in range(3)]
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: 3 of 3 pairs have the same text .* nothing to learn"):
+        opened(write(tmp_path / "a.jsonl", equal))
+
+
+def test_sound_pairs_say_nothing(tmp_path: Path, caplog: Any) -> None:
+    opened(write(tmp_path / "a.jsonl", [row(number) | {"margin": float(number)} for number in range(3)]))
+    assert not caplog.records

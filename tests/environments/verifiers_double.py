@@ -86,6 +86,7 @@ async def ends(prompt, context):
 
 
 async def hangs(prompt, context):
+    Path("hanging").touch()
     try:
         await asyncio.sleep(600)
     finally:

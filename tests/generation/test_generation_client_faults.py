@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -118,7 +117,7 @@ def test_a_wrong_answer_of_one_engine_keeps_the_right_ones_and_fails_the_rest(wr
 
     async def test() -> None:
         tasks = [client.generate(request(number), lane=number) for number in (0, 1)]
-        right, failed = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        right, failed = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(right, GenerationResult)
         assert isinstance(failed, RLFrameworkError)
         assert "which it does not have, or did so twice" in str(failed)
@@ -170,9 +169,7 @@ def test_random_cancellations_failures_and_losses(seed: int) -> None:
         }
         assert "done" in outcomes
 
-    begun = time.monotonic()
     run(test)
-    assert time.monotonic() - begun < 10
 
 
 def test_nothing_is_served_while_the_engines_have_no_proven_weights():
@@ -226,6 +223,6 @@ def test_requests_that_wait_when_a_refit_fails_are_not_served():
         await until(lambda: engine.seen)
         weights.proven = False
         with pytest.raises(EngineNotReady, match="their last refit failed"):
-            await asyncio.wait_for(task, 10)
+            await task
 
     run(test)

@@ -8,14 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from probe_runs import assert_same_weights, begin, numbers_of, rows_of
+from probe_runs import assert_same_weights, begin, numbers_of, rows_of, wait_for
 from probe_tasks import Digits
 
 from rlframework import run
@@ -34,13 +33,6 @@ APART = (
 )
 STOPS = ("generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11, 12, 13]")
 GAME = (*STOPS, 'plugins=["probe_games"]', "~environment", "environment={name: two_turns, max_episode_tokens: 24}")
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "the condition was not met in time"
-        time.sleep(0.01)
 
 
 def staleness(most: int, **more: object) -> str:
@@ -186,12 +178,11 @@ def test_engines_are_added_on_a_node_that_joined_the_cluster_after_the_run_began
 def test_a_killed_run_is_resumed_without_losing_or_repeating_a_prompt(run_config: Any, tmp_path: Path) -> None:
     run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=8"))
     options = (*APART, "algorithm.num_steps=8", "checkpoints.every=2", staleness(2), f"output_dir={tmp_path}/run")
-    process = begin(run_config("grpo", *options), tmp_path / "run.yaml")
-    wait_for(lambda: len(checkpoints_in(tmp_path / "run")) > 0)
+    process, moments = begin(run_config("grpo", *options), tmp_path / "run.yaml", r"step-000006")
+    wait_for(moments / "reached", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    resumed_after = int(checkpoints_in(tmp_path / "run")[-1].name.removeprefix("step-"))
-    assert 0 < resumed_after < 8
+    assert checkpoints_in(tmp_path / "run")[-1].name == "step-000004"
     resume(tmp_path / "run")
     assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "sync")
     assert max(metric(tmp_path / "run", "async/staleness_max")) <= 2
@@ -254,17 +245,11 @@ def test_an_environment_that_fails_costs_its_group_alone(
 def test_a_group_that_misses_its_deadline_has_failed(
     run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordinary, slow = Digits.step, list[float]()
-
-    def slow_once(self: Digits, samples: Any, conversations: Any) -> Any:
-        if not slow:
-            slow.append(4.0)
-            time.sleep(4.0)
-        return ordinary(self, samples, conversations)
-
-    monkeypatch.setattr(Digits, "step", slow_once)
+    ended = threading.Event()
+    monkeypatch.setattr(Digits, "step", lambda *_: ended.wait(300))
     with pytest.raises(UserError, match="all 4 groups of step 1 failed; the first: it was not complete 1 seconds"):
         run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, staleness(0, deadline=1.0)))
+    ended.set()
 
 
 def test_configurations_that_cannot_be_asynchronous(run_config: Any) -> None:

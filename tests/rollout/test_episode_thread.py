@@ -34,7 +34,7 @@ class RecordingCompletions:
 def test_engines_wait_for_all_rows_of_a_group_that_has_begun() -> None:
     async def main() -> tuple[list[int], Any]:
         given: Any = RecordingCompletions()
-        bridge, begun = Bridge(given, timeout=10.0), threading.Event()
+        bridge, begun = Bridge(given, timeout=60.0), threading.Event()
 
         async def work() -> list[Any]:
             session = bridge.begin()
@@ -45,7 +45,7 @@ def test_engines_wait_for_all_rows_of_a_group_that_has_begun() -> None:
             bridge.end(session)
             return rows
 
-        beside = asyncio.create_task(run_beside(work, stalled_after=5.0, name="digits"))
+        beside = asyncio.create_task(run_beside(work, stalled_after=60.0, name="digits"))
         while not begun.is_set():
             await asyncio.sleep(0.001)
         await bridge.gather()
@@ -60,12 +60,12 @@ def test_work_is_cancelled_with_what_waits_for_it() -> None:
     async def work() -> None:
         started.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         finally:
             ended.set()
 
     async def main() -> None:
-        task = asyncio.ensure_future(run_beside(work, stalled_after=5.0, name="digits"))
+        task = asyncio.ensure_future(run_beside(work, stalled_after=60.0, name="digits"))
         while not started.is_set():
             await asyncio.sleep(0.01)
         task.cancel()
@@ -81,7 +81,7 @@ def test_work_that_has_just_ended_can_be_cancelled() -> None:
         return "done"
 
     thread = _LoopThread(work)
-    thread._thread.join(timeout=10)
+    thread._thread.join(timeout=60)
     thread.cancel()
     assert thread.has_run()
     assert thread.result.result(timeout=0) == "done"

@@ -133,7 +133,7 @@ def test_an_exchange_waits_for_a_slow_episode_no_longer_than_its_deadline(make_p
                 passed.set()
             return await super().step(message)
 
-    parts = make_parts(Waits, None, "environment.gather_timeout=0.2", "environment.step_timeout=20")
+    parts = make_parts(Waits, None, "environment.gather_timeout=1", "environment.step_timeout=300")
     result = rollout(parts, samples(2), torch.arange(2))
     assert not result.failed.any()
     assert [len(exchange) for exchange in parts.engine.exchanges if exchange] == [2, 1, 1]

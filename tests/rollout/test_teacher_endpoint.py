@@ -76,7 +76,7 @@ def test_a_served_model_gives_the_log_probabilities_of_the_model(tmp_path: Path,
             with pytest.raises(UserError, match="prompt_logprobs"):
                 teacher.get_topk_logits(data, 2000)
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
         finally:
             process.kill()
 

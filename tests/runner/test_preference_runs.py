@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rlframework import run
+from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.datasets.preferences import mismatched_rows
 from rlframework.errors import BatchError, ConfigError, DataError
+from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.messages import Message
 
 PREFERENCES = "environment={name: preferences, path: %s, validation_fraction: 0.25}"
 
@@ -48,6 +54,26 @@ def test_dpo_raises_the_accuracy_on_held_out_pairs(run_config: Any, tmp_path: Pa
     assert last["validation/accuracy_low"] < last["validation/accuracy"] <= last["validation/accuracy_high"]
     assert last["validation/loss"] < 0.5
     assert last["validation/margin"] > 0.5
+
+
+def test_pairs_that_max_tokens_makes_equal_are_counted(tiny_llama: Any, caplog: Any) -> None:
+    """Prompts of two tokens: the answers 12 and 13 differ in the fourth, and 1 and 12 in the length."""
+    training = object.__new__(PreferenceTraining)
+    training.parts = SimpleNamespace(tokenizer=load_tokenizer(str(tiny_llama)), images=None)  # type: ignore[assignment]
+    asked: tuple[Message, ...] = ({"role": "user", "content": "1?"},)
+    samples = [
+        Sample(name, asked, "", good, {"rejected": bad}) for name, good, bad in (("a", "12", "13"), ("b", "1", "12"))
+    ]
+    for cut, warned in ((None, 0), (4, 0), (3, 2)):
+        training._alike, training.config = {}, DPOConfig(max_tokens=cut)
+        training.longest_rows(samples)
+        training._warn_of_equal_rows()
+        assert len(training._alike) == warned
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "2 of the checked pairs have the same tokens in both rows, after truncation to algorithm.max_tokens=3, which "
+        "teach nothing; the first: sample 'a'. Remove them"
+    )
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from rlframework.algorithms.reward_model import ProcessRewardModelTraining
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.interfaces.environment import Sample
 
 ENVIRONMENT = "environment={name: preferences, path: %s, validation_fraction: 0.25}"
 NEW_HEAD = "policy.head_init=zeros"
@@ -118,8 +119,6 @@ def test_mistakes_are_found_before_the_start(run_config: Any, tmp_path: Path) ->
 
 def test_steps_are_read_at_the_token_after_each(run_config: Any, tmp_path: Path, tiny_llama: Any) -> None:
     """Steps of 2, 1 and 3 characters, a separator each, and an end: labels at tokens 3, 5 and 9 after the prompt."""
-    from rlframework.interfaces.environment import Sample
-
     training = object.__new__(ProcessRewardModelTraining)
     tokenizer = load_tokenizer(str(tiny_llama))
     training.parts = SimpleNamespace(tokenizer=tokenizer)  # type: ignore[assignment]
@@ -137,6 +136,15 @@ def test_steps_are_read_at_the_token_after_each(run_config: Any, tmp_path: Path,
     training.config.max_tokens = prompt + 6
     assert (training.encode([found])["token_mask"][0].nonzero()[:, 0] - prompt).tolist() == [3, 5]
     assert torch.equal(training.encode([found, found])["sample_mask"], torch.ones(2))
+
+
+@pytest.mark.parametrize("metadata", [{"steps": "ab", "labels": (1, 0)}, {"steps": ("a", "b"), "labels": "10"}])
+def test_steps_of_an_own_environment_are_lists(metadata: dict[str, Any]) -> None:
+    training = object.__new__(ProcessRewardModelTraining)
+    training.parts = SimpleNamespace(tokenizer=None)  # type: ignore[assignment]
+    training.config = SimpleNamespace(separator="+", max_tokens=None)  # type: ignore[assignment]
+    with pytest.raises(DataError, match=r"sample 'a' has no labelled steps: it needs .*'steps'\], a list of texts"):
+        training.encode([Sample("a", ({"role": "user", "content": "1?"},), "", "ab", metadata)])
 
 
 def test_answers_without_a_step_left_do_not_count() -> None:

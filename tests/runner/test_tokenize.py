@@ -61,6 +61,24 @@ def test_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.slow
+def test_turns_without_an_end_are_warned_of_wherever_rows_are_rendered(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "1234", strict=True)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": turns[:n]}) + "\n" for n in (2, 4, 4)))
+    every = "algorithm.train_on=assistant"
+    train = ["train", "run.yaml", "--dry-run", "algorithm={name: sft, num_steps: 1, validation: {at_start: false}}"]
+    for arguments in (["tokenize", "run.yaml", "--show", "3"], ["tokenize", "run.yaml", "out"], train):
+        caplog.clear()
+        assert call(*arguments, every) == 0
+        [message] = [line for line in caplog.messages if "assistant turns" in line]
+        assert message.startswith("2 of 3 rows have several assistant turns (the first: sample 'a-2')")
+    caplog.clear()
+    assert call(*train) == 0
+    assert not any("assistant turns" in line for line in caplog.messages)
+
+
+@pytest.mark.slow
 def test_the_prompts_of_rollouts_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "own.jinja").write_text(
         "{% for m in messages %}={{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}+{% endif %}"

@@ -32,7 +32,7 @@ def held(files, monkeypatch):
 
     def wait(*args: str) -> None:
         event.begun.set()
-        assert event.wait(10)
+        assert event.wait(60)
         put(*args)
 
     monkeypatch.setattr(files, "put_file", wait)
@@ -42,7 +42,7 @@ def held(files, monkeypatch):
 def test_training_goes_on_and_the_newest_that_waits_replaces_the_others(make_uploads, remote, make_checkpoint, held):
     uploads, paths = make_uploads(keep_last=9), [make_checkpoint(step) for step in (1, 2, 3)]
     uploads.add(paths[0])
-    assert held.begun.wait(10)
+    assert held.begun.wait(60)
     uploads.add(paths[1])
     uploads.add(paths[2])
     assert uploads.in_use() == {paths[0], paths[2]}
@@ -129,7 +129,7 @@ def test_the_first_interrupt_waits_for_the_upload_and_the_second_does_not(
 ):
     uploads = make_uploads()
     uploads.add(make_checkpoint(1))
-    assert held.begun.wait(10)
+    assert held.begun.wait(60)
     if waits:
         threading.Timer(0.05, held.set).start()
     with pytest.raises(type(error)), finishing_uploads(uploads):

@@ -6,12 +6,11 @@ import json
 import os
 import shutil
 import signal
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from probe_runs import assert_same_run, assert_same_weights, begin, numbers_of, rows_of, weights
+from probe_runs import assert_same_run, assert_same_weights, begin, numbers_of, rows_of, wait_for, weights
 
 from rlframework import run
 from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
@@ -187,16 +186,19 @@ def test_resuming_with_other_workers_agrees_to_rounding(run_config, tmp_path):
 # -- processes that are ended ------------------------------------------------------------------------------------------
 
 
+ANNOUNCED = "algorithm.loss.name='probe_moments:Announced'"
+
+
 @pytest.fixture
 def started(run_config, tmp_path):
-    """`started(out)`: a process that runs into `out`."""
+    """`started(out, hold_at)`: a process that runs into `out`, and waits at an event, whose folder comes with it."""
     processes = []
 
-    def start(out: Path, *more: str):
-        config = run_config("sft", *overrides(out, "algorithm.num_steps=12", *more))
-        process = begin(config, tmp_path / f"{out.name}.yaml")
+    def start(out: Path, hold_at: str):
+        config = run_config("sft", *overrides(out, "algorithm.num_steps=12", ANNOUNCED))
+        process, moments = begin(config, tmp_path / f"{out.name}.yaml", hold_at)
         processes.append(process)
-        return process
+        return process, moments
 
     yield start
     for process in processes:
@@ -204,22 +206,14 @@ def started(run_config, tmp_path):
         process.join()
 
 
-def wait_for(condition, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "the condition was not met in time"
-        time.sleep(0.005)
-
-
 def test_an_interrupted_run_saves_first(run_config, tmp_path, started):
     run(run_config("sft", *overrides(tmp_path / "whole", "algorithm.num_steps=12")))
-    process = started(tmp_path / "told")
-    wait_for(
-        lambda: len(numbers_of(tmp_path / "told")) > 2 if (tmp_path / "told" / "metrics.jsonl").exists() else False
-    )
+    process, moments = started(tmp_path / "told", "loss 0 9")
+    wait_for(moments / "reached", process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(60)
+    (moments / "go").touch()
+    process.join(200)
     assert not process.is_alive()
     assert checkpoints_in(tmp_path / "told")
-    resume(tmp_path / "told")
+    resume(tmp_path / "told", [ANNOUNCED])
     assert_same_run(tmp_path / "whole", tmp_path / "told")

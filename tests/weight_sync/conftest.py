@@ -16,7 +16,7 @@ from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationRequest
 
-DEADLINE = 2.0
+DEADLINE = 60.0
 
 
 @dataclass

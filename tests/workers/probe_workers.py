@@ -51,7 +51,7 @@ class Probe:
 
     def fail(self, kind, only=None):
         if only is not None and self.context.rank != only:
-            time.sleep(60)
+            time.sleep(600)
         import probe_errors
 
         raise getattr(probe_errors, kind)(f"bad thing on {self.context.rank}")
@@ -60,7 +60,7 @@ class Probe:
         if self.context.rank == only:
             print("last words of the dying", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(600)
 
     def shutdown(self):
         self.tidied = True
@@ -110,15 +110,17 @@ class Probe:
     def leave(self, code):
         sys.exit(code)
 
-    def die_forked(self, seconds):
-        """Rank 0 dies; a process that it forked keeps its open files for a while."""
+    def die_forked(self, path):
+        """Rank 0 dies; a process that it forked keeps its open files for two minutes; `path` gets its id."""
         if self.context.rank == 0:
-            if os.fork() == 0:
+            if (child := os.fork()) == 0:
                 os.setpgid(0, 0)
-                time.sleep(seconds)
+                time.sleep(120)
                 os._exit(0)
+            with open(path, "w") as file:
+                file.write(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(600)
 
     def answer_of_a_class_that_is_only_there(self):
         import types

@@ -27,7 +27,7 @@ def contexts():
     """The contexts of two ranks at a free port."""
     reserver = PortReserver()
     port = reserver.reserve("127.0.0.1")
-    yield [WorkerContext(rank=rank, world_size=2, master_port=port, deadline=30.0) for rank in (0, 1)]
+    yield [WorkerContext(rank=rank, world_size=2, master_port=port, deadline=60.0) for rank in (0, 1)]
     reserver._reserved[0].close()
 
 
@@ -55,7 +55,7 @@ def test_an_early_rank_waits_until_rank_0_serves(contexts):
     begun = time.monotonic()
     store = process_store(contexts[0])
     store.set("word", "oak")
-    other.join(30)
+    other.join(60)
     assert got[0] >= begun
     assert got[1] == b"oak"
 

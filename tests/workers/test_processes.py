@@ -38,6 +38,13 @@ def running(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
+def left_after_a_while(pids):
+    until = time.monotonic() + 60
+    while running(pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    return running(pids)
+
+
 def threads_of_peers():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("peer-")]
 
@@ -135,35 +142,34 @@ def test_a_worker_that_exits(fresh):
         ask(fresh(), "leave", code=3)
 
 
-def test_a_dead_worker_whose_child_keeps_the_connection_open(fresh):
+def test_a_dead_worker_whose_child_keeps_the_connection_open(fresh, tmp_path):
     """The connection stays open, so only the end of the process shows the death."""
-    group = fresh()
-    begun = time.monotonic()
     with pytest.raises(WorkerError, match=r"^the process of rank 0 of 2 died in die_forked"):
-        ask(group, "die_forked", seconds=5)
-    assert time.monotonic() - begun < 4
+        ask(fresh(), "die_forked", path=tmp_path / "child")
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # it was still there
 
 
 def test_a_worker_that_does_not_read_its_messages(fresh):
     """A stopped process: messages to it stay in the buffer, and the deadline still applies."""
-    group = fresh(call=1.0)
+    group = fresh()
     pids = [answer["pid"] for answer in ask(group, "who")]
     os.kill(pids[1], signal.SIGSTOP)
-    begun = time.monotonic()
+    call = group.run_all_workers_single_data("echo", x=torch.zeros(2**22))
+    # when rank 0 has answered the second call, it has answered the first
+    group.get_all_worker_results(group.run_single_worker_single_data("who", worker_idx=0))
+    group._deadlines = DeadlinesConfig(call=0.5)
     with pytest.raises(DeadlineExceeded, match="from rank 1 of 2; answered: 0"):
-        ask(group, "echo", x=torch.zeros(2**22))
-    assert time.monotonic() - begun < 8
+        group.get_all_worker_results(call)
     assert running(pids) == []
 
 
 def test_notices_to_a_stopped_worker_do_not_block(fresh):
     """More notices than a pipe holds (64 KiB), of which nobody reads any; then to a worker that has ended."""
-    group = fresh(spec=WorkerSpec("probe_workers:Probe", {"word": "hi"}, notified=True), call=1.0)
+    group = fresh(spec=WorkerSpec("probe_workers:Probe", {"word": "hi"}, notified=True))
     os.kill(ask(group, "who")[1]["pid"], signal.SIGSTOP)
-    begun = time.monotonic()
     for _ in range(2**17):
         group.notify()
-    assert time.monotonic() - begun < 10
+    group._deadlines = DeadlinesConfig(call=0.5)
     with pytest.raises(DeadlineExceeded):
         ask(group, "who")
     group.notify()
@@ -212,10 +218,7 @@ def test_child_processes_end_with_their_worker():
     (child,) = ask(group, "start_a_process")  # by multiprocessing, which forbids that to daemons
     assert running([child]) == [child]
     assert group.shutdown()
-    until = time.monotonic() + 5
-    while running([child]) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert running([child]) == []
+    assert left_after_a_while([child]) == []
 
 
 DRIVER = """
@@ -240,7 +243,7 @@ processes.PRELOADED = ("rlframework.workers.fork_server",)  # these workers need
     print(*[who["pid"] for who in answers], flush=True)
     {then}
 """
-BUSY = 'group.get_all_worker_results(group.run_all_workers_single_data("sleep", seconds=60))'
+BUSY = 'group.get_all_worker_results(group.run_all_workers_single_data("sleep", seconds=600))'
 
 
 def run_driver(path, then, guard='if __name__ == "__main__":'):
@@ -252,24 +255,21 @@ def run_driver(path, then, guard='if __name__ == "__main__":'):
 
 
 def end(driver, pids):
-    """Return the driver's output; its workers and their fork server must exit within seconds."""
+    """Return the driver's output; its workers and their fork server must exit long before their work is done."""
     try:
-        _, errors = driver.communicate(timeout=30)  # returns when nobody holds the driver's pipes any more
+        _, errors = driver.communicate(timeout=120)  # returns when nobody holds the driver's pipes any more
     except subprocess.TimeoutExpired:
         driver.kill()
         driver.communicate()
         raise
-    until = time.monotonic() + 5
-    while running(pids) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert running(pids) == []
+    assert left_after_a_while(pids) == []
     return errors
 
 
-STUCK = 'group.get_all_worker_results(group.run_all_workers_single_data("hold_the_interpreter", seconds=60))'
+STUCK = 'group.get_all_worker_results(group.run_all_workers_single_data("hold_the_interpreter", seconds=600))'
 
 
-@pytest.mark.parametrize("then", [STUCK, BUSY, "time.sleep(60)"], ids=["stuck", "busy", "idle"])
+@pytest.mark.parametrize("then", [STUCK, BUSY, "time.sleep(600)"], ids=["stuck", "busy", "idle"])
 def test_no_worker_survives_a_driver_that_is_killed(tmp_path, then):
     driver = run_driver(tmp_path, then)
     pids = [int(pid) for pid in driver.stdout.readline().split()]

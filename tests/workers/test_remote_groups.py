@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 
 import pytest
 import torch
@@ -95,10 +94,8 @@ def test_workers_get_their_context_and_a_process_group(start):
 def test_a_failing_rank_ends_the_call_at_once(start, where):
     group = start()
     pids = [answer["pid"] for answer in ask(group, "who")]
-    begun = time.monotonic()
     with pytest.raises(WorkerError, match=rf"^rank 1 of 2{where} failed in fail: Plain: bad thing on 1\n") as caught:
-        ask(group, "fail", kind="Plain", only=1)  # rank 0 sleeps for a minute
-    assert time.monotonic() - begun < 10
+        ask(group, "fail", kind="Plain", only=1)  # rank 0 sleeps for longer than a test may take
     assert "in fail\n" in str(caught.value)
     assert "probe_workers.py" in str(caught.value)
     assert running(pids) == []
@@ -115,11 +112,15 @@ def test_the_dead_rank_is_named_not_the_peer_that_noticed(start, where):
 
 
 def test_a_missed_deadline_names_rank_and_setting(start, where):
-    group = start(call=1.5)
+    group = start()
     pids = [answer["pid"] for answer in ask(group, "who")]
+    call = group.run_all_workers_single_data("sleep", seconds=600, only=1)
+    # when rank 0 has answered the second call, it has answered the first
+    group.get_all_worker_results(group.run_single_worker_single_data("who", worker_idx=0))
+    group._deadlines = DeadlinesConfig(call=1.5)
     message = rf"^sleep: no answer within 1\.5 s from rank 1 of 2{where}; answered: 0\. .*group\.deadlines\.call$"
     with pytest.raises(DeadlineExceeded, match=message):
-        ask(group, "sleep", seconds=60, only=1)
+        group.get_all_worker_results(call)
     assert running(pids) == []
 
 

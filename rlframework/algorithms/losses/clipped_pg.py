@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlframework.algorithms.losses.averages import sequence_mean, token_mean
 from rlframework.algorithms.losses.importance import importance_weights
-from rlframework.algorithms.losses.kl import kl_divergence
+from rlframework.algorithms.losses.kl import bounded_kl, kl_divergence, kl_weight
 from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.nll import loss_mask
 from rlframework.algorithms.losses.ratios import SURROGATES, probability_ratio
@@ -107,13 +107,12 @@ class ClippedPGLoss:
         metrics["policy_loss"] = policy_loss.detach()
         if config.kl_coef:
             reference = data["reference_policy_logprobs"][:, 1:]
-            kl = kl_divergence(next_token_logprobs, reference, config.kl_estimator, config.kl_max)
-            metrics["kl"] = tokens(kl.detach())
-            if config.kl_correction == "ratio":
-                kl = kl * ratio
-            elif config.kl_correction == "generator":
-                kl = kl * ((current - data["generation_logprobs"][:, 1:]) * mask).exp()
-            loss = policy_loss + config.kl_coef * mean(kl)
+            kl = kl_divergence(next_token_logprobs, reference, config.kl_estimator)
+            metrics["kl"] = tokens(bounded_kl(kl.detach(), config.kl_max))
+            if config.kl_correction != "none":
+                sampled = data["generation_logprobs"][:, 1:] if config.kl_correction == "generator" else current
+                kl = kl * kl_weight(config.kl_correction, next_token_logprobs, ratio, sampled)
+            loss = policy_loss + config.kl_coef * mean(bounded_kl(kl, config.kl_max))
         if "entropy" in data:
             metrics["entropy"] = tokens(data["entropy"].detach())
             if config.entropy_coef:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rlframework.algorithms.losses.exponentials import bounded_exp
 from rlframework.algorithms.losses.nll import token_mean
-from rlframework.algorithms.losses.ratios import LARGEST_LOG, row_mean
+from rlframework.algorithms.losses.ratios import row_mean
 from rlframework.config.algorithms import ClippedPGLossConfig
 
 
@@ -39,7 +40,7 @@ def importance_weights(
 def level_ratio(level: str, difference: Tensor, mask: Tensor) -> Tensor:
     """Return exp(difference) per token `[B, S-1]`, or per row `[B, 1]`: "sequence" of the sum, "geometric" the mean."""
     if level == "token":
-        return difference.exp()
+        return bounded_exp(difference)
     if level == "geometric":
-        return row_mean(difference, mask).exp()
-    return (difference * mask).sum(1, keepdim=True).clamp(max=LARGEST_LOG).exp()
+        return bounded_exp(row_mean(difference, mask))
+    return bounded_exp((difference * mask).sum(1, keepdim=True))

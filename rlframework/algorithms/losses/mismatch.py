@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlframework.algorithms.losses.kl import kl_divergence
 from rlframework.algorithms.losses.nll import token_mean
 
 
@@ -18,8 +19,9 @@ def mismatch_metrics(
     and the fraction of tokens beyond `bound`.
     """
     size = difference.abs()
+    kl = kl_divergence(torch.zeros_like(difference), difference, "k3")
     return {
-        "generation_kl": token_mean(torch.expm1(difference) - difference, mask, global_valid_toks),
+        "generation_kl": token_mean(kl, mask, global_valid_toks),
         "generation_logprob_difference": token_mean(size, mask, global_valid_toks),
         "generation_logprob_difference_max": size.max(),
         "generation_logprob_beyond_fraction": token_mean((size > bound).float(), mask, global_valid_toks),

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from rlframework.algorithms.losses.exponentials import bounded_exp
 from rlframework.config.algorithms import ClippedPGLossConfig
-
-LARGEST_LOG = 80.0
-"""Bound on the logarithm of a row's ratio: its exponential is finite in fp32, and beyond every clip and cap."""
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -27,13 +25,12 @@ def probability_ratio(kind: str, logprobs: Tensor, previous: Tensor, mask: Tenso
     """
     difference = logprobs - previous
     if kind == "token":
-        return difference.exp()
+        return bounded_exp(difference)
     if kind == "sequence":
-        return row_mean(difference, mask).expand_as(difference).exp()
+        return bounded_exp(row_mean(difference, mask)).expand_as(difference)
     if kind == "sequence_token":
-        return (row_mean(difference.detach(), mask) + logprobs - logprobs.detach()).exp()
-    total = (difference * mask).sum(1, keepdim=True).clamp(max=LARGEST_LOG)
-    return total.expand_as(difference).exp()
+        return bounded_exp(row_mean(difference.detach(), mask)) * (logprobs - logprobs.detach()).exp()
+    return bounded_exp((difference * mask).sum(1, keepdim=True)).expand_as(difference)
 
 
 def clipped(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: ClippedPGLossConfig) -> tuple[Tensor, Tensor]:

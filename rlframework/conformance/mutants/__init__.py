@@ -51,6 +51,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "generation_engine": (
         "generation_engine.scores",
         "generation_engine.samples",
+        "generation_engine.decoding",
         "generation_engine.results",
         "generation_engine.requests",
         "generation_engine.weights",

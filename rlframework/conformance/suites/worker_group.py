@@ -21,7 +21,7 @@ from rlframework.conformance.suites.worker_group_harness import PATIENCE, PROBE,
 from rlframework.errors import BatchError
 from rlframework.interfaces.worker_group import WorkerSpec
 
-_NOTICE_WAIT = 5.0
+_NOTICE_WAIT = 20.0
 """Seconds within which a notice must be seen."""
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlframework.conformance.layouts import Layout
 
 PROBE = "rlframework.conformance.probe_worker:ProbeWorker"
-PATIENCE = 20.0
+PATIENCE = 40.0
 """Seconds within which a failure must reach the driver while other workers are still busy."""
 
 
@@ -103,7 +103,7 @@ class WorkerGroupHarness(Harness):
 
     def require_no_process_left(self, after: str) -> None:
         """Require that no worker process of this test is running, after a grace period for the operating system."""
-        until = time.monotonic() + 3.0
+        until = time.monotonic() + 20.0
         while (left := [pid for pid in self.processes() if _runs(pid)]) and time.monotonic() < until:
             time.sleep(0.02)
         self.equal(f"worker processes left after {after}", left, [])

@@ -89,11 +89,11 @@ def test_clients_that_agents_leave_open_are_closed_in_their_own_loop(
 
 @pytest.mark.slow
 def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
-    result = rollout(agent_parts("sometimes", "environment.agent_timeout=3"), samples(4), torch.arange(4))
+    result = rollout(agent_parts("sometimes", "environment.agent_timeout=6"), samples(4), torch.arange(4))
     assert result.failed.tolist() == [True, True, True, False]
     assert result.rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert "RuntimeError in the agent: no sandbox" in result.failures[0]
-    assert "environment.agent_timeout=3" in result.failures[1]
+    assert "environment.agent_timeout=6" in result.failures[1]
     assert "without a call of the endpoint" in result.failures[2]
     assert result.data["sample_mask"].tolist() == [0.0, 0.0, 0.0, 1.0]
 

@@ -73,7 +73,7 @@ def test_a_body_that_is_too_large_is_rejected_before_it_is_read(serving: Any) ->
             )
             head = f"POST /v1/responses HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {served.session.token}\r\n"
             writer.write(f"{head}Content-Length: 1000000000\r\n\r\n".encode())
-            assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)  # although nothing was sent
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 60)  # although nothing was sent
             writer.close()
 
     asyncio.run(run())
@@ -101,10 +101,9 @@ def test_a_client_that_goes_away_aborts_its_request(serving: Any, stream: bool) 
                 await asyncio.sleep(0.01)
             request.cancel()
             await asyncio.wait({request})
-            for _ in range(200):
-                if served.completer.aborted:
-                    break
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while not served.completer.aborted:
+                    await asyncio.sleep(0.01)
             assert served.completer.aborted == 1
             assert served.session.trajectory.turns == 0
 
@@ -120,7 +119,7 @@ def test_a_closed_session_ends_its_requests(serving: Any, stream: bool) -> None:
             while not served.completer.asked:
                 await asyncio.sleep(0.01)
             served.endpoint.sessions.close(served.session)
-            reply = await asyncio.wait_for(request, 5)
+            reply = await asyncio.wait_for(request, 60)
             assert (reply.status_code == 401) is not stream
             assert "invalid bearer token" in reply.text
             assert served.completer.aborted == 1
@@ -146,10 +145,10 @@ def test_a_body_that_ends_after_its_session_is_not_served(serving: Any, path: st
             path_of = path.replace("ID", served.session.id)
             head = f"POST /v1/{path_of} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {served.session.token}\r\n"
             writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content[:5])
-            await asyncio.wait_for(found.wait(), 10)
+            await asyncio.wait_for(found.wait(), 60)
             served.endpoint.sessions.close(served.session)
             writer.write(content[5:])
-            assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+            assert b" 401 " in await asyncio.wait_for(reader.readline(), 60)
             writer.close()
             assert not served.completer.asked
             assert served.session.reward is None
@@ -221,7 +220,7 @@ def test_the_endpoint_listens_on_one_address_of_loopback(serving: Any) -> None:
             assert served.base_url.startswith("http://127.0.0.1:")
             port = int(served.base_url.split(":")[2].split("/")[0])
             with pytest.raises(OSError, match=r"127\.0\.0\.2"):  # a socket of all addresses accepts it
-                await asyncio.wait_for(asyncio.open_connection("127.0.0.2", port), 5)
+                await asyncio.wait_for(asyncio.open_connection("127.0.0.2", port), 60)
 
     asyncio.run(run())
 

@@ -59,7 +59,7 @@ def test_a_served_model_answers_until_it_is_asked_to_end(tmp_path: Path, number:
         with pytest.raises(AuthenticationError):
             ask(process, printed, api_key="wrong")
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         assert (process.returncode, out.splitlines()[-1]) == (0, "ended"), err
 
 
@@ -72,7 +72,7 @@ def test_a_token_that_is_given_is_not_printed(tmp_path: Path) -> None:
         told = "requests without their own are answered with temperature=1, top_p=1 and at most 5 tokens, which is"
         assert process.stdout.readline().startswith(told)
         process.send_signal(signal.SIGTERM)
-        assert token not in "".join(process.communicate(timeout=30))
+        assert token not in "".join(process.communicate(timeout=60))
         assert process.returncode == 0
 
 

@@ -54,6 +54,13 @@ _stop_tokens_ignored = mutant("stop_tokens_ignored", "Stop tokens other than the
 )
 
 
+_two_stop_tokens = mutant("two_stop_tokens", "Only the two lowest stop tokens of a request end it.", _STOPS)(
+    broken_sampling(
+        lambda engine, request: {"stop_token_ids": frozenset(sorted(request.sampling.stop_token_ids)[:2])},
+    )
+)
+
+
 _own_ends = mutant("ends_of_its_own", "The engine also stops at the tokenizer's end-of-sequence token.", _STOPS)(
     broken_sampling(lambda engine, request: {"stop_token_ids": request.sampling.stop_token_ids | {_END}})
 )

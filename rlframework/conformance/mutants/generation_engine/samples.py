@@ -76,6 +76,11 @@ _top_p_ignored = mutant("top_p_ignored", "`top_p` has no effect.", "test_top_p_l
 )
 
 
+_top_p_rounded = mutant("top_p_rounded", "`top_p` is rounded to one decimal.", "test_top_p_leaves_the_nucleus")(
+    broken_sampling(lambda engine, request: {"top_p": round(request.sampling.top_p, 1)})
+)
+
+
 _seed_by_arrival = mutant("seed_by_arrival", "A request is seeded by the number of those before it.", _BESIDE, _SEED)(
     broken_requests(lambda engine, request: {"seed": _arrivals(engine)})
 )
@@ -83,6 +88,16 @@ _seed_by_arrival = mutant("seed_by_arrival", "A request is seeded by the number 
 
 _seeds_of_32_bits = mutant("seeds_of_32_bits", "Only the low 32 bits of a seed are used.", _SEED)(
     broken_requests(lambda engine, request: {"seed": request.seed & 0xFFFFFFFF})
+)
+
+
+_sign_of_seeds_dropped = mutant(
+    "sign_of_seeds_dropped", "A negative seed gives the sample of its absolute value.", _SEED
+)(broken_requests(lambda engine, request: {"seed": min(abs(request.seed), 2**63 - 1)}))
+
+
+_sign_bit_of_seeds_dropped = mutant("sign_bit_of_seeds_dropped", "Only the low 63 bits of a seed are used.", _SEED)(
+    broken_requests(lambda engine, request: {"seed": request.seed & (2**63 - 1)})
 )
 
 

@@ -25,7 +25,7 @@ from rlframework.plugins.types import Capability
 SEEDS = (11, 2**62, 5, -3, 0, 7, 5, 2**33 + 7, 4)
 LONG = 60
 """Tokens of a completion that is still in progress after a few calls of `poll(0)`."""
-_SOON = 2.0  # seconds for a call that has nothing to wait for
+_SOON = 10.0  # seconds for a call that has nothing to wait for
 _STEPS = 3  # calls of `poll(0)`, each of which computes at least one token
 
 

@@ -48,7 +48,8 @@ class Results(Suite):
         Requests differ in stop tokens; prompts may contain them.
         """
         engine, plain = harness.engine(), harness.plain()
-        stops: tuple[set[int], ...] = ({END}, {END, PLUS}, {PLUS}, set())
+        every = set(range(len(harness.tokenizer)))
+        stops: tuple[set[int], ...] = ({END}, {END, PLUS}, {PLUS}, {END, 2, PLUS}, every, set())
         several = [
             requests_of(PROMPTS, prefix=f"{number}.", max_new_tokens=16, temperature=0.0, stop=stop)
             for number, stop in enumerate(stops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,15 +11,21 @@ from torch import Tensor
 
 from rlframework.conformance.rules import Suite, holds
 from rlframework.conformance.suites.generation.harness import (
+    END,
     PROMPTS,
     GenerationHarness,
+    requests_of,
     specs_of,
+    tokens_of,
 )
 from rlframework.conformance.suites.plain_decoding import PlainDecoder
 from rlframework.plugins.types import Capability
 
 CACHED = ([7, 2, 13] * 12, [*[7, 2, 13] * 12, 5], [3, 9, 4, 12] * 17)
 """Prompts with a long common prefix, which caches hold; longer than one and two blocks of 32 tokens."""
+
+_SESSIONS = 32
+"""Sessions, each of a turn: with one stale session in four none of them is among these with a chance of 1e-4."""
 
 _MANY = 12
 """Tokens of completions for which an engine may prepare copies of weights, which an update must renew."""
@@ -111,6 +118,26 @@ class Weights(Suite):
             for what in ("first", "again"):  # the second time from the cache
                 options = {"session": True, "max_new_tokens": _MANY}
                 samples_with(harness, f"version {version}, {what}", engine, harness.plain(path), CACHED, **options)
+
+    @holds(10)
+    def test_every_session_uses_the_weights_of_the_last_update(self, harness: GenerationHarness) -> None:
+        """Requests of many sessions, each with its own id, must be completed with the weights given last."""
+        engine, prompt = harness.engine(), CACHED[0]
+        expected = {
+            version: harness.plain(harness.path(seed)).greedy(prompt, {END}, 4) for version, seed in ((1, 0), (2, 1))
+        }
+        for version in expected:
+            if version == 2:
+                harness.give(engine, harness.path(1), 2)
+            (request,) = requests_of([prompt], temperature=0.0)
+            requests = [
+                replace(request, request_id=f"{number}", session_id=f"{number * 0x9E3779B9:032x}:session:{number}")
+                for number in range(_SESSIONS)
+            ]
+            engine.submit(requests)
+            for request, result in zip(requests, harness.collect(engine, requests), strict=True):
+                what = f"completion of session {request.session_id} with version {version}"
+                harness.equal(what, tokens_of(result), expected[version])
 
     @holds(4, Capability.EMBEDDED_GENERATION)
     def test_generating_leaves_the_module_as_it_was(self, harness: GenerationHarness) -> None:
