@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -33,7 +33,7 @@ from rlframework.interfaces.generation import GenerationRequest, GenerationResul
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.models.rotary import regime_limits
 from rlframework.observers.timeline import REFITS
-from rlframework.plugins.types import Capability, GenerationEngineRecord
+from rlframework.plugins.types import PROBE_BOUNDS, Capability, GenerationEngineRecord
 from rlframework.policy.batch_checks import BatchLimits
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
 from rlframework.weight_sync.ipc import share_gpu
@@ -57,9 +57,18 @@ class Generation:
     """Generates on all workers of a policy: `prepare_for_generation`, any number of `generate`, `finish_generation`."""
 
     def __init__(
-        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, engines: Sequence[EngineHandle] | None = None
+        self,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        engines: Sequence[EngineHandle] | None = None,
+        *,
+        probe_bounds: Mapping[str, float] = PROBE_BOUNDS,
     ) -> None:
-        """Start nothing. `engines`: None for those embedded in the workers of `policy`."""
+        """Start nothing. `engines`: None for those embedded in the workers of `policy`.
+
+        `probe_bounds`: those of the engine's record.
+        """
+        self.probe_bounds = probe_bounds
         run = policy.config
         self.config, self._limits = run.generation, BatchLimits.of(run.policy)
         self._pad_id = int(tokenizer.pad_token_id)
@@ -157,12 +166,11 @@ class RemoteGeneration(Generation):
     ) -> None:
         """Start the workers of `config.generation.workers`, which have no weights before the first refit."""
         refit = config.generation.refit
-        record = manager.select("generation_engine", config.generation.name).record
-        assert isinstance(record, GenerationEngineRecord)
+        record = _record(config, manager)
         self._starter = EngineStarter(self.worker, config, tokenizer, manager, device)
         engines = self._starter.start_all()
         try:
-            super().__init__(policy, tokenizer, engines)
+            super().__init__(policy, tokenizer, engines, probe_bounds=record.probe_bounds)
             common = [
                 name for name, needed in _TRANSPORTS.items() if needed in policy.capabilities & record.capabilities
             ]
@@ -305,8 +313,14 @@ def start_generation(
 ) -> Generation:
     """Return the handle on generation that `config` describes: in the workers of `policy`, or on separate workers."""
     if config.generation.workers is None:
-        return Generation(policy, tokenizer)
+        return Generation(policy, tokenizer, probe_bounds=_record(config, manager).probe_bounds)
     return RemoteGeneration(config, policy, tokenizer, manager, device=device)
+
+
+def _record(config: RunConfig, manager: PluginManager) -> GenerationEngineRecord:
+    record = manager.select("generation_engine", config.generation.name).record
+    assert isinstance(record, GenerationEngineRecord)
+    return record
 
 
 def run_in_loop(task: Coroutine[Any, Any, R]) -> R:

@@ -101,7 +101,7 @@ class StepLoop(Algorithm):
                 )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
-        self.sampling_check = SamplingCheck(parts.config)
+        self.sampling_check = SamplingCheck(parts.config, lambda: parts.generation.probe_bounds)
         self.checkpoints = Checkpoints(parts)
         self.timeline = Timeline()
         self._history: list[dict[str, float]] = []

@@ -7,17 +7,20 @@ after the first token, or returns the log-probabilities of another request is of
 would learn from tokens that its policy did not choose. No other check sees that: the weights have arrived, and the
 results have their form.
 
-The bound is in nats, on the mean over the tokens of a global batch: at first the dtype's `most`; after the run's first
-steps `factor` times the largest mean that they had, but at least `least` and never more than `most`. So an engine that
-is wrong from the first step is found by its dtype, and a later fault by what the run itself has measured.
+The bound is in nats, on the mean over the tokens of a global batch. Its limit is that of the engine's `probe_bounds`
+for the less exact dtype of both sides. What the run itself has measured so far tightens it: the bound is `HEADROOM`
+times the largest mean of the steps before, as noise grows slowly while a fault comes at once; but never less than
+`FLOOR` of the limit, since the noise of a random model is far below that of a trained one. In fp32 single tokens are
+bounded too, by `LARGEST`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.errors import SamplingMismatch
 from rlframework.huggingface.model_directories import first_size, text_config
 from rlframework.interfaces.policy_worker import SAMPLED_NOW, SampledDifference, SamplingBound, TrainResult
+from rlframework.plugins.types import PROBE_BOUNDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,53 +39,36 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_FIRST_STEPS = 3
-"""Steps whose differences tell what is normal in this run."""
+HEADROOM = {"float32": 20.0, "tf32": 4.0, "float16": 4.0, "bfloat16": 4.0}
+"""How many times the noise so far a step may have, by dtype."""
+FLOOR = 0.1
+"""The share of the limit that is always allowed."""
+LARGEST = {"float32": 0.05}
+"""The largest difference of a single token by dtype, in nats; other dtypes have long tails, and no bound."""
 _SHOWN = 3
 """Tokens that the error shows, and warnings that are logged."""
-
-
-class Noise(NamedTuple):
-    """The mean difference of a sound engine in nats: `least` and `most` of the bound, `factor` over the first steps.
-
-    `largest`: of a single token; infinite where single tokens have long tails.
-    """
-
-    least: float
-    most: float
-    factor: float
-    largest: float = math.inf
-
-
-NOISE = {
-    "float32": Noise(1e-4, 2e-3, 20.0, 0.05),
-    "tf32": Noise(2e-3, 0.03, 5.0),
-    "float16": Noise(5e-3, 0.1, 5.0),
-    "bfloat16": Noise(0.02, 0.3, 4.0),
-}
-"""By the less exact dtype of trainer and engine. Measured: docs/importance_correction.md."""
 
 
 class SamplingCheck:
     """Bounds the difference in each call of `train` of a run, by `generation.logprob_check`."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, limits: Callable[[], Mapping[str, float]]) -> None:
+        """`limits()` returns the engine's `probe_bounds`."""
         self._config, self._check = config, config.generation.logprob_check
-        self.dtype = compared_dtype(config)
-        self.noise = NOISE[self.dtype]
-        self._first: list[float] = []
+        self._declared = limits
+        self._noise: float | None = None
         self._warned = 0
 
     @property
     def bound(self) -> SamplingBound:
         """The bound of the next step."""
-        mean, largest, noise = self._check.mean, self._check.largest, self.noise
+        mean, largest = self._check.mean, self._check.largest
         if mean is None:
-            measured = noise.factor * max(self._first, default=0.0)
-            done = len(self._first) == _FIRST_STEPS
-            mean = min(max(measured, noise.least), noise.most) if done else noise.most
+            mean = limit = self._limits[self.dtype]
+            if self._noise is not None:
+                mean = min(limit, max(FLOOR * limit, HEADROOM[self.dtype] * self._noise))
         if largest is None:
-            largest = math.inf if self._has_experts else noise.largest
+            largest = math.inf if self._has_experts else LARGEST.get(self.dtype, math.inf)
         return SamplingBound(mean, largest)
 
     def of_workers(self, data: BatchedDataDict[Any]) -> SamplingBound | None:
@@ -92,11 +79,12 @@ class SamplingCheck:
 
     def after(self, step: int, data: BatchedDataDict[Any], result: TrainResult, parts: Parts) -> None:
         """Compare what `train` has measured with the bound. Raises `SamplingMismatch`, or warns, as configured."""
-        sampled, bound = result.get("sampled"), self.bound
-        if sampled is None or not sampled.tokens:
+        sampled = result.get("sampled")
+        if sampled is None or not sampled.tokens or math.isnan(sampled.mean):  # NaN is what the gradient norm reports
             return
-        if (sampled.mean <= bound.mean and sampled.largest <= bound.largest) or math.isnan(sampled.mean):
-            self._first += [sampled.mean] if len(self._first) < _FIRST_STEPS else []
+        bound = self.bound
+        if sampled.mean <= bound.mean and sampled.largest <= bound.largest:
+            self._noise = max(self._noise or 0.0, sampled.mean)
         elif sampled.withheld:
             raise SamplingMismatch(
                 f"{self._described(step, sampled, bound)}{_most_different(data, parts)}{self._advice}"
@@ -104,6 +92,21 @@ class SamplingCheck:
         elif self._warned < _SHOWN:
             self._warned += 1
             _LOG.warning("%s%s", self._described(step, sampled, bound), self._advice)
+
+    @cached_property
+    def _limits(self) -> Mapping[str, float]:
+        return {**PROBE_BOUNDS, **self._declared()}
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype of engine and trainer with the larger limit."""
+        policy, sent = self._config.policy, self._config.generation.refit.dtype
+        dtypes: set[str] = {policy.precision}
+        if self._config.generation.workers is not None and sent != "auto":
+            dtypes.add(sent)
+        if policy.tf32 and "float32" in dtypes:
+            dtypes.add("tf32")
+        return max(dtypes, key=lambda dtype: self._limits[dtype])
 
     @cached_property
     def _has_experts(self) -> bool:
@@ -128,17 +131,6 @@ class SamplingCheck:
             f"policy: `rlframework conformance {self._config.generation.name}` looks for what is wrong. If it is sound "
             "and only less exact, raise generation.logprob_check.mean (largest); action=warn goes on"
         )
-
-
-def compared_dtype(config: RunConfig) -> str:
-    """Return the key of `NOISE` for the less exact of trainer and engine."""
-    policy, sent = config.policy, config.generation.refit.dtype
-    dtypes: list[str] = [policy.precision]
-    if config.generation.workers is not None and sent != "auto":
-        dtypes.append(sent)
-    if policy.tf32:
-        dtypes.append("tf32")
-    return max(dtypes, key=list(NOISE).index)
 
 
 def _most_different(data: BatchedDataDict[Any], parts: Parts) -> str:

@@ -104,7 +104,8 @@ def _config(
         "device": "cpu",
         "algorithm": {**section, "name": name},
         "environment": {"name": _TASK},
-        "generation": {"max_new_tokens": LONGEST_ANSWER + 1},
+        # the stored answers are not those of the policy
+        "generation": {"max_new_tokens": LONGEST_ANSWER + 1, "logprob_check": {"action": "off"}},
         "policy": {
             "model_name": str(models["language"]),
             "backend": backend,
