@@ -81,7 +81,7 @@ def test_thoughts_of_published_templates(name: str, tags: tuple[str, str] | None
 def test_answers_within_a_thought_are_counted(caplog: Any) -> None:
     ended = Sample("ended", talk(1), "", "a</think>b")
     call: Message = {"role": "assistant", "content": "", "tool_calls": []}
-    called = Sample("called", (*talk(1), call | {"tool_calls": [{}]}), "")  # type: ignore[typeddict-item]
+    called = Sample("called", (*talk(1), call | {"tool_calls": [{}]}), "")
     [message] = logged(caplog, OPENED, "last", ended, REASONED, TEXT, called, WITHIN, ONE)
     assert message.startswith("2 of 6 rows have an answer without '</think>' (the first: sample 'within'), but the")
     assert "begins each prompt's answer with '<think>'" in message
