@@ -5,7 +5,6 @@ The faults are those of `wrong_engines`. `fp32` rounds by less than 1e-5 nats he
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +105,6 @@ def test_without_probes_results_and_trainer_find_them(
     assert isinstance(error, kind), error
     assert f"wrong_{fault}'" in str(error)
     assert finished <= 1
-
-
-def test_an_agent_is_not_blamed_for_the_engine(end_of: Any, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{n}+4=", "answer": str(n)}) + "\n" for n in range(32)))
-    agent = f"environment={{name: agent, agent: 'probe_agents:digits', path: {data}, max_episode_tokens: 48}}"
-    error, finished = end_of("no_spans", "~environment", agent)
-    assert isinstance(error, EngineFault), error
-    assert "its spans are empty" in str(error)
-    assert not finished
 
 
 def test_a_run_may_be_told_to_go_on(run_config: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -169,8 +169,10 @@ class Session:
                 raise self.closed from None
             raise
         except (EngineFault, RefitError) as error:
-            self.engine_error = self.engine_error or error
-            raise
+            if not self.record:
+                raise
+            self.engine_error = self.engine_error or error  # it ends the run, whose endpoint has nothing to log
+            raise _given_up() from error
         finally:
             task.cancel()
             self._running.discard(task)

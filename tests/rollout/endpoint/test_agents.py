@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from probe_agents import CALLED, SESSIONS
 from scripted_episodes import END, ScriptedEngine, samples
 
 from rlframework.config.sections import RunConfig
-from rlframework.errors import UserError
+from rlframework.errors import EngineFault, UserError
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.generation import GenerationResult
 from rlframework.observers.timeline import Timeline
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.sessions import Session, Sessions
@@ -68,6 +70,21 @@ def test_the_rewards_of_agents(agent_parts: Any) -> None:
     parts = agent_parts("leaves_it", "environment.check=exact")
     found = [*samples(1), samples(1)[0].__class__("x", samples(1)[0].messages, text)]
     assert rollout(parts, found, torch.arange(2)).rewards.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.slow
+def test_an_agent_is_not_blamed_for_the_engine(agent_parts: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What the agent makes of the answer 410 is no failure of its own: the fault of the engine ends the rollout."""
+
+    class NoSpans(ScriptedEngine):
+        def _result(self, request: Any) -> GenerationResult:
+            return replace(super()._result(request), spans=())
+
+    parts = agent_parts("digits")
+    parts.generation.client.engines[0].__class__ = NoSpans
+    with pytest.raises(EngineFault, match=r"(?s)scripted \('transformers'\).*its spans are empty"):
+        rollout(parts, samples(1), torch.arange(1))
+    assert not caplog.records
 
 
 @pytest.mark.slow
