@@ -84,7 +84,7 @@ def test_an_agent_is_not_blamed_for_the_engine(agent_parts: Any, caplog: pytest.
     parts.generation.client.engines[0].__class__ = NoSpans
     with pytest.raises(EngineFault, match=r"(?s)scripted \('transformers'\).*its spans are empty"):
         rollout(parts, samples(1), torch.arange(1))
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.slow
