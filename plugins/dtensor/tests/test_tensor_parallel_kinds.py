@@ -21,7 +21,7 @@ from selected_cases import selected_cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlframework.workers.machine import PortReserver
+from rlframework.workers.machine import bind_free_port
 
 EQUAL = (
     *("cohere", "cohere2", "granite", "gemma2", "gemma2, sequence", "gemma3_text", "gemma3_text, sequence"),
@@ -102,8 +102,8 @@ def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, float] | str]:
     folder = tmp_path_factory.mktemp("tensor")
-    ports = PortReserver()  # holds the port until its ranks have ended
-    port = ports.reserve("127.0.0.1")
+    with bind_free_port("127.0.0.1") as free:  # none that another program gets unless it asks for it
+        port = free.getsockname()[1]
     cases = selected_cases(
         request,
         "test_a_kind_over_two_ranks_equals_its_rows_one_by_one",
