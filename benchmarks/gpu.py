@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
 import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from typing import Any
 import torch
 from interleave import machine, table, write_json
 from plain import Rows
+from torch.autograd import DeviceType
 from work import as_batch, make_policy, matrix_product_flops
 
 from rlframework import create_manager
@@ -340,13 +342,25 @@ def profile(bench: Bench) -> list[Row]:
         policy.train(batch, loss)
         with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
             seconds = bench.once(lambda: policy.train(batch, loss))
+    return kernel_rows(recorded.events(), seconds)
+
+
+def kernel_rows(events: Iterable[Any], seconds: float) -> list[Row]:
+    """Time of the kernels among a profiler's `events` by kind, their share of `seconds`, and the time without any.
+
+    Ranges of annotations (`record_function`) are events of the device too, which span the kernels in them: they are
+    left out. Kernels that run side by side are added up by kind, but count once against the idle time.
+    """
     spent = dict.fromkeys([*KINDS, "elementwise"], 0.0)
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = event.name.lower()
-            kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "elementwise")
-            spent[kind] += event.device_time / 1e6
-    spent["idle"] = max(0.0, seconds - sum(spent.values()))
+    busy, end = 0.0, -math.inf
+    kernels = [one for one in events if one.device_type == DeviceType.CUDA and not one.is_user_annotation]
+    for event in sorted(kernels, key=lambda one: float(one.time_range.start)):
+        name, start, stop = event.name.lower(), event.time_range.start, event.time_range.end
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "elementwise")
+        spent[kind] += (stop - start) / 1e6
+        busy += max(0.0, stop - max(start, end)) / 1e6
+        end = max(end, stop)
+    spent["idle"] = max(0.0, seconds - busy)
     return [["kind", "ms", "share"], *[[kind, f"{1e3 * s:.1f}", f"{s / seconds:.0%}"] for kind, s in spent.items()]]
 
 

@@ -140,9 +140,9 @@ def test_values_are_hidden_at_any_depth_and_the_original_is_unchanged() -> None:
     "part", ["a", "://", "eyJ-", 'a="', "api_key='", "a ", "?&", "authorization", "https://a:", "a_"]
 )
 def test_long_texts_take_linear_time(part: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     hide_in_text(part * 100_000)
-    assert time.process_time() - began < 5
+    assert time.thread_time() - began < 5
 
 
 @pytest.mark.slow

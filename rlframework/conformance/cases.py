@@ -250,10 +250,10 @@ def with_prev_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, seed: int =
     return BatchedDataDict({**data, "prev_logprobs": logprobs + noise * (logprobs != 0)})
 
 
-def image_batch(model: str, *, seed: int = 0) -> BatchedDataDict[Any]:
-    """Return eight rows for the model `images` or `patches`, some with one or two different pictures, row 1 masked."""
+def image_batch(model: str, *, seed: int = 0, images: Sequence[int] = IMAGES) -> BatchedDataDict[Any]:
+    """Return rows for the model `images` or `patches` with `images` different pictures in each, row 1 masked."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [_image_row(model, count, generator) for count in IMAGES]
+    rows = [_image_row(model, count, generator) for count in images]
     ids, media = [row for row, _ in rows], [found for _, found in rows]
     data = batch(len(rows), seed=seed, width=max(map(len, ids)))
     data["input_lengths"] = torch.tensor([len(row) for row in ids])

@@ -19,7 +19,10 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OracleStep:
-    """One optimizer step: the loss before it, the gradient's L2 norm before clipping, and the gradients."""
+    """One optimizer step: the loss before it, the gradient's L2 norm before clipping, and the gradients.
+
+    Parameters that the loss does not depend on have no gradient, and AdamW leaves them alone.
+    """
 
     loss: float
     grad_norm: float
@@ -260,11 +263,12 @@ class Oracle:
 
     def descend(self, loss: float, lr: float | None = None) -> OracleStep:
         """Take a step on the parameters' current gradients, which belong to `loss`."""
-        gradients = {name: _gradient(parameter).clone() for name, parameter in self.model.named_parameters()}
+        gradients = {name: one.grad.clone() for name, one in self.model.named_parameters() if one.grad is not None}
         norm = torch.sqrt(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum())
         if self.max_grad_norm is not None and norm > self.max_grad_norm:
             for parameter in self.model.parameters():
-                _gradient(parameter).mul_(self.max_grad_norm / norm)
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.max_grad_norm / norm)
         for group in self.optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
         self.optimizer.step()

@@ -24,6 +24,22 @@ _READS_TYPE = re.compile(r"""'type'|"type"|\.type\b""")
 
 _PROBE = "7305186249"
 """A content, to find out whether a template writes texts: in no template's own text."""
+_PROBE_TOOL: ToolSpec = {
+    "type": "function",
+    "function": {"name": f"f{_PROBE}", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+_PROBE_CALL: ToolCall = {
+    "id": "probe0000",
+    "type": "function",
+    "function": {"name": f"f{_PROBE}", "arguments": "{}"},
+}
+_ASKED: Message = {"role": "user", "content": "a"}
+
+
+def _calling(call: ToolCall) -> tuple[Message, ...]:
+    """A conversation with one call."""
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return _ASKED, turn, {"role": "tool", "content": "b", "tool_call_id": call["id"]}
 
 
 def apply_template(
@@ -35,16 +51,20 @@ def apply_template(
 ) -> str:
     """Return the text that the chat template of `tokenizer` makes of `messages`; `prompt`: the model answers next.
 
-    Arguments of tool calls are given as mappings, or as text if the template rejects those. A template that knows no
-    tools gets them as text, see `tools_as_text`. Raises a `DataError` that names the roles if there are no messages, or
-    the template rejects them in all of these forms.
+    Arguments of tool calls are given as mappings, or as text if the template rejects those. Arguments that are no JSON
+    object are text, or the value of `arguments` in a mapping for a template that does not write text. A template that
+    writes neither tools nor calls gets them as text, see `tools_as_text`. Raises a `DataError` that names the roles if
+    there are no messages, or the template rejects them in all of these forms.
     """
     if not messages:
         raise DataError("a chat template needs at least one message")
     failed: Exception | None = None
     template = template_text(tokenizer) or ""
     in_parts = bool(pictures_of(messages)) or not _writes_texts(tokenizer, template)
-    for given, listed in _forms(template, messages, tools):
+    has_tools = knows_tools(tokenizer)
+    if has_tools and not _writes_text_arguments(tokenizer, template):  # Qwen3.5 and GLM iterate over them
+        messages = list(map(_with_objects, messages))
+    for given, listed in _forms(messages, tools, template, has_tools=has_tools):
         try:
             return _apply(tokenizer, list(map(_with_parts, given)) if in_parts else given, listed, prompt)
         except Exception as error:  # noqa: BLE001 - a template can raise anything
@@ -77,11 +97,16 @@ def template_message(message: Message, *, mappings: bool = True) -> dict[str, An
     return plain
 
 
+def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template of `tokenizer` writes tools or their calls, or rejects all that was tried."""
+    return _writes_tools(tokenizer, template_text(tokenizer) or "")
+
+
 def _forms(
-    template: str, messages: Sequence[Message], tools: Sequence[ToolSpec]
+    messages: Sequence[Message], tools: Sequence[ToolSpec], template: str, *, has_tools: bool
 ) -> Iterator[tuple[list[dict[str, Any]], Sequence[ToolSpec]]]:
     """Messages and tools in the forms that chat templates take, to be tried in turn."""
-    if "tool" not in template:
+    if not has_tools:
         yield [template_message(message) for message in tools_as_text(messages, tools)], ()
         if tools:  # Gemma 2 has no system role
             yield [template_message(message) for message in tools_as_text(messages, tools, role="user")], ()
@@ -117,6 +142,19 @@ def _warn_of_unlisted_tools(template: str) -> None:
         )
 
 
+def _with_objects(message: Message) -> Message:
+    """`message` with arguments of its tool calls that are no JSON object as a text in one; none are an empty object."""
+    if all(_arguments_of(call) is not None for call in message.get("tool_calls", ())):
+        return message
+    calls: list[ToolCall] = []
+    for call in message["tool_calls"]:
+        name, text = call["function"]["name"], call["function"]["arguments"]
+        if _arguments_of(call) is None:
+            text = json.dumps({"arguments": text} if text.strip() else {})
+        calls.append({**call, "function": {"name": name, "arguments": text}})
+    return {**message, "tool_calls": calls}
+
+
 def _with_content_as_reasoning(message: Message) -> Message:
     """`message` with its content at the end of its reasoning, if it has both and calls tools."""
     thought, text = message.get("reasoning_content"), text_of(message)
@@ -143,6 +181,44 @@ def _writes_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
         return True
 
 
+@lru_cache(maxsize=16)
+def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a tool or a call is in what the template writes; some only have a role for answers, or reject it."""
+    if "tool" not in template:
+        return False
+    called = _calling(_PROBE_CALL)
+    texts = [
+        _tried(tokenizer, template, called, [_PROBE_TOOL]),
+        _tried(tokenizer, template, called, [_PROBE_TOOL], mappings=False),
+        _tried(tokenizer, template, [_ASKED], [_PROBE_TOOL]),
+    ]
+    return any(_PROBE in (text or "") for text in texts) or texts == [None] * len(texts)
+
+
+@lru_cache(maxsize=16)
+def _writes_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether arguments that are no JSON object are in what the template writes."""
+    call: ToolCall = {**_PROBE_CALL, "function": {"name": "f", "arguments": f"{{{_PROBE}"}}
+    return _PROBE in (_tried(tokenizer, template, _calling(call), []) or "")
+
+
+def _tried(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    *,
+    mappings: bool = True,
+) -> str | None:
+    """What the template makes of `messages`, or None if it rejects them in this form."""
+    given = [template_message(message, mappings=mappings) for message in messages]
+    given = given if _writes_texts(tokenizer, template) else list(map(_with_parts, given))
+    try:
+        return _apply(tokenizer, given, tools, prompt=True)
+    except Exception:  # noqa: BLE001 - a template can raise anything
+        return None
+
+
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     """`message` with its text as a part."""
     content = message["content"]
@@ -155,9 +231,12 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _arguments_of(call: ToolCall) -> Mapping[str, Any] | None:
-    """The arguments of `call`, or None if they are not a JSON object."""
+    """The arguments of `call`, or None if they are not a JSON object. Halves of characters in them are replaced."""
+    text = call["function"]["arguments"]
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = json.loads(text)
+        if "\\ud" in text.lower():  # an escape that may be half of a character, which no tokenizer takes
+            arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None

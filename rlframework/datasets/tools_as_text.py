@@ -56,10 +56,10 @@ def _turn_as_text(message: Message) -> Message:
 
 
 def _call_as_text(call: ToolCall) -> str:
-    """The JSON of a call; arguments that are not JSON are a text in it."""
+    """The JSON of a call; arguments that are not JSON are a text in it. Halves of characters are replaced."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     try:
-        found = json.loads(arguments)
+        text = json.dumps({"name": name, "arguments": json.loads(arguments)}, ensure_ascii=False)
     except (ValueError, RecursionError):
-        found = arguments
-    return json.dumps({"name": name, "arguments": found}, ensure_ascii=False)
+        text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()

@@ -120,14 +120,14 @@ def test_each_mistake_has_its_message(manager: Any, minimal: Any, override: str,
 
 @pytest.mark.slow
 def test_many_and_long_mistakes_are_one_short_error_at_once(manager: Any, minimal: Any) -> None:
-    begin = time.process_time()
+    begin = time.thread_time()
     many = {f"key{number}": 1 for number in range(3000)}
     text = refused(minimal | many | {"x" * 100_000: 1}, [], manager=manager)
     assert text.startswith("3001 problems in the configuration:\n- `key0`: unknown key (given 1)\n- `key1`: ")
     assert text.endswith("\nand 2961 more")
     assert len(refused(minimal | {"x" * 100_000: 1}, [], manager=manager)) < 1_000
     assert len(refused(minimal, [f"environment.name={'x' * 100_000}"], manager=manager)) < 3_000
-    assert time.process_time() - begin < 3.0
+    assert time.thread_time() - begin < 3.0
 
 
 def test_the_members_of_a_union_are_told_as_alternatives(manager: Any, minimal: Any) -> None:

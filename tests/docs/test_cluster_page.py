@@ -249,7 +249,7 @@ def test_the_slurm_job_goes_on_from_a_checkpoint(stage):
 def test_the_slurm_job_passes_sigterm_on_waits_and_is_requeued(stage):
     command = ["bash", str(FOLDER / "slurm.sbatch"), "run.yaml"]
     job = subprocess.Popen(command, env=stage | {"TRAINS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not (Path(stage["CALLS"]).exists() and "under way" in calls_of(stage)):  # the training's trap is set
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -258,7 +258,7 @@ def test_the_slurm_job_passes_sigterm_on_waits_and_is_requeued(stage):
         time.sleep(0.02)
     assert "rlframework train run.yaml" in calls_of(stage)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(30) == 143
+    assert job.wait(60) == 143
     assert "scontrol requeue 7" in calls_of(stage)
 
 

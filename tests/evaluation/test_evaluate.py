@@ -261,7 +261,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_was_answered(tiny_llama, folder)
     assert "the completions so far are in out/completions.partial.jsonl" in errors
     assert errors.endswith("interrupted\n")
     assert "Traceback" not in errors
-    _, left = psutil.wait_procs(workers, timeout=10)
+    _, left = psutil.wait_procs(workers, timeout=60)
     assert [worker for worker in left if worker.status() != psutil.STATUS_ZOMBIE] == []
     assert [path.name for path in (folder / "out").iterdir()] == ["completions.partial.jsonl"]
     assert {"prompt", "completion", "reward"} <= rows_of(partial)[0].keys()

@@ -90,7 +90,7 @@ def test_an_engine_in_another_python_environment(run_config, tmp_path, alone, ot
 def parts(run_config):
     from rlframework.runner.parts import build_parts
 
-    with build_parts(run_config("grpo", *APART, "generation.refit.deadline=2.5")) as made:
+    with build_parts(run_config("grpo", *APART, "generation.refit.deadline=60")) as made:
         made.generation.prepare_for_generation()
         yield made
 
@@ -108,8 +108,9 @@ def test_weights_are_sent_when_they_are_stale_and_not_again(parts):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_an_engine_that_hangs_or_died_is_replaced_by_the_refit(parts, number):
-    first = pid_of(parts.generation)
+def test_an_engine_that_hangs_or_died_is_replaced_by_the_refit(parts, monkeypatch, number):
+    first, refitter = pid_of(parts.generation), parts.generation.refitter
+    monkeypatch.setattr(refitter, "_config", refitter._config.model_copy(update={"deadline": 8.0}))
     os.kill(first, number)
     parts.generation.pop_metrics()
     assert parts.generation.refit().version == parts.generation.refitter.require_committed()

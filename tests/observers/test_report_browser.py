@@ -110,7 +110,7 @@ def test_a_tap_shows_the_values_there(browser: Any, tmp_path: Path) -> None:
     chart.locator("path.smooth").wait_for(state="attached")
     box = chart.locator("svg.plot").bounding_box()
     page.touchscreen.tap(box["x"] + 52, box["y"] + 60)
-    page.wait_for_timeout(100)
+    chart.locator(".readout", has_text="1").wait_for()
     assert chart.locator(".readout").inner_text().split() == ["1"]
     context.close()
 

@@ -55,4 +55,4 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(seen, name):
     assert "Traceback" not in run["stderr"]
     assert (run["processes"], run["folders"]) == ([], [])
     assert run["checkpoints"] == checkpoints
-    assert run["seconds"] < 15
+    assert run["seconds"] < 60

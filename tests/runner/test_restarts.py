@@ -123,7 +123,7 @@ def test_a_resumed_run_restarts_from_its_checkpoint(run_config, tmp_path, whole,
 
 @pytest.mark.thorough
 def test_a_worker_that_hangs_after_a_step_is_lost(run_config, tmp_path, whole, plan):
-    run(run_config("sft", *options(tmp_path / "run", plan("1-4-hang")), "worker_group.deadlines.call=8"))
+    run(run_config("sft", *options(tmp_path / "run", plan("1-4-hang")), "worker_group.deadlines.call=20"))
     assert_same(whole, tmp_path / "run")
     assert [told["error"].partition(":")[0] for told in rows_of(tmp_path / "run" / RESTARTS_FILE)] == [
         "DeadlineExceeded"

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 full = pytest.mark.skipif(not os.environ.get("SOAK_FILE"), reason="make soak runs it")
 
 STEPS = 8
-GONE_IN = {"inline": 5.0, "processes": 5.0, "ray": 15.0}
+GONE_IN = {"inline": 60.0, "processes": 60.0, "ray": 60.0}
 """Seconds within which everything of a run that ended or was killed has to be gone."""
 GROUPS = {
     "inline": ("worker_group.name=inline",),
@@ -213,4 +213,4 @@ def test_a_program_that_ends_while_the_fork_server_imports(soak, chain, number):
         signal.SIGINT: (130, "interrupted\n"),
     }[number]
     assert (program.wait(), program.output) == (code, told)
-    assert not program.left(30.0)  # a server whose program was killed sees that once its imports are done
+    assert not program.left(60.0)  # a server whose program was killed sees that once its imports are done

@@ -181,7 +181,7 @@ def problems(program: Program, code: int, told: str) -> list[str]:
         found.append(
             f"it ended with {program.code()}, not {code}, or does not say {told!r}:\n{program.output[-3000:]!r}"
         )
-    if left := program.left(5.0):
+    if left := program.left(60.0):
         found.append(f"left behind: {left}")
     return found
 

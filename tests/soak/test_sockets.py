@@ -152,7 +152,7 @@ def test_the_attack_finds_what_is_open_to_others_and_code_that_runs(strangers: S
     victim = threading.Thread(target=serve)
     victim.start()
     strangers.attack(address)
-    victim.join(10)
+    victim.join(60)
     server.close()
     opened = tmp_path / "opened"
     for message in received:
@@ -169,14 +169,14 @@ def test_strangers_do_not_disturb_a_run(run_config: Any, tmp_path: Path, strange
         options = [
             f"algorithm.num_steps={steps}",
             "algorithm.validation.every=0",
-            "worker_group={name: processes, num_workers: 2, deadlines: {call: 60}}",
-            "generation.workers={num_workers: 1, deadlines: {call: 60}}",
-            f"generation.refit={{transport: {transport}, deadline: 60}}",
+            "worker_group={name: processes, num_workers: 2, deadlines: {call: 200}}",
+            "generation.workers={num_workers: 1, deadlines: {call: 200}}",
+            f"generation.refit={{transport: {transport}, deadline: 200}}",
         ]
         folder = tmp_path / transport
         folder.mkdir()
-        process = begin(run_config("grpo", *options, f"output_dir={folder}/run"), folder / "run.yaml")
-        known = attack_until_the_end(process, strangers, 100)
+        process, _ = begin(run_config("grpo", *options, f"output_dir={folder}/run"), folder / "run.yaml")
+        known = attack_until_the_end(process, strangers, 300)
         assert process.exitcode == 0
         assert rows_of(folder / "run")[-1]["step"] == steps
         assert known

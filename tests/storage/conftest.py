@@ -10,10 +10,15 @@ from faulty_files import FaultyFiles
 from rlframework.storage.remote_folder import RemoteFolder
 
 
-@pytest.fixture
-def files():
+@pytest.fixture(autouse=True)
+def no_files() -> None:
+    """All file systems in memory share their files, which are those of other tests too."""
     FaultyFiles.store.clear()
     FaultyFiles.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def files():
     return FaultyFiles()
 
 

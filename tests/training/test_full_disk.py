@@ -38,13 +38,13 @@ def train(config: Path) -> subprocess.Popen[str]:
 
 def fill_disk_after_a_checkpoint(process: subprocess.Popen[str], out: Path) -> str:
     """Limit the files of the run's processes as soon as there is a checkpoint; return what the run printed."""
-    until = time.monotonic() + 90.0
+    until = time.monotonic() + 180.0
     while not checkpoints_in(out) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
     driver = psutil.Process(process.pid)
     for each in (driver, *driver.children(recursive=True)):
         resource.prlimit(each.pid, resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
-    return process.communicate(timeout=90.0)[1]
+    return process.communicate(timeout=180.0)[1]
 
 
 @pytest.mark.thorough

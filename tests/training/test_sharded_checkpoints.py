@@ -50,7 +50,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(run_config, tmp_path, monkeyp
     next_step, waited = threading.Event(), []
 
     def slow(self, plan, planner):
-        waited.append(next_step.wait(20.0))
+        waited.append(next_step.wait(60.0))
         return write(self, plan, planner)
 
     def step(self, *args, **kwargs):

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import ray
 
-BLOCK = 60.0
+BLOCK = 600.0
 
 
 class Plain:

@@ -95,7 +95,7 @@ def main():
     seen["unknown"] = [f"{each.name()} {each.pid}" for each in processes()[1:] if each.pid not in known | {watcher}]
     seen["ended"] = group.shutdown()
     seen["folder stays"] = folder.exists()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while len(processes()) > 1 and time.monotonic() < until:
         time.sleep(0.05)
     seen["left"] = [process.name() for process in processes()[1:]]

@@ -113,6 +113,7 @@ class DeepSpeedEngine(ModelState):
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`."""
         with self.waits.measured():
+            self._shards.share_reached()
             norm = gradients.total_norm(
                 self._shards, lambda parameter: self._tensor.partition(parameter) is not None, self._tensor.group
             )

@@ -43,7 +43,10 @@ def total_norm(shards: Shards, is_partitioned: Callable[[nn.Parameter], bool], t
 
 
 def step(shards: Shards, norm: float, max_grad_norm: float | None, lr: float) -> bool:
-    """Step at `lr`, clipped to `max_grad_norm`; return True if skipped because `norm` is not finite. Collective."""
+    """Step at `lr`, clipped to `max_grad_norm`; return True if skipped because `norm` is not finite. Collective.
+
+    Parameters that `shards` does not count as reached are left alone, as by torch.
+    """
     if not math.isfinite(norm):
         update_scale = getattr(shards.wrapper, "_update_scale", None)
         if update_scale is not None:  # of float16
@@ -53,6 +56,11 @@ def step(shards: Shards, norm: float, max_grad_norm: float | None, lr: float) ->
     assert shards.adam is not None
     for group in shards.adam.param_groups:
         group["lr"] = lr
+    with shards.stepping():
+        return _clip_and_step(shards, norm, max_grad_norm)
+
+
+def _clip_and_step(shards: Shards, norm: float, max_grad_norm: float | None) -> bool:
     if shards.wrapper is shards.adam:  # without ZeRO, in fp32, DeepSpeed has no wrapper that could clip
         if max_grad_norm is not None and norm > max_grad_norm:
             for _, gradient in shards.gradients():

@@ -49,6 +49,8 @@ RECORDS = (
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 """The classes, besides tensors and plain values, of the objects in DeepSpeed's files."""
+STEPS = "steps_of_parameters"
+"""Counts of steps by name, if they differ: DeepSpeed has one for all."""
 Shape = tuple[int, ...]
 
 
@@ -57,7 +59,9 @@ def save(shards: Shards, folder: Path, *, optimizer: bool) -> None:
     if shards.adam is None:
         raise NotSupported("DeepSpeed's format requires an optimizer; this worker was built without one")
     half_precision = hasattr(shards.wrapper, "fp32_groups")
-    state = {NAMES: _names(shards)} if half_precision else {}
+    state: dict[str, Any] = {NAMES: _names(shards)} if half_precision else {}
+    if shards.engine.zero_optimization():
+        state[STEPS] = {name: shards.steps(one) for name, one in _trained(shards).items()} if optimizer else None
     without_moments = nullcontext() if optimizer else replacing(shards.adam, state=defaultdict(dict))
     with quiet(), without_moments:
         shards.engine.save_checkpoint(str(folder), tag=TAG, client_state=state)
@@ -78,9 +82,18 @@ def load(shards: Shards, folder: Path, context: WorkerContext) -> None:
     (tag, *_) = run_on_all_ranks(context, lambda: _required(shards, folder))
     own = [{key: value for key, value in group.items() if key != "params"} for group in shards.adam.param_groups]
     with quiet(), without_code(folder, RECORDS):
-        shards.engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+        _, state = shards.engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
     for group, settings in zip(shards.adam.param_groups, own, strict=True):
         group.update(settings)
+    if shards.engine.zero_optimization():
+        counts = state.get(STEPS) or {}
+        most = max((int(one["step"]) for one in shards.adam.state.values() if "step" in one), default=0)
+        shards.set_steps({one: counts.get(name, most) for name, one in _trained(shards).items()})
+
+
+def _trained(shards: Shards) -> dict[str, Any]:
+    named = shards.engine.module.named_parameters()
+    return {name: parameter for name, parameter in named if shards.is_trained(parameter)}
 
 
 # -- what the files are ------------------------------------------------------------------------------------------------

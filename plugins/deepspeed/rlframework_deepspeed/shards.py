@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,6 +57,12 @@ class Shards(ABC):
         self.adam: torch.optim.Optimizer | None = engine.basic_optimizer
         self.group: dist.ProcessGroup = engine.seq_data_parallel_group
         self.ranks: int = dist.get_world_size(self.group)
+        self.reached: set[int] = set()
+        """The ids of the parameters that a backward of this step gave a gradient."""
+        reached = self.reached
+        for parameter in engine.module.parameters():
+            if self.is_trained(parameter):
+                parameter.register_post_accumulate_grad_hook(lambda parameter: reached.add(id(parameter)))
 
     # -- specific to a stage ------------------------------------------------------------------------------------------
 
@@ -76,15 +83,25 @@ class Shards(ABC):
         """Set `parameter` to a new value, in the slot and for the forward. Not collective."""
 
     @abstractmethod
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the local gradients with their parameters, scaled like the loss.
-
-        If `splits_gradients`, the ranks of `group` have different elements of each parameter, else the same.
-        """
+    def _gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the local gradients; of parameters that no backward reached, zeros or a past gradient."""
 
     @abstractmethod
     def discard(self) -> None:
         """Discard all gradients, including those of an unfinished backward."""
+        self.reached.clear()
+
+    @abstractmethod
+    def stepping(self) -> AbstractContextManager[None]:
+        """The context of DeepSpeed's step: parameters that are not in `reached` are left alone, as by torch."""
+
+    @abstractmethod
+    def steps(self, parameter: nn.Parameter) -> int:
+        """The number of steps of `parameter`."""
+
+    @abstractmethod
+    def set_steps(self, steps: Mapping[nn.Parameter, int]) -> None:
+        """Set the numbers of steps of all trained parameters."""
 
     def recover(self) -> None:
         """Reset DeepSpeed's forward/backward state after a failed pass. Not collective."""
@@ -99,6 +116,22 @@ class Shards(ABC):
         return True
 
     # -- common to all stages -----------------------------------------------------------------------------------------
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the local gradients with their parameters, scaled like the loss.
+
+        If `splits_gradients`, the ranks of `group` have different elements of each parameter, else the same.
+        """
+        return ((parameter, gradient) for parameter, gradient in self._gradients() if id(parameter) in self.reached)
+
+    def share_reached(self) -> None:
+        """Add to `reached` what a backward of another rank reached: the gradient is the sum over ranks. Collective."""
+        if self.ranks == 1:
+            return
+        order = [id(parameter) for group in self._groups() for parameter in group]
+        flags = torch.tensor([one in self.reached for one in order], dtype=torch.uint8, device=self.engine.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        self.reached.update(one for one, flag in zip(order, flags.tolist(), strict=True) if flag)
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """The shape of `parameter` before ZeRO shards it."""
@@ -130,24 +163,20 @@ class Shards(ABC):
         return 1.0
 
     def state(self, parameter: nn.Parameter) -> tuple[int, dict[str, Tensor]]:
-        """The optimizer's step count and the local moments; no moments before the first step."""
+        """The number of steps of `parameter`, and the local moments; no moments before the first step."""
         slot = self.slot(parameter)
         found = self.adam.state.get(slot.holder) if slot is not None and self.adam is not None else None
         if not found or slot is None:
             return 0, {}
-        return int(found["step"]), {name: slot.of(found[name]) for name in MOMENTS}
+        return self.steps(parameter), {name: slot.of(found[name]) for name in MOMENTS}
 
-    def make_state(self, parameter: nn.Parameter, steps: int) -> dict[str, Tensor]:
+    def make_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The local moments as writable views; created before the first step."""
         slot = self.slot(parameter)
         assert self.adam is not None
         if slot is None:
             return {}
-        found = self.adam.state[slot.holder]
-        if not found:
-            found["step"] = torch.zeros((), device=slot.holder.device if slot.holder.is_cuda else None)
-            found.update({name: torch.zeros_like(slot.holder, requires_grad=False) for name in MOMENTS})
-        found["step"].fill_(float(steps))
+        found = state_of(self.adam, slot.holder)
         return {name: slot.of(found[name]) for name in MOMENTS}
 
     def all_of(self, parameter: nn.Parameter, part: Tensor | None) -> Tensor:
@@ -159,3 +188,12 @@ class Shards(ABC):
         if self.ranks > 1:
             dist.all_reduce(row.view(torch.int32), group=self.group)  # as integers: bit-exact
         return row.view(shape)
+
+
+def state_of(adam: torch.optim.Optimizer, holder: Tensor) -> dict[str, Tensor]:
+    """The state of `holder` in AdamW; created before the first step."""
+    found: dict[str, Tensor] = adam.state[holder]
+    if not found:
+        found["step"] = torch.zeros((), device=holder.device if holder.is_cuda else None)
+        found.update({name: torch.zeros_like(holder, requires_grad=False) for name in MOMENTS})
+    return found

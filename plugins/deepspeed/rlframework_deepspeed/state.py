@@ -223,9 +223,9 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
         """See `Engine.load_moments`."""
         trained = self._trained()
         files = self._layout.by_source
-        nothing = {name: _steps(moments, files[name]) for name in trained}
+        self._shards.set_steps({one: _steps(moments, files[name]) for name, one in trained.items()})
         for name, parameter in trained.items():
-            state = self._shards.make_state(parameter, nothing[name])
+            state = self._shards.make_state(parameter)
             slot = self._shards.slot(parameter)
             if slot is None:
                 continue

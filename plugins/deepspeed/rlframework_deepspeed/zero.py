@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlframework.models.replacing import replacing
 from rlframework_deepspeed.environment import all_gather
-from rlframework_deepspeed.shards import Read, Shards, Slot
+from rlframework_deepspeed.partial_steps import ranges_of, step_ranges
+from rlframework_deepspeed.shards import Read, Shards, Slot, state_of
 
 
 class _WholeWeights(Shards, ABC):
@@ -75,8 +79,8 @@ class Stage0(_WholeWeights):
                 if (main := self._main.get(id(parameter))) is not None:
                     parameter.copy_(main)
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """See `Shards.gradients`."""
+    def _gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """See `Shards._gradients`."""
         for group in self._groups():
             for parameter in group:
                 if parameter.grad is not None:
@@ -84,14 +88,89 @@ class Stage0(_WholeWeights):
 
     def discard(self) -> None:
         """See `Shards.discard`."""
+        super().discard()
         self.engine.module.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `Shards.stepping`: DeepSpeed has set missing gradients to zeros."""
+        assert self.adam is not None
+        unreached = [one for group in self._groups() for one in group if id(one) not in self.reached]
+        step = self.adam.step
+
+        def step_reached(closure: None = None) -> None:
+            for one in unreached:
+                self._main.get(id(one), one).grad = None
+            step()
+
+        with replacing(self.adam, step=step_reached):
+            yield
+
+    def steps(self, parameter: nn.Parameter) -> int:
+        """See `Shards.steps`."""
+        assert self.adam is not None
+        state = self.adam.state.get(self._main.get(id(parameter), parameter))
+        return int(state["step"]) if state else 0
+
+    def set_steps(self, steps: Mapping[nn.Parameter, int]) -> None:
+        """See `Shards.set_steps`."""
+        assert self.adam is not None
+        for parameter, count in steps.items():
+            state_of(self.adam, self._main.get(id(parameter), parameter))["step"].fill_(float(count))
 
     def own_scale(self) -> float:
         """See `Shards.own_scale`: the engine's backward scales only under ZeRO, but the step always divides."""
         return self.scale()
 
 
-class Stage12(_WholeWeights):
+class _FlatState(Shards, ABC):
+    """Stages whose optimizer has flat tensors of many parameters: 1, 2, 3. AdamW's count of steps is the largest."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._steps = dict.fromkeys(self.trained, 0)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `Shards.stepping`."""
+        is_whole = len(self.reached) == len(self.trained) and len(set(self._steps.values())) == 1
+        with nullcontext() if is_whole else self._stepping_ranges():
+            yield
+        for one in self.reached:
+            self._steps[one] += 1
+        if not is_whole:
+            self._set_count()
+
+    def _stepping_ranges(self) -> AbstractContextManager[None]:
+        slots: defaultdict[int, list[tuple[Slot, int]]] = defaultdict(list)
+        for parameter in (one for group in self._groups() for one in group if id(one) in self.reached):
+            if (slot := self.slot(parameter)) is not None:
+                slots[id(slot.holder)].append((slot, self._steps[id(parameter)]))
+        ranges = {holder: ranges_of(found) for holder, found in slots.items()}
+        adam = self.adam
+        assert adam is not None
+        return replacing(adam, step=lambda closure=None: step_ranges(adam, ranges))
+
+    def steps(self, parameter: nn.Parameter) -> int:
+        """See `Shards.steps`."""
+        return self._steps[id(parameter)]
+
+    def set_steps(self, steps: Mapping[nn.Parameter, int]) -> None:
+        """See `Shards.set_steps`."""
+        self._steps.update({id(parameter): count for parameter, count in steps.items()})
+        assert self.adam is not None
+        for parameter, count in steps.items():
+            if count and (slot := self.slot(parameter)) is not None:
+                state_of(self.adam, slot.holder)
+        self._set_count()
+
+    def _set_count(self) -> None:
+        assert self.adam is not None
+        for state in self.adam.state.values():
+            state["step"].fill_(float(max(self._steps.values())))
+
+
+class Stage12(_FlatState, _WholeWeights):
     """Shards the optimizer state (1) and gradients (2)."""
 
     def _groups(self) -> list[list[nn.Parameter]]:
@@ -119,8 +198,8 @@ class Stage12(_WholeWeights):
         """See `Shards.publish`."""
         self.wrapper.update_lp_params()
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """See `Shards.gradients`."""
+    def _gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """See `Shards._gradients`."""
         if self.wrapper.cpu_offload:
             self.wrapper._wait_for_offload_copies()  # which would otherwise still be under way
             for group in self._groups():
@@ -136,6 +215,7 @@ class Stage12(_WholeWeights):
 
     def discard(self) -> None:
         """See `Shards.discard`."""
+        super().discard()
         wrapper = self.wrapper
         wrapper.zero_grad(set_to_none=True)
         for number in range(len(wrapper.bit16_groups)):
@@ -152,7 +232,7 @@ class Stage12(_WholeWeights):
             wrapper._offload_accumulated_param_ids = set()
 
 
-class Stage3(Shards):
+class Stage3(_FlatState):
     """Shards weights too; each is gathered when its module runs."""
 
     def __init__(self, engine: Any) -> None:
@@ -224,8 +304,8 @@ class Stage3(Shards):
         if parameter.numel():  # kept whole
             parameter.detach().view(-1).copy_(read(0, math.prod(self.shape(parameter))))
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """See `Shards.gradients`."""
+    def _gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """See `Shards._gradients`."""
         for number, group in enumerate(self._groups()):
             found = None if self.wrapper.offload_optimizer else self.wrapper.averaged_gradients.get(number)
             for index, parameter in enumerate(group):
@@ -239,9 +319,11 @@ class Stage3(Shards):
 
     def discard(self) -> None:
         """See `Shards.discard`."""
+        super().discard()
         wrapper = self.wrapper
         wrapper.zero_grad(set_to_none=True)
         wrapper.averaged_gradients = {}
+        wrapper.grad_partitions_flat_buffer.zero_()  # else a later microbatch adds to an earlier step's gradient
         for bucket in wrapper.ipg_buckets.values():
             bucket.clear_params()
         for number in wrapper.params_already_reduced:

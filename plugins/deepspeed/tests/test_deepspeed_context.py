@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +20,8 @@ from kind_outcomes import LENGTHS, batch
 from probe_forked import run_program
 from selected_cases import selected_cases
 from transformers import AutoModelForCausalLM
+
+from rlframework.workers.machine import bind_free_port
 
 EXCHANGES, LAYOUTS = ("gather", "ulysses"), ("packed", "padded")
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
@@ -130,8 +131,7 @@ def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[float, dict[str, float]]]:
     folder = tmp_path_factory.mktemp("context")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with bind_free_port("127.0.0.1") as free:  # none that another program gets unless it asks for it
         port = free.getsockname()[1]
     cases = selected_cases(request, "test_context_parallel_rows_equal_rows_one_by_one")
     done = run_program(Path(__file__), folder, port, *("{case}/{exchange}/{layout}".format(**case) for case in cases))

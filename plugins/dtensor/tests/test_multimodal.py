@@ -221,7 +221,7 @@ from rlframework.interfaces.worker_group import WorkerContext
 folder, batches = Path(sys.argv[1]), json.loads(sys.argv[2])
 rank = 0 if os.fork() else 1
 dist.init_process_group(
-    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
+    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120)
 )
 context = WorkerContext(rank=rank, world_size=2, local_rank=rank)
 for family, modes in batches.items():

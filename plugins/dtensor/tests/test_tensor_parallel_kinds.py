@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from probe_forked import run_program
 from selected_cases import selected_cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from rlframework.workers.machine import bind_free_port
 
 EQUAL = (
     *("cohere", "cohere2", "granite", "gemma2", "gemma2, sequence", "gemma3_text", "gemma3_text, sequence"),
@@ -101,8 +102,7 @@ def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, float] | str]:
     folder = tmp_path_factory.mktemp("tensor")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with bind_free_port("127.0.0.1") as free:  # none that another program gets unless it asks for it
         port = free.getsockname()[1]
     cases = selected_cases(
         request,

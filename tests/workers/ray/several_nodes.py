@@ -54,9 +54,9 @@ def told(action):
 
 
 def free_cpus():
-    """Waits until all CPUs are free again, at most five seconds."""
+    """Waits until all CPUs are free again, at most a minute."""
     total = ray.cluster_resources()["CPU"]
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while ray.available_resources().get("CPU", 0) != total and time.monotonic() < until:
         time.sleep(0.1)
     return ray.available_resources().get("CPU", 0) == total
@@ -240,7 +240,7 @@ def a_node_falls_silent(nodes):
     try:
         for process in stopped:
             process.suspend()
-        return {"error": told(lambda: ask(group, "sleep", seconds=60)), "rank": rank}
+        return {"error": told(lambda: ask(group, "sleep", seconds=600)), "rank": rank}
     finally:
         for process in psutil.wait_procs(stopped, 0)[1]:
             process.resume()

@@ -70,7 +70,7 @@ group = ConfiguredRayWorkerGroup(
     device="cpu",
 )
 print(runtime._PRIVATE[0].folder, flush=True)
-group.get_all_worker_results(group.run_all_workers_single_data("sleep", seconds=60))
+group.get_all_worker_results(group.run_all_workers_single_data("sleep", seconds=600))
 """
 
 
@@ -84,7 +84,7 @@ def processes_of_session(session):
     return found
 
 
-def test_nothing_outlives_a_killed_driver_by_more_than_seconds():
+def test_nothing_outlives_a_killed_driver():
     """A driver of its own, which starts its own Ray."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER.format(folder=str(Path(__file__).parents[1]))],
@@ -95,13 +95,13 @@ def test_nothing_outlives_a_killed_driver_by_more_than_seconds():
     )
     told = driver.stdout.readline()
     if not told:  # say why, and let go of its pipes, or the tests after this one fail with it
-        pytest.fail(f"the driver ended early:\n{driver.communicate(timeout=30)[1][-3000:]}")
+        pytest.fail(f"the driver ended early:\n{driver.communicate(timeout=60)[1][-3000:]}")
     folder = Path(told.strip())
     assert folder.exists()
     time.sleep(0.3)
     driver.kill()
-    driver.communicate(timeout=30)
-    until = time.monotonic() + 8
+    driver.communicate(timeout=60)
+    until = time.monotonic() + 60
     while (left := [processes_of_session(driver.pid), folder.exists()]) != [[], False] and time.monotonic() < until:
         time.sleep(0.1)
     assert left == [[], False]

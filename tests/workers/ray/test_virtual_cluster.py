@@ -185,7 +185,7 @@ class TestOnRay:
         assert ray.get_runtime_context().get_node_id() == before
 
 
-def _bind_soon(free, address, seconds=5.0):
+def _bind_soon(free, address, seconds=60.0):
     """The process that reserved the port is being killed."""
     until = time.monotonic() + seconds
     while True:

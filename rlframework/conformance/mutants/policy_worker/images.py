@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,18 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.conformance import cases
 from rlframework.conformance.mutants.mutant import Mutant, mutant
-from rlframework.conformance.mutants.policy_worker.engine_access import in_engine, in_service
+from rlframework.conformance.mutants.policy_worker.engine_access import (
+    STATE,
+    changed_updates,
+    in_engine,
+    in_service,
+    whole_weights,
+)
 
 PICTURES = "test_rows_see_their_own_images"
 PATCHES = "test_images_of_different_sizes_keep_to_their_rows"
 PARTS = "test_one_part_is_trained"
+WITHOUT = "test_parameters_without_a_gradient_are_left_alone"
 
 
 def _broken_rows(name: str, bug: str, change: Callable[[BatchedDataDict[Any]], BatchedDataDict[Any]]) -> Mutant:
@@ -111,5 +119,55 @@ def freeze_ignored(engine_class: Any) -> Any:
         def build(self, *, init_optimizer: bool) -> None:
             self.config = self.config.model_copy(update={"freeze": None})
             super().build(init_optimizer=init_optimizer)
+
+    return Broken
+
+
+decays_without_a_gradient = mutant(
+    "decays_without_a_gradient", "Weight decay applies to parameters without a gradient too.", WITHOUT, needs=STATE
+)(changed_updates(lambda _, before, after: 0.999 * after if after.equal(before) else after))
+
+
+@mutant(
+    "steps_counted_without_a_gradient",
+    "A step counts for all parameters, also for those without a gradient in it.",
+    WITHOUT,
+    needs=STATE,
+)
+@in_engine
+def steps_counted_without_a_gradient(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            done = super().clip_and_step(max_grad_norm, lr)
+            moments = dict(self.gather_moments())
+            most = max(each.steps for each in moments.values())
+            self.load_moments({name: replace(each, steps=most) for name, each in moments.items()})
+            return done
+
+    return Broken
+
+
+@mutant(
+    "gradients_of_the_step_before",
+    "A parameter without a gradient is updated with that of an earlier step.",
+    WITHOUT,
+    needs=STATE,
+)
+@in_engine
+def gradients_of_the_step_before(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+            before = whole_weights(self)
+            done = super().clip_and_step(max_grad_norm, lr)
+            after, last = whole_weights(self), getattr(self, "last_updates", {})
+            updates = {name: weight - before[name] for name, weight in after.items()}
+            stale = {name: one if one.any() else last.get(name, one) for name, one in updates.items()}
+            self.last_updates = stale
+            self.load_weights({name: before[name] + one for name, one in stale.items()})
+            return done
 
     return Broken

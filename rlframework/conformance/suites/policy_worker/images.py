@@ -16,6 +16,8 @@ from rlframework.conformance.vision_oracle import VisionOracle
 from rlframework.plugins.types import Capability
 
 TOKENS = 80
+DECAYING: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1}
+"""Settings of AdamW under which gradients, moments, counts of steps and weight decay each change weights visibly."""
 OTHER_NAMES = {"model.visual.": "visual.", "model.language_model.": "model."}
 """Starts of the names of weights in memory and in files, where they differ."""
 
@@ -49,6 +51,27 @@ class Images(Suite):
             changed = {name for name in before if not before[name].equal(after[name])}
             kept = {name for name in before if f".{frozen}." in name or (part == "language" and "lm_head" in name)}
             harness.equal(f"weights changed with policy.freeze={part}", changed, before.keys() - kept)
+
+    @holds(3, Capability.MULTIMODAL)
+    def test_parameters_without_a_gradient_are_left_alone(self, harness: PolicyHarness) -> None:
+        """A step without images must leave the image encoder, its moments and its count of steps as they were.
+
+        Weight decay does not apply either. The steps after it reveal moments and counts: a single row has an image, so
+        that one microbatch on one rank has it, the last or the first of the step.
+        """
+        policy = harness.policy("patches", optimizer=DECAYING, max_grad_norm=None)
+        oracle = VisionOracle(harness.model("patches"), **DECAYING, max_grad_norm=None)
+        for number, images in enumerate((cases.IMAGES, (0,) * 8, (*(0,) * 7, 1), (1, *(0,) * 7))):
+            data, what = cases.image_batch("patches", images=images), f"step {number} with images {images}"
+            before, right = harness.weights(policy), oracle.step(data, "nll")
+            harness.compare_step(policy, right, data, "nll", what)
+            after = harness.weights(policy)
+            unmoved = before.keys() - {_in_files(name, before) for name in right.gradients}
+            harness.equal(f"the model has parameters without a gradient, {what}", bool(unmoved), not any(images))
+            for name in sorted(unmoved):
+                harness.exact(f"{name}, which had no gradient in {what}", after[name], before[name])
+        expected = {_in_files(name, after): weight for name, weight in oracle.weights().items()}
+        harness.tensors("weights after all steps", after, expected, FP32, 10 * FP32)
 
 
 def first_image_step(harness: PolicyHarness, model: str, batching: dict[str, Any]) -> None:
