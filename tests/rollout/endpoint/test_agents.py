@@ -73,6 +73,7 @@ def test_the_rewards_of_agents(agent_parts: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the answer that the agent does not read
 def test_an_agent_is_not_blamed_for_the_engine(agent_parts: Any, caplog: pytest.LogCaptureFixture) -> None:
     """What the agent makes of the answer 410 is no failure of its own: the fault of the engine ends the rollout."""
 
@@ -84,6 +85,7 @@ def test_an_agent_is_not_blamed_for_the_engine(agent_parts: Any, caplog: pytest.
     parts.generation.client.engines[0].__class__ = NoSpans
     with pytest.raises(EngineFault, match=r"(?s)scripted \('transformers'\).*its spans are empty"):
         rollout(parts, samples(1), torch.arange(1))
+    gc.collect()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
