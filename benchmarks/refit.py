@@ -57,7 +57,6 @@ from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.client import Policy
 from rlframework.weight_sync.calls import RefitCalls
 from rlframework.weight_sync.coordinator import Refitter
-from rlframework.weight_sync.probe_bound import ProbeBound
 from rlframework.weight_sync.probes import Probes
 
 IPC, COLLECTIVE = "refit, ipc", "refit, collective"
