@@ -5,9 +5,9 @@
 A trainer (dtensor, one worker process, a Llama in fp32) and one generation worker (the transformers engine, in its own
 process), as in a run; each round is a whole refit, from the driver's call until the version is committed. The weights
 are copied into the engine's own memory. `refit` is proven by checksums, of what arrived and of what is held; `proven
-refit` also by probes, and `probes` is the time of these alone: a token sampled by the engine after each of four
-prompts, without cached prefixes as after a refit, and at the same time the trainer's forward of the prompts. Floors,
-with the same number of bytes:
+refit` also by probes, and `probes` is the time of these alone: three tokens sampled by the engine after each of six
+prompts, without cached prefixes as after a refit, and then the trainer's forward of prompts and tokens. Floors, with
+the same number of bytes:
 
 - `bare copy`: two processes with mapped shared memory. One copies all bytes of a tensor in and signals, the other
   copies them out into its own tensor, each with one `copy_`. No names, no checksums.
@@ -20,8 +20,8 @@ with the same number of bytes:
 - `bare write, checksums`: the same in parts of 128 MiB with checksums as in a refit: the writer's of its source, while
   in the cache, and the reader's of each part that has arrived. What it takes longer than `bare write` is their cost.
 - `bare broadcast`: one `torch.distributed.broadcast` of all bytes between two processes over gloo.
-- `one forward`: a plain transformers model in the driver's process computes one row with as many tokens as the prompts
-  of the probes, and the logits of as many of them as there are probes.
+- `one forward`: a plain transformers model in the driver's process computes one row with as many tokens as the probes
+  have with their completions, and the logits of as many of them as are sampled.
 
 First it checks that all sides give the same bytes. Rounds are interleaved. `--clock wall` measures wall-clock time,
 which needs idle cores: several processes take part. `--clock cpu` adds up the CPU time of all processes, which depends
@@ -57,12 +57,13 @@ from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.client import Policy
 from rlframework.weight_sync.calls import RefitCalls
 from rlframework.weight_sync.coordinator import Refitter
-from rlframework.weight_sync.probes import Probes
+from rlframework.weight_sync.probe_bound import ProbeBound
+from rlframework.weight_sync.probes import ProbeRequests, Probes
 
 IPC, COLLECTIVE = "refit, ipc", "refit, collective"
 PROVEN, PROBES = "proven refit, ipc", "probes"
 FORWARD = "one forward"
-COUNT = 4  # probes
+COUNT = 6  # probes
 HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
 PAIRS = (
     *((IPC, order) for order in (*COPIES, WRITE, CHECKED)),
@@ -80,7 +81,7 @@ def make_model(path: Path, mebibytes: int) -> Any:
     hidden = 1024 if mebibytes >= 100 else 128
     each = (4 * hidden * hidden + 3 * hidden * 4 * hidden) * 4 / 2**20
     layers = max(1, round(mebibytes / each))
-    make_llama(path, tokenizer, hidden=hidden, layers=layers, heads=8, init_std=0.02, max_positions=64)
+    make_llama(path, tokenizer, hidden=hidden, layers=layers, heads=8, init_std=0.02)
     return tokenizer
 
 
@@ -149,7 +150,7 @@ def through_memory(stack: ExitStack, folder: Path, tokenizer: Any) -> tuple[Cont
         floor.ask(order)
         sums = floor.ask("sum")
         assert sums[0] == sums[1], order
-    probes = Probes(COUNT, range(512), SamplingParams(), bound=0.02, positions=64)
+    probes = Probes(COUNT, range(512), SamplingParams(), ProbeBound(1e-3, tightened=True), batch_size=256)
     proven = Refitter(policy, lambda: engines.client.engines, engines.config.refit, probes, "ipc")
     return {
         IPC: lambda: float(engines.refitter.refit().size),
@@ -181,10 +182,15 @@ def _probe(policy: Policy, engines: InspectedEngines, probes: Probes, size: int)
     version = engines.refitter.require_committed()
     calls = RefitCalls(policy.worker_group, engines.client.engines, 60.0)
     calls.on_engines(GenerationEngine.release, tags=("kv_cache",))  # the prefixes of the round before
-    asked = probes.of_version(version)
-    expecting = calls.start_trainer(PolicyWorker.get_next_token_logprobs, data=asked.prompts)
-    asked.ask(calls, 60.0).compare(calls.of_trainer(expecting)[0])
+    answers = _usual(probes, version).ask(calls, 60.0)
+    scored = calls.on_trainer(PolicyWorker.get_logprobs, data=answers.rows, positions="token_mask")
+    answers.compare(scored[0]["logprobs"])
     return float(size)
+
+
+def _usual(probes: Probes, version: int) -> ProbeRequests:
+    """The probes of most refits: a thorough one, which has more of them, is passed over."""
+    return next(asked for _ in range(3) if len((asked := probes.of_version(version)).requests) == COUNT)
 
 
 def plain_model(path: Path) -> Any:
@@ -196,8 +202,10 @@ def plain_model(path: Path) -> Any:
 
 @torch.no_grad()
 def _forward(model: Any, probes: Probes, size: int) -> float:
-    prompts = torch.cat([request.prompt_ids for request in probes.of_version(1).requests])
-    assert model(input_ids=prompts[None, :64], use_cache=False, logits_to_keep=COUNT).logits.shape[1] == COUNT
+    requests = _usual(probes, 1).requests
+    sampled = sum(request.max_new_tokens for request in requests)
+    row = torch.arange(sampled + sum(len(request.prompt_ids) for request in requests)) % 512
+    assert model(input_ids=row[None], use_cache=False, logits_to_keep=sampled).logits.shape[1] == sampled
     return float(size)
 
 

@@ -249,8 +249,12 @@ class RemoteGeneration(Generation):
         found = report.metrics()
         if self.client.timeline is not None:
             ended = time.perf_counter()
-            self.client.timeline.add(REFITS, "refit", ended - report.seconds, ended)
-        found["time/refit"] += self._metrics.get("time/refit", 0.0)
+            started = ended - report.seconds
+            if report.start_seconds:
+                self.client.timeline.add(REFITS, "engine start", started - report.start_seconds, started)
+            self.client.timeline.add(REFITS, "refit", started, ended)
+        for name in found.keys() & {"time/refit", "time/engine_start"}:
+            found[name] += self._metrics.get(name, 0.0)
         self._metrics |= found
         return report
 

@@ -136,12 +136,14 @@ class WeightReport:
 
     `checksums`: of each weight that it holds under the name and in the bytes in which it was sent, as in
     `rlframework.weight_sync.buffers.checksum`; weights that it fused, sharded or repacked are left out.
-    `dropped_tokens`: cached tokens of earlier versions that were dropped.
+    `dropped_tokens`: cached tokens of earlier versions that were dropped. `start_seconds`: the part of the update in
+    which the engine's software started, if it had not before.
     """
 
     version: int
     checksums: Mapping[str, int] = field(default_factory=dict)
     dropped_tokens: int = 0
+    start_seconds: float = 0.0
 
 
 class GenerationEngine(ABC):

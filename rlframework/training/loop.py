@@ -231,9 +231,11 @@ class StepLoop(Algorithm):
         timer = Timer(self.timeline)
         with timer.phase("validation"):
             metrics, samples = self.validate(step)
+        seconds = timer.seconds["validation"]
         if refit := self.parts.generation.pop_metrics():  # the time of this refit is part of the validation
             metrics |= {"validation/refit_seconds": refit.pop("time/refit", 0.0), **refit}
-        return metrics | {"time/validation": timer.seconds["validation"]}, samples
+            seconds -= refit.get("time/engine_start", 0.0)
+        return metrics | {"time/validation": seconds}, samples
 
     def _report(self, step: int, metrics: dict[str, float], samples: list[SampleRecord]) -> dict[str, float]:
         """Pass the metrics of `step` on; return them with `step`."""

@@ -51,7 +51,8 @@ class Trainer(Protocol):
 class RefitReport:
     """The result of a refit.
 
-    `size`: bytes of the transferred weights, counted once. `seconds`: time from the call to the commit.
+    `size`: bytes of the transferred weights, counted once. `seconds`: time from the call to the commit, without
+    `start_seconds`, the longest that the software of an engine took to start in it.
     `probe_error`: the largest error of an engine's probes, None without probes. `dropped_tokens`: cached tokens of
     earlier versions that the engines dropped.
     """
@@ -62,11 +63,14 @@ class RefitReport:
     seconds: float
     probe_error: float | None = None
     dropped_tokens: int = 0
+    start_seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step before which the refit took place."""
         found = {"time/refit": self.seconds, "refit/mb": self.size / 2**20, "refit/version": float(self.version)}
         found["refit/dropped_tokens"] = float(self.dropped_tokens)
+        if self.start_seconds:
+            found["time/engine_start"] = self.start_seconds
         return found if self.probe_error is None else {**found, "refit/probe_error": self.probe_error}
 
 
@@ -146,7 +150,7 @@ class Refitter:
             self._failure = str(error)
             raise
         self._version, self._failure = report.version, ""
-        return replace(report, seconds=time.perf_counter() - begun)
+        return replace(report, seconds=time.perf_counter() - begun - report.start_seconds)
 
     def _refit(self, transport: str | None, buffer_bytes: float | None) -> RefitReport:
         calls = self._calls(tuple(self._engines()))
@@ -173,7 +177,8 @@ class Refitter:
             compare_reports(engine.name, report, now.version, info, sent)
         probed = self._probe(now, offload)
         dropped, size = sum(report.dropped_tokens for report in reports), sum(size for _, size in sizes_of(info))
-        return RefitReport(chosen, now.version, size, 0.0, probed, dropped)
+        starting = max(report.start_seconds for report in reports)
+        return RefitReport(chosen, now.version, size, 0.0, probed, dropped, starting)
 
     def _probe(self, now: _Round, offload: bool) -> float | None:
         """Let the engines serve, and probe them; on a shared GPU, trainer and caches take turns in memory."""

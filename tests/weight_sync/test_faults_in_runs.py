@@ -18,6 +18,9 @@ workers then go on with a sound engine.
     old version               the report's version
     other truncation          probes; injected as a constant that is added to the log-probabilities
     update during decoding    the versions of the rollout's tokens, before the first step
+    frozen graph              probes: tokens after the first are of the earlier weights
+    many rows                 probes: rows are, if more than four are decoded together
+    long prompts              probes: what follows prompts of more than 48 tokens is
 """
 
 from __future__ import annotations

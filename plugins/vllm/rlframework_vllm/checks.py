@@ -26,6 +26,9 @@ BLOCK = 32
 
 INSTALL = "{python} -m pip install 'rlframework-core[vllm]' 'rlframework-vllm[{extra}]'"
 INSTALL_CLONE = "{python} -m pip install -e . -e 'plugins/vllm[{extra}]'"
+UNUSABLE = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
+"""Packages that vLLM's distribution for CPUs requires and cannot use; with pip's torchvision it cannot be imported."""
+REMOVE = f"{{python}} -m pip uninstall -y {' '.join(UNUSABLE)}"
 PROBE = Path(__file__).with_name("probe.py")
 _CACHE = 1 << 30
 
@@ -61,16 +64,26 @@ def _environment_problems(found: Mapping[str, Any], section: VllmGenerationConfi
         message = f"{python} does not answer: {found['error']}."
         yield Problem("generation.workers.python", message, hint, installation=True)
     elif found["missing"]:
-        extra = "cpu" if device == "cpu" else "gpu"
-        command, in_clone = (each.format(python=python, extra=extra) for each in (INSTALL, INSTALL_CLONE))
         message = f"vllm needs {', '.join(found['missing'])}, not installed in the engines' environment ({python})."
+        command, in_clone = (_commands(template, python, device) for template in (INSTALL, INSTALL_CLONE))
         hint = (
             f"Install them there: `{command}`. In a clone of the repository: `{in_clone}`, or run `make vllm` and set "
             "generation.workers.group=ray and generation.workers.python=.venv-vllm/bin/python (docs/vllm.md)."
         )
         yield Problem("generation.name", message, hint, installation=True)
+    elif found.get("mismatched"):
+        message = f"vLLM cannot be imported in the engines' environment ({python}): {found['mismatched']}."
+        hint = f"vLLM does without it on a CPU: `{REMOVE.format(python=python)}` (docs/vllm.md)."
+        yield Problem("generation.workers.python", message, hint, installation=True)
     for key in sorted(keys.keys() - set(found.get("arguments") or keys)):
         yield Problem(f"generation.vllm.{key}", f"vLLM {found['version']} has no such argument.", "Remove the key.")
+
+
+def _commands(template: str, python: str, device: str) -> str:
+    """Return the commands that install vLLM for `device`: for a CPU, some of what it requires is removed again."""
+    extra = "cpu" if device == "cpu" else "gpu"
+    commands = [template, *[REMOVE] * (extra == "cpu")]
+    return " && ".join(command.format(python=python, extra=extra) for command in commands)
 
 
 def _model(

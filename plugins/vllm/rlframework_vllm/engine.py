@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from rlframework.generation.serving import Collected
 from rlframework.generation.sleeping import SleepingEngine
 from rlframework.generation.weight_fit import require_fit
 from rlframework.huggingface.image_processor import never_sampled
-from rlframework.interfaces.generation import GenerationRequest
+from rlframework.interfaces.generation import GenerationRequest, WeightReport
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import Held, WeightSink
 from rlframework.weight_sync.staged import Source, StagedWeights
@@ -31,6 +32,8 @@ class VllmEngine(SleepingEngine[Collected]):
 
     _sink: StagedWeights | None = None
     _started: Runtime | None = None
+    _start_seconds: float = 0.0
+    """What the start took, until it is reported."""
 
     @cached_property
     def _keys(self) -> VllmKeys:
@@ -77,7 +80,9 @@ class VllmEngine(SleepingEngine[Collected]):
     @property
     def _vllm(self) -> Runtime:
         if self._started is None:
+            begun = time.perf_counter()
             self._started = Runtime(**self._arguments())
+            self._start_seconds = time.perf_counter() - begun
         return self._started
 
     def _arguments(self) -> dict[str, Any]:
@@ -130,6 +135,12 @@ class VllmEngine(SleepingEngine[Collected]):
         load = weights.load_shard if self._keys.tensor_parallel_size > 1 else weights.load
         held: Held = self._vllm.call(load, source)[0] or {}
         return held
+
+    def finish_weight_update(self) -> WeightReport:
+        """See `GenerationEngine.finish_weight_update`."""
+        report = replace(super().finish_weight_update(), start_seconds=self._start_seconds)
+        self._start_seconds = 0.0
+        return report
 
     def drop_caches(self) -> int:
         """See `ReceivesWeights.drop_caches`."""

@@ -13,10 +13,14 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Print the version, arguments and architectures of vLLM; `missing`: packages that are not there."""
+    """Print the version, arguments and architectures of vLLM; `missing`: packages that are not there.
+
+    `mismatched`: a torchvision for another torch, with which vLLM cannot be imported.
+    """
     needed = ("vllm", "torch", "transformers", "ray", "xxhash", "rlframework", "rlframework_vllm")
     missing = [name for name in needed if util.find_spec(name) is None]
     found: dict[str, object] = {"missing": missing, "python": sys.executable, "version": ""}
+    found["mismatched"] = mismatched()
     spec = util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent
@@ -40,6 +44,21 @@ def main() -> None:
             if isinstance(key, ast.Constant)
         ]
     print(json.dumps(found))
+
+
+def mismatched() -> str:
+    """Name a torchvision that cannot register its operators with a torch for CPUs; "" if there is none."""
+    torch, torchvision = (_version(name) for name in ("torch", "torchvision"))
+    if not torch.endswith("+cpu") or not torchvision or torchvision.endswith("+cpu"):
+        return ""
+    return f"torchvision {torchvision} is not one for torch {torch}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":

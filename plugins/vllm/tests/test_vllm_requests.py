@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from rlframework.errors import EngineNotReady, WorkerError
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_limits import RowLimits
-from rlframework.interfaces.generation import FinishReason, GenerationRequest, WeightSpan
+from rlframework.interfaces.generation import FinishReason, GenerationRequest, WeightReport, WeightSpan
+from rlframework.weight_sync.receiver import ReceivesWeights
+from rlframework_vllm import engine as engine_module
 from rlframework_vllm.config import VllmGenerationConfig
 from rlframework_vllm.engine import VllmEngine
 
@@ -138,3 +141,14 @@ def test_a_closed_engine_serves_nothing(engine):
     engine.close()
     with pytest.raises(EngineNotReady, match="the engine was closed"):
         engine.poll()
+
+
+def test_the_start_of_vllm_is_reported_once_with_its_time(monkeypatch):
+    made = VllmEngine(VllmGenerationConfig(name="vllm"), None, model_name="none", device="cpu", precision="float32")
+    times = iter((100.0, 107.0))
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(engine_module, "Runtime", Failing)
+    monkeypatch.setattr(made, "_arguments", dict)
+    monkeypatch.setattr(ReceivesWeights, "finish_weight_update", lambda self: WeightReport(1))
+    assert isinstance(made._vllm, Failing)
+    assert [made.finish_weight_update().start_seconds for _ in range(2)] == [7.0, 0.0]
