@@ -40,6 +40,9 @@ _FIRST_RETRIES = 2
 _SHOWN = 500
 """Characters of a reply that messages show."""
 
+_UNREADABLE = (AttributeError, LookupError, TypeError, RecursionError)
+"""What reading JSON of another form than that of a chat completion raises, in the client or here."""
+
 _T = TypeVar("_T")
 
 
@@ -178,7 +181,7 @@ class Judge:
                     messages=[{"role": "user", "content": prompt}],
                     extra_body=dict(judge.parameters),
                 )
-        except (OpenAIError, TimeoutError, ValueError) as error:  # the last: a body that is not JSON, or a prompt
+        except (OpenAIError, TimeoutError, ValueError, *_UNREADABLE) as error:  # ValueError: no JSON, or a prompt
             if timeout.expired():
                 text = f"no reply within {self._key}.deadline, which is {judge.deadline:g} s, with all retries"
                 return self._failure(text, "deadline")
@@ -188,8 +191,8 @@ class Judge:
     def _text(self, answer: Any) -> str | Failure:
         try:
             text = answer.choices[0].message.content
-        except (AttributeError, IndexError, TypeError):
-            return self._failure(f"the answer is not a chat completion: {answer!s:.{_SHOWN}}", "no chat completion")
+        except _UNREADABLE:
+            return self._failure(f"the answer is not a chat completion: {_shown(answer)}", "no chat completion")
         if not isinstance(text, str):
             return self._failure("the reply has no text", "no text")
         return text.replace(self._secret, HIDDEN) if len(self._secret) >= SHORTEST else text
@@ -233,6 +236,13 @@ class Judge:
         where = f"{self._judge.model} at {self._judge.base_url}"
         also = [self._secret] if self._secret else []
         return Failure(hide_in_text(f"{where}: {text}", also), cause)
+
+
+def _shown(answer: Any) -> str:
+    try:
+        return f"{answer!s:.{_SHOWN}}"
+    except RecursionError:
+        return "it is nested too deeply to be shown"
 
 
 class _LoopThread:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -14,20 +15,17 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     """Return what `function` returns: an async function is awaited, another runs in a daemon thread of its own.
 
     A thread that hangs keeps neither the event loop nor the end of the process waiting: if the caller is cancelled, it
-    is abandoned and its result dropped. `SystemExit` is raised here as the error `exited`.
+    is abandoned and its result dropped. What is no `Exception` is raised here as one, see `failing_alone`.
     """
     if inspect.iscoroutinefunction(function):
-        try:
+        with failing_alone():
             return await function(*args, **kwargs)
-        except SystemExit as error:
-            raise exited(error) from error
     result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            value = function(*args, **kwargs)
-        except SystemExit as error:
-            _settle(result, error=exited(error))
+            with failing_alone():
+                value = function(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
             _settle(result, error=error)
         else:
@@ -38,11 +36,20 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     return await asyncio.wrap_future(result)
 
 
-def exited(error: SystemExit) -> RuntimeError:
-    """Return the error in place of `SystemExit`, which would end the event loop of all episodes."""
-    found = RuntimeError(f"it called sys.exit({error.code!r})")
-    found.__cause__ = error  # which has the line
-    return found
+@contextmanager
+def failing_alone() -> Iterator[None]:
+    """Context that raises a `RuntimeError` in place of what is no `Exception`, such as `SystemExit`.
+
+    That would end the event loop of all episodes: it is the failure of one. Cancellation is raised as it is.
+    """
+    try:
+        yield
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+    except BaseException as error:
+        raise RuntimeError(f"it raised {type(error).__name__}, which is no Exception: {error}") from error
 
 
 def _settle(result: Future[Any], value: Any = None, error: BaseException | None = None) -> None:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 from rlframework.errors import DataError
-from rlframework.interfaces.messages import Message, ToolSpec, pictures_of
+from rlframework.interfaces.messages import Message, ToolSpec, pictures_of, text_of
 from rlframework.interfaces.pictures import Picture
 from rlframework.rollout.chat_text import ChatText
 from rlframework.rollout.continuation import continuation
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.datasets.image_inputs import ImageInputs
+
+
+LARGE = 65_536
+"""Characters of messages from which on an event loop leaves their tokenisation to a thread."""
+
+
+def characters_of(messages: Iterable[Message]) -> int:
+    """Return the number of characters of messages that every template renders: of all except the assistant's."""
+    return sum(len(text_of(message)) for message in messages if message["role"] != "assistant")
 
 
 class ChatFormat:
@@ -129,6 +138,15 @@ class ChatFormat:
             return ParsedTurn(text) if text.lstrip().startswith("<think>") else self._parse(text, tools)
         turn = self._parse(rest, tools)
         return replace(turn, content=thought + closed + turn.content)
+
+    def is_longer(self, messages: Sequence[Message], tokens: int) -> bool:
+        """Whether `messages` have too many characters for `tokens` tokens, however long each is. Renders nothing."""
+        characters = characters_of(messages)
+        return characters > LARGE and characters > tokens * self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:

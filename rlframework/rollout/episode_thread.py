@@ -32,8 +32,8 @@ class Bridge:
     """Completes prompts for episodes in another thread, on engines that are driven by the loop of this constructor.
 
     An episode is `away` from its answer until its next request or its end. Exchanges with the engines wait for those
-    away, up to `timeout` seconds after the last that came: a request that misses an exchange is not decoded until the
-    next. If none takes longer, it does not depend on time which requests are decoded together.
+    away, up to `timeout` seconds after the last that came (0: they do not wait): a request that misses an exchange is
+    not decoded until the next. If none takes longer, it does not depend on time which requests are decoded together.
     """
 
     def __init__(self, completions: Completions, timeout: float) -> None:
@@ -47,7 +47,7 @@ class Bridge:
     def begin(self) -> str:
         """Return the session id of a new episode, which is away now. Called in the episodes' thread."""
         session = self._completions.session()
-        self._loop.call_soon_threadsafe(self._away.add, session)
+        self._loop.call_soon_threadsafe(self._left, session)
         return session
 
     def end(self, session: str) -> None:
@@ -108,7 +108,7 @@ class Bridge:
         try:
             return await self._completions.complete(prompt_ids, seed, max_new_tokens, shared, sampling, media)
         finally:
-            self._away.add(session)
+            self._left(session)
 
     async def _complete_group(
         self, prompt_ids: Tensor, seeds: Sequence[int], session: str, media: Mapping[str, Tensor] | None
@@ -116,6 +116,10 @@ class Bridge:
         self._loop.call_soon(self._back, session)  # the rows' tasks make their requests before `gather` goes on
         complete, most = self._completions.complete, self.max_new_tokens
         return await gather_or_cancel([complete(prompt_ids, seed, most, media=media) for seed in seeds])
+
+    def _left(self, session: str) -> None:
+        if self._timeout > 0:  # otherwise, those of a server that goes on for months would be kept
+            self._away.add(session)
 
     def _back(self, session: str) -> None:
         self._away.discard(session)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlframework.datasets.pictures import PictureReader
-from rlframework.environments.threads import exited
+from rlframework.environments.threads import failing_alone
 from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known
 from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.errors import DataError, UserError
@@ -27,7 +27,7 @@ from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, pictures_of, text_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
-from rlframework.rollout.chat_format import ChatFormat
+from rlframework.rollout.chat_format import LARGE, ChatFormat, characters_of
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.outcomes import EpisodeChecks
 from rlframework.rollout.result import Limit, PlayedEpisode, Rollout, rollout_of
@@ -131,13 +131,11 @@ class _NoCoroutine(Exception):
 
 async def _awaited(call: Callable[[], Any]) -> Any:
     """Return what an async method returns. Raises `_NoCoroutine` if it is not async."""
-    try:
+    with failing_alone():
         awaitable = call()
         if not inspect.isawaitable(awaitable):
             raise _NoCoroutine
         return await awaitable
-    except SystemExit as error:
-        raise exited(error) from error
 
 
 @dataclass(eq=False)
@@ -189,7 +187,8 @@ class EpisodePlayer:
     async def _play(self, state: _State, task_seed: int) -> tuple[str, str]:
         """Play `state` to its end; return why it failed and the traceback, or empty texts."""
         try:
-            episode = self._environment.episode(state.sample, task_seed)
+            with failing_alone():
+                episode = self._environment.episode(state.sample, task_seed)
         except Exception as error:  # noqa: BLE001 - an environment may raise anything, which is its episode's failure
             return described(error, "episode"), traceback_of(error)
         try:
@@ -207,7 +206,12 @@ class EpisodePlayer:
         messages = await self._call("reset", 0, episode.reset)
         state.add(state.checks.start(messages))
         state.tools = state.checks.tools(episode.tools)
-        state.prompt = self._rendered(state, lambda: self._chat.prompt(state.messages, state.tools))
+        if self._is_too_long(state):
+            raise _EpisodeFailed(
+                f"its first prompt has {characters_of(state.messages):,} characters, which leaves no room for a turn: "
+                f"the most is {self._most_tokens} tokens (environment.max_episode_tokens, or the model's positions)"
+            )
+        state.prompt = await self._rendered(state, lambda: self._chat.prompt(state.messages, state.tools))
         if self._room(state) < 1:
             raise _EpisodeFailed(
                 f"its first prompt has {len(state.prompt)} tokens, which leaves no room for a turn: the most is "
@@ -239,20 +243,23 @@ class EpisodePlayer:
         if result.finish_reason != "stop":
             state.limit = "max_episode_tokens" if room < self._bridge.max_new_tokens else "max_new_tokens"
         elif not outcome.done:
-            self._observe(state, ids, message, outcome.observations)
+            await self._observe(state, ids, message, outcome.observations)
         return outcome.done
 
-    def _observe(self, state: _State, ids: list[int], message: Message, observations: Sequence[Message]) -> None:
+    async def _observe(self, state: _State, ids: list[int], message: Message, observations: Sequence[Message]) -> None:
         """Extend the conversation by the model's turn and what follows it; it is truncated if that leaves no room."""
         state.messages.append(message)
         before, history = list(state.messages), [*state.prompt, *ids]
         state.add(observations)
+        if self._is_too_long(state):
+            state.limit = "max_episode_tokens"
+            return
 
         def extended() -> list[int]:
             found = self._chat.extend(history, before, observations, state.tools)
             return self._chat.prompt(state.messages, state.tools) if found is None else found
 
-        state.prompt = self._rendered(state, extended)
+        state.prompt = await self._rendered(state, extended)
         if self._room(state) < 1:
             state.limit = "max_episode_tokens"
 
@@ -261,9 +268,14 @@ class EpisodePlayer:
         most = self._bridge.max_new_tokens
         return most if self._most_tokens is None else min(most, self._most_tokens - len(state.prompt))
 
-    def _rendered(self, state: _State, render: Callable[[], list[int]]) -> list[int]:
+    def _is_too_long(self, state: _State) -> bool:
+        """Whether the conversation has too many characters to fit, which is known before they are made tokens."""
+        return self._most_tokens is not None and self._chat.is_longer(state.messages, self._most_tokens)
+
+    async def _rendered(self, state: _State, render: Callable[[], list[int]]) -> list[int]:
+        large = characters_of(state.messages) > LARGE
         try:
-            return render()
+            return await asyncio.to_thread(render) if large else render()
         except DataError as error:
             where = state.checks.where(state.trajectory.turns)
             raise DataError(
@@ -294,8 +306,6 @@ class EpisodePlayer:
                     f"{method} of the episodes of environment {self._config.name!r} is not a coroutine: define it with "
                     f"`async def {method}`"
                 )
-            if not isinstance(raised, Exception):
-                raise raised
             raise _EpisodeFailed(described(raised, where), traceback_of(raised)) from raised
         return task.result()
 

@@ -175,6 +175,11 @@ def test_errors_of_the_server_are_retried_with_growing_waits(environment):
         (completion(None), {}, "the reply has no text", 1),
         ((200, {}, b'{"choices": []}'), {}, "is not a chat completion", 1),
         ((200, {}, b"{"), {}, "JSONDecodeError", 1),
+        ((200, {}, b'{"choices": {"0": 1}}'), {}, "is not a chat completion", 1),
+        ((200, {}, b'{"choices": {}}'), {}, "is not a chat completion", 1),
+        ((200, {}, b'{"choices": [1]}'), {}, "is not a chat completion", 1),
+        ((200, {}, b'{"choices": ' + b"[" * 900 + b"]" * 900 + b"}"), {}, "is not a chat completion", 1),
+        ((200, {}, b"[" * 50_000 + b"]" * 50_000), {}, "RecursionError", 1),
         ((200, {"Content_Type": "text/html"}, b"<p>hello</p>"), {}, "is not a chat completion: <p>hello", 1),
     ],
 )

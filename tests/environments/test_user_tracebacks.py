@@ -30,6 +30,9 @@ async def wraps(row):
 
 def leaves(row):
     sys.exit(3)
+
+async def interrupts(row):
+    raise KeyboardInterrupt
 """
 
 
@@ -61,6 +64,7 @@ def raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("reads", "(mine.py:7)"),  # not the line of the json package
         ("wraps", "ValueError in the agent: no task (mine.py:13)"),
         ("leaves", "RuntimeError in the agent: it called sys.exit(3) (mine.py:16)"),
+        ("interrupts", "RuntimeError in the agent: it raised KeyboardInterrupt, which is no Exception:  (mine.py:19)"),
     ],
 )
 def test_the_place_is_the_users_line(raised: Any, name: str, says: str) -> None:

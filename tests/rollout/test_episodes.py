@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from scripted_episodes import END, Counter, samples
 
 from rlframework.errors import RefitError
 from rlframework.interfaces.environment import StepOutcome
+from rlframework.rollout.chat_format import ChatFormat, characters_of
 from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.result import PlayedEpisode, Rollout
 from rlframework.rollout.rollouts import rollout
@@ -308,6 +310,32 @@ def test_a_first_prompt_without_room_is_a_failure(make_parts: Any) -> None:
     result = rollout(make_parts(Long, None, "environment.max_episode_tokens=20"), samples(2), torch.arange(2))
     assert result.failed.tolist() == [True, False]
     assert "its first prompt has 50 tokens" in result.failures[0]
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes of it in the event loop of all episodes would end the run, and the environment would be blamed."""
+    tokenised: list[int] = []
+    prompt = ChatFormat.prompt
+
+    def noted(self: Any, messages: Any, tools: Any = ()) -> list[int]:
+        tokenised.append(characters_of(messages))
+        return prompt(self, messages, tools)
+
+    class Long(Endless):
+        async def reset(self) -> Any:
+            return [{"role": "user", "content": "1" * (10**6 if self.sample.id == "s0" else 1)}]
+
+        async def step(self, message: Any) -> Any:
+            outcome = await super().step(message)
+            return replace(outcome, observations=[{"role": "user", "content": "1" * 10**6}])
+
+    monkeypatch.setattr(ChatFormat, "prompt", noted)
+    monkeypatch.setattr(ChatFormat, "extend", None)
+    result = rollout(make_parts(Long), samples(2), torch.arange(2))
+    assert "its first prompt has 1,000,000 characters" in result.failures[0]
+    assert result.failures[1] == ""
+    assert result.metrics["truncated/max_episode_tokens"] == 1.0
+    assert tokenised == [1]
 
 
 def test_mixed_weights_are_an_error(make_parts: Any) -> None:

@@ -163,16 +163,20 @@ def test_a_step_that_is_no_coroutine_and_raises(make_parts: Any) -> None:
     assert result.failures[1] == ""
 
 
-def test_what_is_no_exception_ends_the_rollout(make_parts: Any) -> None:
-    class Stop(BaseException):
-        """As that of a test that fails."""
+@pytest.mark.parametrize("kind", [BaseException, KeyboardInterrupt])
+def test_what_is_no_exception_costs_its_episode_alone(make_parts: Any, kind: type[BaseException]) -> None:
+    """It would end the event loop of all. Ctrl-C is not raised here, but in the main thread."""
 
     class Stops(Counter):
         async def step(self, message: Any) -> StepOutcome:
-            raise Stop
+            if self.sample.id == "s0":
+                raise kind("enough")
+            return await super().step(message)
 
-    with pytest.raises(Stop):
-        rollout(make_parts(Stops), samples(2), torch.arange(2))
+    result = rollout(make_parts(Stops), samples(2), torch.arange(2))
+    says = f"RuntimeError in step, turn 1: it raised {kind.__name__}, which is no Exception: enough"
+    assert result.failures[0].startswith(says)
+    assert result.failures[1] == ""
 
 
 def test_an_episode_that_cannot_be_made(make_parts: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from rlframework.config.episode_environments import AttemptsConfig
 from rlframework.environments.agent import AgentSession, NoReward, RunsAgents
+from rlframework.environments.threads import failing_alone
 from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.errors import UserError
 from rlframework.generation.driver import run_in_loop
@@ -148,7 +149,7 @@ class AgentRunner:
         seconds = self._config.agent_timeout
         view = AgentSession(self._base_url, session.token, self._endpoint.model, session.id)
         session.begin_own_time()
-        task = asyncio.ensure_future(self._environment.run_agent(sample, view))
+        task = asyncio.ensure_future(self._run_alone(sample, view))
         try:
             await asyncio.wait({task}, timeout=seconds)
         except asyncio.CancelledError:
@@ -161,14 +162,15 @@ class AgentRunner:
                 self._endpoint.sessions.close(session)
                 task.cancel()
                 await asyncio.wait({task}, timeout=_GRACE)
-        if task.done() and not task.cancelled() and (raised := task.exception()) is not None:
-            if not isinstance(raised, Exception):
-                raise raised
-            if in_time:
-                return _End(described(raised, "the agent"), traceback_of(raised), raised=True)
+        if task.done() and not task.cancelled() and (raised := task.exception()) is not None and in_time:
+            return _End(described(raised, "the agent"), traceback_of(raised), raised=True)
         if not in_time:
             return _End(f"the agent took more than environment.agent_timeout={seconds:g} seconds")
         return _End("the agent was cancelled") if task.cancelled() else _End(outcome=task.result())
+
+    async def _run_alone(self, sample: Sample, view: AgentSession) -> StepOutcome | None:
+        with failing_alone():
+            return await self._environment.run_agent(sample, view)
 
     async def _at_budget(self, sample: Sample, session: Session) -> _End:
         """Return the reward of an agent that raised when a budget refused a turn: as for episodes, what it has by then.

@@ -57,9 +57,9 @@ class Conversations:
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Turn | None:
         """Return the longest recorded turn whose conversation `messages` begins with."""
-        node, found = self._roots.get(_key_of(tools)), None
+        node, found = self._roots.get(identity_of_tools(tools)), None
         for message in messages:
-            node = None if node is None else node.next.get(_seen(message))
+            node = None if node is None else node.next.get(identity_of_message(message))
             if node is None:
                 break
             found = node.turn or found
@@ -69,25 +69,26 @@ class Conversations:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], message: Message, before: Turn | None, ids: Tensor
     ) -> list[Message]:
         """Record the turn `message`, an answer to `messages`; return those of `messages` that are new."""
-        node, new = self._roots.setdefault(_key_of(tools), _Node()), []
+        node, new = self._roots.setdefault(identity_of_tools(tools), _Node()), []
         for said in messages:
-            key = _seen(said)
+            key = identity_of_message(said)
             if key not in node.next:
                 node.next[key] = _Node()
                 new.append(said)
             node = node.next[key]
-        sampled = node.next.setdefault(_seen(message), _Node())
+        sampled = node.next.setdefault(identity_of_message(message), _Node())
         length = len(ids) + (0 if before is None else before.length)
         sampled.turn = Turn((*messages, message), before, ids, length)
         return new
 
 
-def _key_of(tools: Sequence[ToolSpec]) -> str:
+def identity_of_tools(tools: Sequence[ToolSpec]) -> str:
+    """Return a text that differs for different tools."""
     return json.dumps(tools, sort_keys=True)
 
 
-def _seen(message: Message) -> tuple[Any, ...]:
-    """The parts of a message that distinguish it. Reasoning does not count: clients leave it out."""
+def identity_of_message(message: Message) -> tuple[Any, ...]:
+    """Return the parts of a message that distinguish it. Reasoning does not count: clients leave it out."""
     calls = tuple(
         (call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
     )

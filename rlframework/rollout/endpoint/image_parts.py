@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -25,16 +26,21 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _DETAILS = (None, "auto", "low", "high", "original")
 
 
-@dataclass(frozen=True)
+MOST_LARGE_IMAGES = 4
+"""The new images of a request have together at most this many times the pixels that one may have."""
+
+
+@dataclass
 class ImageReader:
-    """Reads the image parts of a session's requests. `config`: None if the endpoint serves text only.
+    """Reads the image parts of one request. `config`: None if the endpoint serves text only.
 
     `kept`: the images that were read before, by their digests. A conversation is sent again with each request, so an
-    image that is in `kept` is neither checked nor stored a second time.
+    image that is in `kept` is neither checked nor stored a second time. `pixels`: of those that were not in it.
     """
 
     config: ImagesConfig | None = None
     kept: dict[str, Picture] = field(default_factory=dict)
+    pixels: int = 0
 
     def read(self, part: Mapping[str, Any], where: str) -> ImagePart:
         """Return an image part. Raises an `ApiError` that begins with `where` unless it is an image in a data URI."""
@@ -45,6 +51,12 @@ class ImageReader:
             )
         picture = Picture(_bytes_of(_address_of(part, where), where), where, self.config.max_pixels)
         if picture.digest not in self.kept:
+            self.pixels += _pixels_of(picture)
+            if self.pixels > (most := MOST_LARGE_IMAGES * self.config.max_pixels):
+                raise ApiError(
+                    f"{where}: the images of this request that are new have {self.pixels:,} pixels up to this one; "
+                    f"they may have {most:,}, which is {MOST_LARGE_IMAGES} times environment.images.max_pixels"
+                )
             _check(picture)
             self.kept[picture.digest] = picture
         return ImagePart(type="image", image=self.kept[picture.digest])
@@ -87,18 +99,25 @@ def _bytes_of(address: str, where: str) -> bytes:
         raise ApiError(f"{where}: the data URI is not base64 ({error})") from error
 
 
-def _check(picture: Picture) -> None:
-    """Raise `ApiError` unless the image can be decoded."""
+def _pixels_of(picture: Picture) -> int:
+    """Return the pixels of an image that is not decoded. `ApiError` if its header is not that of a served format."""
     from PIL import Image
 
     if not picture.source:
         raise ApiError(f"{picture.where}: the image is empty")
     try:
-        Image.open(BytesIO(picture.encoded()), formats=FORMATS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `max_pixels` is the limit
+            width, height = Image.open(BytesIO(picture.encoded()), formats=FORMATS).size
     except Exception as error:  # Pillow's readers of headers raise anything
         raise ApiError(
             f"{picture.where}: the image is damaged, or in no format that is served ({', '.join(FORMATS)})"
         ) from error
+    return int(width * height)
+
+
+def _check(picture: Picture) -> None:
+    """Raise `ApiError` unless the image can be decoded."""
     try:
         decoded(picture)
     except ImageError as error:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MOST_TOP = 1024
 """The largest `prompt_logprobs` of a request."""
 
+_END = 2**31
+"""Beyond all token ids; which of them the model has is checked with the batch."""
+
 _KEYS = frozenset({"model", "prompt", "max_tokens", "prompt_logprobs", "temperature", "user"})
 
 
@@ -43,8 +46,11 @@ class PromptScorer:
         if (integer(body, "max_tokens", 0, 2**31) or 0) > 1:
             raise ApiError(f"max_tokens={body['max_tokens']}, but nothing is generated; it must be 0, 1 or left out")
         number(body, "temperature", 0, 100)  # of sampling, which does not change the log-probabilities of a prompt
-        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            raise ApiError("prompt must be a list of token ids, because a text has several tokenizations")
+        if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < _END for token in ids):
+            raise ApiError(
+                f"prompt must be a list of token ids, integers from 0 to {_END - 1}, because a text has several "
+                "tokenizations"
+            )
         work = asyncio.run_coroutine_threadsafe(self._score(ids, top), self._loop)
         found = await asyncio.wrap_future(work)
         choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "prompt_logprobs": found}

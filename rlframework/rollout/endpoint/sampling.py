@@ -6,10 +6,12 @@ exact tokens, although the client sends it back as messages.
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -18,7 +20,8 @@ from rlframework.errors import DataError, RequestError
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of
-from rlframework.rollout.chat_format import ChatFormat
+from rlframework.interfaces.pictures import Picture
+from rlframework.rollout.chat_format import LARGE, ChatFormat, characters_of
 from rlframework.rollout.endpoint.conversations import Turn
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.requests import TurnRequest
@@ -131,19 +134,33 @@ class Sampler:
     async def sample(self, session: Session, request: TurnRequest) -> list[Choice]:
         """Return the choices of a turn, and record them if the session does."""
         sampling, known = self._rule.of(request), session.find(request.messages, request.tools)
-        prompt, known = self._prompt(request, known)
-        room = self._room(session, request, len(prompt))
+        self._require_short(session, request)
+        pictures = pictures_of(request.messages)
+        work = partial(self._inputs, request, known, pictures)
+        large = bool(pictures) or characters_of(request.messages) > LARGE
+        ids, known, media = await asyncio.to_thread(work) if large else work()
+        room = self._room(session, request, len(ids))
         session.begin_turns(request.choices)
-        ids, pictures = torch.tensor(prompt), pictures_of(request.messages)
         seeds = session.seeds(ids, request.choices, pictures) or _own_seeds(request)
-        name, media = session.engine_session, self.chat.media(pictures)
+        name = session.engine_session_of(request)
         try:
             results = await gather_or_cancel(
                 [self._completer.complete(ids, seed, room, name, sampling, media=media) for seed in seeds]
             )
         except RequestError as error:
             raise ApiError(str(error)) from error
-        return [self._choice(session, request, ids, result, known) for result in results]
+        choices = [self._choice(session, request, ids, result, known) for result in results]
+        if session.engine_sessions is not None:
+            for choice in choices:
+                session.engine_sessions.answered(request.messages, request.tools, choice.message, name)
+        return choices
+
+    def _inputs(
+        self, request: TurnRequest, known: Turn | None, pictures: Sequence[Picture]
+    ) -> tuple[Tensor, Turn | None, Mapping[str, Tensor]]:
+        """Return the tokens of `_prompt` with their turn, and the model's inputs for the images."""
+        prompt, known = self._prompt(request, known)
+        return torch.tensor(prompt), known, self.chat.media(pictures)
 
     def _prompt(self, request: TurnRequest, known: Turn | None) -> tuple[list[int], Turn | None]:
         """Return the prompt's tokens, and the turn whose tokens they begin with: `known`, if it can be continued."""
@@ -155,6 +172,16 @@ class Sampler:
             return self.chat.prompt(request.messages, request.tools), None
         except DataError as error:
             raise ApiError(str(error)) from error
+
+    def _require_short(self, session: Session, request: TurnRequest) -> None:
+        """Raise `ApiError` if a prompt has too many characters to fit, before they are made tokens."""
+        if self._most is not None and self.chat.is_longer(request.messages, self._most):
+            raise session.refused(
+                f"the conversation has {characters_of(request.messages):,} characters, too many for a turn: the most "
+                f"is {self._most} tokens (environment.max_episode_tokens, or the model's positions)",
+                code="context_length_exceeded",
+                limit="max_episode_tokens",
+            )
 
     def _room(self, session: Session, request: TurnRequest, used: int) -> int:
         room = self._completer.max_new_tokens if request.max_tokens is None else request.max_tokens

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.config.images import ImagesConfig
 from rlframework.errors import ConfigError, UserError
+from rlframework.rollout.endpoint.bodies import Incoming, answer_early, json_response
 from rlframework.rollout.endpoint.chat import ChatReply
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.image_parts import ImageReader
@@ -22,9 +23,9 @@ from rlframework.rollout.endpoint.sampling import Choice, Sampler
 from rlframework.rollout.endpoint.sessions import Session, Sessions
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 R = TypeVar("R")
 
@@ -40,6 +41,8 @@ _KEEP_ALIVE = 10.0
 """Seconds between comments to a client that waits for a stream's next event."""
 
 _CLOSING = 2
+_BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
 
 
 class Endpoint:
@@ -64,74 +67,66 @@ class Endpoint:
         default = MAX_BODY if images is None else MAX_BODY_WITH_IMAGES
         self._max_body = default if max_body is None else max_body
 
-    def app(self) -> Starlette:
-        """Return the ASGI application. Without a valid token, every path answers 401."""
-        from starlette.applications import Starlette
-        from starlette.responses import JSONResponse, Response
-        from starlette.routing import Route
+    def app(self) -> ASGIApp:
+        """Return the ASGI application. Without a valid token, every method of every path answers 401."""
+        from starlette.requests import Request
 
-        async def answer(request: Request) -> Response:
-            try:
-                session = self.sessions.find(request.headers.get("authorization"))
-                return await self._answer(request, session)
-            except ApiError as error:
-                headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-                return JSONResponse(error.body(), error.status, headers)
-            except _Disconnected:
-                return Response(status_code=499)
-            except Exception:  # noqa: BLE001 - logged, and one request alone fails
-                _LOG.exception("the endpoint failed")
-                return JSONResponse(_FAILED.body(), _FAILED.status)
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            incoming = Incoming(receive)
+            response = await self._response(Request(scope, incoming), incoming)
+            if response.status_code >= 400 and not incoming.whole:
+                await answer_early(response, incoming, send)
+            else:
+                await response(scope, incoming, send)
 
-        return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])])
+        return answer
 
-    async def _answer(self, request: Request, session: Session) -> Response:
-        from starlette.responses import JSONResponse
+    async def _response(self, request: Request, incoming: Incoming) -> Response:
+        from starlette.responses import Response
 
+        try:
+            session = self.sessions.find(request.headers.get("authorization"))
+            return await self._answer(request, incoming, session)
+        except ApiError as error:
+            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+            return json_response(error.body(), error.status, headers)
+        except _Disconnected:
+            return Response(status_code=499)
+        except Exception:  # noqa: BLE001 - logged, and one request alone fails
+            _LOG.exception("the endpoint failed")
+            return json_response(_FAILED.body(), _FAILED.status)
+
+    async def _answer(self, request: Request, incoming: Incoming, session: Session) -> Response:
         path, method = request.url.path.rstrip("/"), request.method
+        read = partial(incoming.body, request.headers, self._max_body)
         if (method, path) == ("GET", "/v1/models"):
-            return JSONResponse(
+            return json_response(
                 {
                     "object": "list",
                     "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "rlframework"}],
                 }
             )
         if (method, path) == ("POST", "/v1/chat/completions"):
-            body = await self._body(request)
-            turn = chat_request(body, self._reader(session))
+            body = await read()
+            turn = await self._parsed(partial(chat_request, body, self._reader(session)))
             return await self._reply(request, session, body, turn, ChatReply(body, self.model, self._sampler.tokenizer))
         if (method, path) == ("POST", "/v1/completions") and self._scorer is not None:
-            return JSONResponse(await self._scorer.answer(await self._body(request), self.model))
+            return json_response(await self._scorer.answer(await read(), self.model))
         if (method, path) == ("POST", "/v1/responses"):
-            body = await self._body(request)
-            turn, reply = responses_request(body, session, self._reader(session)), ResponsesReply(body, self.model)
-            return await self._reply(request, session, body, turn, reply)
+            body = await read()
+            turn = await self._parsed(partial(responses_request, body, session, self._reader(session)))
+            return await self._reply(request, session, body, turn, ResponsesReply(body, self.model))
         if (method, path) == ("POST", f"/v1/sessions/{session.id}/reward"):
-            session.set_reward(await self._body(request))
-            return JSONResponse({"id": session.id, "reward": session.reward})
+            session.set_reward(await read())
+            return json_response({"id": session.id, "reward": session.reward})
         raise ApiError(f"there is no {method} {path[:200]}", status=404, code="not_found")
+
+    async def _parsed(self, parse: Callable[[], TurnRequest]) -> TurnRequest:
+        """Return the result of `parse`; of an endpoint that takes images, which it decodes, outside the event loop."""
+        return parse() if self._images is None else await asyncio.to_thread(parse)
 
     def _reader(self, session: Session) -> ImageReader:
         return ImageReader(self._images, session.pictures if session.record else {})
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """Read and parse the body. `ApiError` 413 as soon as it is too large, 400 if it is not a JSON object."""
-        announced = request.headers.get("content-length", "0")
-        found, large = bytearray(), announced.isdigit() and int(announced) > self._max_body
-        if not large:
-            async for part in request.stream():
-                found += part
-                if large := len(found) > self._max_body:
-                    break
-        if large:
-            raise ApiError(f"the body has more than {self._max_body} bytes", status=413, code="too_large")
-        try:
-            body = json.loads(found, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(f"the body is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ApiError(f"the body is not a JSON object, but {type(body).__name__}")
-        return body
 
     async def _reply(
         self,
@@ -141,13 +136,13 @@ class Endpoint:
         turn: TurnRequest,
         reply: ChatReply | ResponsesReply,
     ) -> Response:
-        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.responses import StreamingResponse
 
         self._sampler.check(turn)
         work = self._sampled(session, turn, reply)
         if body.get("stream") is True:
             return StreamingResponse(self._stream(request, work, reply), media_type="text/event-stream")
-        return JSONResponse(reply.whole(await _unless_gone(request, work)))
+        return json_response(reply.whole(await _unless_gone(request, work)))
 
     async def _sampled(self, session: Session, turn: TurnRequest, reply: ChatReply | ResponsesReply) -> list[Choice]:
         choices = await session.run(self._sampler.sample(session, turn))
@@ -222,13 +217,15 @@ async def served(endpoint: Endpoint, host: str = "127.0.0.1", port: int = 0) -> 
     listening = _listen(host, port)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", server_header=False, ws="none", loop="none",
-        timeout_graceful_shutdown=_CLOSING,
+        timeout_graceful_shutdown=_CLOSING, backlog=1,
     )  # fmt: skip
     server = _server(config)
+    asyncio.get_running_loop().set_exception_handler(_one_warning_without_descriptors())
     task = asyncio.ensure_future(server.serve(sockets=[listening]))
     try:
         while not server.started and not task.done():
             await asyncio.sleep(0.005)
+        listening.listen(_BACKLOG)
         name = f"[{host}]" if ":" in host else host
         yield f"http://{name}:{listening.getsockname()[1]}/v1"
     finally:
@@ -236,6 +233,29 @@ async def served(endpoint: Endpoint, host: str = "127.0.0.1", port: int = 0) -> 
         with suppress(asyncio.CancelledError):
             await task
         listening.close()
+
+
+def _one_warning_without_descriptors() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """Return a loop's handler of exceptions that logs one line, once, when no connection can be accepted.
+
+    asyncio tries again each second, with a traceback; and as often as its backlog says, until Python 3.13. So that
+    backlog is 1, and `_BACKLOG` is set for the socket alone.
+    """
+    warned = False
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal warned
+        error = context.get("exception")
+        if "accept" not in context["message"] or not isinstance(error, OSError):
+            loop.default_exception_handler(context)
+        elif not warned:
+            warned = True
+            _LOG.warning(
+                "the endpoint cannot accept connections now, and tries again each second: %s. Raise `ulimit -n`, or "
+                "let fewer clients connect at once (environment.max_concurrent_episodes)", error.strerror,
+            )  # fmt: skip
+
+    return handle
 
 
 def _server(config: Any) -> Any:
@@ -263,7 +283,3 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise UserError(f"cannot listen on {host}:{port}: {error}") from error
     return listening
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlframework.generation.driver import run_in_loop
 from rlframework.rollout.chat_format import ChatFormat
+from rlframework.rollout.endpoint.engine_sessions import EngineSessions
 from rlframework.rollout.endpoint.prompt_logprobs import PromptScorer
 from rlframework.rollout.endpoint.sampling import Sampler, SamplingRule
 from rlframework.rollout.endpoint.server import Endpoint, served
@@ -50,8 +51,7 @@ def serve(
     async def answer(bridge: Bridge, rule: SamplingRule, scorer: PromptScorer | None) -> None:
         section, inputs = images or (None, None)
         endpoint = Endpoint(Sampler(tokenizer, bridge, rule, images=inputs), model, scorer=scorer, images=section)
-        session = Session(bridge.begin(), record=False, token=token)
-        bridge.end(session.engine_session)
+        session = shared_session(bridge, token)
         async with served(endpoint, host, port) as base_url:
             endpoint.sessions.open(session)
             started(base_url)
@@ -76,6 +76,11 @@ def serve(
     generation.prepare_for_generation()
     run_in_loop(run())
     generation.finish_generation()
+
+
+def shared_session(bridge: Bridge, token: str) -> Session:
+    """Return the session of all clients: nothing is recorded, and each conversation has a session of the engines."""
+    return Session(bridge.begin(), record=False, token=token, engine_sessions=EngineSessions(bridge.begin))
 
 
 class _UntilSignal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
+import re
 import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -17,6 +17,7 @@ from rlframework.interfaces.messages import Message, ToolSpec, text_of
 from rlframework.interfaces.pictures import Picture
 from rlframework.observers.timeline import ENVIRONMENT, Timeline
 from rlframework.rollout.endpoint.conversations import Conversations, Turn
+from rlframework.rollout.endpoint.engine_sessions import EngineSessions
 from rlframework.rollout.endpoint.errors import ApiError, unauthorized
 from rlframework.rollout.endpoint.requests import TurnRequest
 from rlframework.rollout.result import Limit
@@ -34,12 +35,15 @@ MOST_RESPONSES = 256
 """The responses of a session that `previous_response_id` may name: the last ones."""
 
 _MOST_METRICS = 100
+_METRIC = re.compile(r"[A-Za-z0-9_. /-]{1,100}")
+"""The name of a posted metric: what all services that record metrics accept."""
 
 
 @dataclass(eq=False)
 class Session:
     """The turns that an agent has sampled. `engine_session`: the id for the generation client.
 
+    `engine_sessions`: has such an id for each conversation instead, for clients that share the token.
     `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
     those that the agent has posted. `limit`: what has first cut a turn or refused one. `refusal`: why a budget
     refused the last turn that was asked for; empty if it was sampled. `pictures`: the images of recorded
@@ -67,6 +71,7 @@ class Session:
     engine_error: EngineFault | RefitError | None = None
     pictures: dict[str, Picture] = field(default_factory=dict)
     timeline: Timeline | None = None
+    engine_sessions: EngineSessions | None = None
     _own_since: float | None = None
     _conversations: Conversations = field(default_factory=Conversations)
     _responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
@@ -105,6 +110,11 @@ class Session:
         of_prompt = turn_seed(self.seed, int.from_bytes(digest, "little"))
         return [turn_seed(of_prompt, number) for number in range(first, first + count)]
 
+    def engine_session_of(self, request: TurnRequest) -> str:
+        """Return the id of the conversation of `request` for the generation client."""
+        shared = self.engine_sessions
+        return self.engine_session if shared is None else shared.of(request.messages, request.tools)
+
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Turn | None:
         """Return the longest recorded turn whose conversation `messages` begins with."""
         return self._conversations.find(messages, tools)
@@ -142,14 +152,19 @@ class Session:
         if not isinstance(metrics, Mapping) or len(metrics) > _MOST_METRICS or body.keys() - {"reward", "metrics"}:
             raise ApiError('a reward is posted as {"reward": NUMBER, "metrics": {"name": NUMBER}}')
         values = {"reward": body.get("reward"), **{f"metrics.{name}": value for name, value in metrics.items()}}
+        if wrong := [name for name in metrics if not _METRIC.fullmatch(name)]:
+            raise ApiError(
+                f"a metric has the name {wrong[0]!r:.80}; it must have 1 to 100 of the characters A-Z, a-z, 0-9, "
+                "'_', '-', '.', '/' and the space"
+            )
         for name, value in values.items():
-            fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not fits or abs(value) > LARGEST_REWARD:
+            fits = isinstance(value, int | float) and not isinstance(value, bool)
+            if not fits or not abs(value) <= LARGEST_REWARD:
                 raise ApiError(
                     f"{name[:80]}={value!r:.80} must be a finite number of at most {LARGEST_REWARD:g} in size"
                 )
         self.reward = float(body["reward"])
-        self.metrics = {str(name): float(value) for name, value in metrics.items()}
+        self.metrics = {name: float(value) for name, value in metrics.items()}
 
     async def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Return the result of `work`, which is cancelled when the session is closed: then the `ApiError` of `close`.

@@ -91,6 +91,26 @@ def test_broken_json_is_rejected(serving: Any, path: str, content: bytes) -> Non
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/sessions/ID/reward"])
+def test_a_key_that_is_no_text_is_rejected(serving: Any, path: str) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            reply = await post(served, path.replace("ID", served.session.id), '{"\\ud800": 1}')
+            assert reply.status_code == 400
+
+    asyncio.run(run())
+
+
+def test_what_is_sent_back_may_have_lone_surrogates(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            tools = [{"type": "function", "name": "f", "parameters": {}, "more": "\ud800"}]
+            reply = await post(served, "/responses", json.dumps({"input": "hi", "tools": tools}))
+            assert (reply.status_code, reply.json()["tools"]) == (200, tools)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_aborts_its_request(serving: Any, stream: bool) -> None:
     async def run() -> None:
@@ -186,8 +206,15 @@ def test_a_session_has_a_limit_of_turns_and_of_tokens(serving: Any) -> None:
     asyncio.run(run())
 
 
+WRONG_METRICS = ('{"a": "1"}', '{"\\ud800": 1}', '{"": 1}', '{"a\\n": 1}', f'{{"{"a" * 101}": 1}}', "[1]")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("reward", ["NaN", "1e400", '"1"', "true", "null", "1e13", '1, "metrics": {"a": "1"}'])
+@pytest.mark.parametrize(
+    "reward",
+    ["NaN", "1e400", "9" * 400, "-" + "9" * 400, '"1"', "true", "null", "1e13",
+     *(f'1, "metrics": {metrics}' for metrics in WRONG_METRICS)],
+)  # fmt: skip
 def test_a_reward_that_is_no_number_is_rejected(serving: Any, reward: str) -> None:
     async def run() -> None:
         async with serving() as served:
