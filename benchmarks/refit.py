@@ -57,7 +57,7 @@ from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.client import Policy
 from rlframework.weight_sync.calls import RefitCalls
 from rlframework.weight_sync.coordinator import Refitter
-from rlframework.weight_sync.probe_bound import ProbeBound
+from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import ProbeRequests, Probes
 
 IPC, COLLECTIVE = "refit, ipc", "refit, collective"
@@ -150,7 +150,7 @@ def through_memory(stack: ExitStack, folder: Path, tokenizer: Any) -> tuple[Cont
         floor.ask(order)
         sums = floor.ask("sum")
         assert sums[0] == sums[1], order
-    probes = Probes(COUNT, range(512), SamplingParams(), ProbeBound(1e-3, tightened=True), batch_size=256)
+    probes = Probes(COUNT, range(512), SamplingParams(), NoiseBound(1e-3, headroom=10.0), batch_size=256)
     proven = Refitter(policy, lambda: engines.client.engines, engines.config.refit, probes, "ipc")
     return {
         IPC: lambda: float(engines.refitter.refit().size),

@@ -37,8 +37,8 @@ from rlframework.plugins.types import PROBE_BOUNDS, Capability, GenerationEngine
 from rlframework.policy.batch_checks import BatchLimits
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
 from rlframework.weight_sync.ipc import share_gpu
-from rlframework.weight_sync.probe_bound import ProbeBound
-from rlframework.weight_sync.probes import Probes
+from rlframework.weight_sync.noise_bound import NoiseBound
+from rlframework.weight_sync.probes import PROBE_HEADROOM, Probes
 from rlframework.workers.dispatch import WorkerCalls
 
 if TYPE_CHECKING:
@@ -189,11 +189,12 @@ class RemoteGeneration(Generation):
     ) -> Probes | None:
         """Return the probes of the refits; they have the length that model and trainer compute in one way."""
         policy, batching = config.policy, config.policy.batching
-        bound = ProbeBound.of(
+        bound = NoiseBound.of(
             config.generation.refit.probe_bound,
             record.probe_bounds,
             dtypes={self._starter.dtype, policy.precision},
             tf32=policy.tf32,
+            headroom=PROBE_HEADROOM,
         )
         regimes = regime_limits(read_config(policy.model_name, policy.trust_remote_code))
         bounds = (self._limits.positions, batching.logprob_tokens or batching.tokens, *regimes)

@@ -7,11 +7,8 @@ after the first token, or returns the log-probabilities of another request is of
 would learn from tokens that its policy did not choose. No other check sees that: the weights have arrived, and the
 results have their form.
 
-The bound is in nats, on the mean over the tokens of a global batch. Its limit is that of the engine's `probe_bounds`
-for the less exact dtype of both sides. What the run itself has measured so far tightens it: the bound is `HEADROOM`
-times the largest mean of the steps before, as noise grows slowly while a fault comes at once; but never less than
-`FLOOR` of the limit, since the noise of a random model is far below that of a trained one. In fp32 single tokens are
-bounded too, by `LARGEST`.
+The bound is in nats, on the mean over the tokens of a global batch: the limit of the less exact dtype of both sides,
+tightened by what the run itself has measured so far (`NoiseBound`). In fp32 each token is bounded too, by `LARGEST`.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.errors import SamplingMismatch
 from rlframework.huggingface.model_directories import first_size, text_config
 from rlframework.interfaces.policy_worker import SAMPLED_NOW, SampledDifference, SamplingBound, TrainResult
-from rlframework.plugins.types import PROBE_BOUNDS
+from rlframework.weight_sync.noise_bound import NoiseBound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,8 +38,6 @@ _LOG = logging.getLogger(__name__)
 
 HEADROOM = {"float32": 20.0, "tf32": 4.0, "float16": 4.0, "bfloat16": 4.0}
 """How many times the noise so far a step may have, by dtype."""
-FLOOR = 0.1
-"""The share of the limit that is always allowed."""
 LARGEST = {"float32": 0.05}
 """The largest difference of a single token by dtype, in nats; other dtypes have long tails, and no bound."""
 _SHOWN = 3
@@ -52,24 +47,26 @@ _SHOWN = 3
 class SamplingCheck:
     """Bounds the difference in each call of `train` of a run, by `generation.logprob_check`."""
 
-    def __init__(self, config: RunConfig, limits: Callable[[], Mapping[str, float]]) -> None:
-        """`limits()` returns the engine's `probe_bounds`."""
-        self._config, self._check = config, config.generation.logprob_check
-        self._declared = limits
-        self._noise: float | None = None
+    def __init__(self, config: RunConfig, declared: Callable[[], Mapping[str, float]]) -> None:
+        """`declared()` returns the engine's `probe_bounds`."""
+        self._config, self._check, self._declared = config, config.generation.logprob_check, declared
         self._warned = 0
+
+    @cached_property
+    def mean(self) -> NoiseBound:
+        """The bound on the mean."""
+        policy, generation = self._config.policy, self._config.generation
+        apart = generation.workers is not None and generation.refit.dtype != "auto"
+        dtypes = {policy.precision, generation.refit.dtype if apart else policy.precision}
+        return NoiseBound.of(self._check.mean, self._declared(), dtypes=dtypes, tf32=policy.tf32, headroom=HEADROOM)
 
     @property
     def bound(self) -> SamplingBound:
         """The bound of the next step."""
-        mean, largest = self._check.mean, self._check.largest
-        if mean is None:
-            mean = limit = self._limits[self.dtype]
-            if self._noise is not None:
-                mean = min(limit, max(FLOOR * limit, HEADROOM[self.dtype] * self._noise))
+        largest = self._check.largest
         if largest is None:
-            largest = math.inf if self._has_experts else LARGEST.get(self.dtype, math.inf)
-        return SamplingBound(mean, largest)
+            largest = math.inf if self._has_experts else LARGEST.get(self.mean.dtype, math.inf)
+        return SamplingBound(self.mean.value, largest)
 
     def of_workers(self, data: BatchedDataDict[Any]) -> SamplingBound | None:
         """Return the bound for workers to withhold a step by; infinite if it only warns, None if there is no check."""
@@ -84,7 +81,7 @@ class SamplingCheck:
             return
         bound = self.bound
         if sampled.mean <= bound.mean and sampled.largest <= bound.largest:
-            self._noise = max(self._noise or 0.0, sampled.mean)
+            self.mean.accepted(sampled.mean)
         elif sampled.withheld:
             raise SamplingMismatch(
                 f"{self._described(step, sampled, bound)}{_most_different(data, parts)}{self._advice}"
@@ -92,21 +89,6 @@ class SamplingCheck:
         elif self._warned < _SHOWN:
             self._warned += 1
             _LOG.warning("%s%s", self._described(step, sampled, bound), self._advice)
-
-    @cached_property
-    def _limits(self) -> Mapping[str, float]:
-        return {**PROBE_BOUNDS, **self._declared()}
-
-    @cached_property
-    def dtype(self) -> str:
-        """The dtype of engine and trainer with the larger limit."""
-        policy, sent = self._config.policy, self._config.generation.refit.dtype
-        dtypes: set[str] = {policy.precision}
-        if self._config.generation.workers is not None and sent != "auto":
-            dtypes.add(sent)
-        if policy.tf32 and "float32" in dtypes:
-            dtypes.add("tf32")
-        return max(dtypes, key=lambda dtype: self._limits[dtype])
 
     @cached_property
     def _has_experts(self) -> bool:
@@ -121,7 +103,7 @@ class SamplingCheck:
             f"step {step}: the log-probabilities that generation engine {self._config.generation.name!r} returned are "
             f"not the policy's: over {sampled.tokens:g} tokens they differ by {sampled.mean:.2g} nats in the mean and "
             f"{sampled.largest:.2g} at most, where {bound.mean:.2g} in the mean{largest} is what rounding explains in "
-            f"{self.dtype}.{withheld}"
+            f"{self.mean.dtype}.{withheld}"
         )
 
     @property

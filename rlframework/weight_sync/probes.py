@@ -27,11 +27,17 @@ from rlframework.errors import RefitError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.weight_sync.calls import RefitCalls, RefitEngine, StartedCall
-from rlframework.weight_sync.probe_bound import ProbeBound
+from rlframework.weight_sync.noise_bound import NoiseBound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PROBE_HEADROOM = {"float32": 10.0}
+"""How many times the noise so far the mean of the probes may have, by dtype.
+
+The mean of so few tokens varies by a factor of 3, and logits grow in training. The noise of 16 bits is near their
+limit, and grows from that of a random model to 20 times as much, so it does not tighten the bound.
+"""
 _SHORT, _LONG, _LONGEST = 5, 56, 256  # tokens of prompts; a long one fills a block of a prefix cache, of up to 32
 _TOKENS, _MORE, _FEW = 3, 8, 2  # tokens sampled after a prompt: usually, in a thorough refit, by its further rows
 _MOST_ROWS = 4  # rows of a thorough refit, as a multiple of the usual number
@@ -77,7 +83,7 @@ class Probes:
         count: int,
         tokens: ArrayLike,
         sampling: SamplingParams,
-        bound: ProbeBound,
+        bound: NoiseBound,
         *,
         batch_size: int = 1,
         positions: int | None = None,
@@ -96,7 +102,7 @@ class Probes:
         cls,
         config: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase,
-        bound: ProbeBound,
+        bound: NoiseBound,
         *,
         positions: int | None = None,
         vocabulary: int | None = None,
@@ -140,7 +146,7 @@ class ProbeRequests:
     """The probes of a refit to `version` of the weights."""
 
     version: int
-    bound: ProbeBound
+    bound: NoiseBound
     requests: Sequence[GenerationRequest]
     vocabulary: int | None = None
 

@@ -42,28 +42,17 @@ def test_the_bound_follows_the_noise_of_the_run_between_a_floor_and_the_limit(ch
 
 
 @pytest.mark.parametrize(
-    ("overrides", "limit", "largest"),
+    ("overrides", "limits", "bound"),
     [
-        ((), 1e-3, 0.05),
-        (("policy.tf32=true",), 0.02, math.inf),
-        (("policy.precision=bfloat16",), 0.3, math.inf),
-        (("policy.precision=bfloat16", "policy.tf32=true"), 0.3, math.inf),
-        (("generation.workers.group=processes", "generation.refit.dtype=bfloat16"), 0.3, math.inf),
-        (("generation.logprob_check={mean: 0.7, largest: 2.0}",), 0.7, 2.0),
+        ((), {}, (1e-3, 0.05)),
+        (("policy.precision=bfloat16",), {}, (0.3, math.inf)),
+        (("policy.precision=bfloat16",), {"bfloat16": 0.5}, (0.5, math.inf)),
+        (("generation.workers.group=processes", "generation.refit.dtype=bfloat16"), {}, (0.3, math.inf)),
+        (("generation.logprob_check={mean: 0.7, largest: 2.0}",), {}, (0.7, 2.0)),
     ],
 )
-def test_the_less_exact_dtype_counts(check: Any, overrides: tuple[str, ...], limit: float, largest: float) -> None:
-    assert check(*overrides).bound == SamplingBound(limit, largest)
-
-
-def test_the_limit_is_the_one_that_the_engine_declares(check: Any) -> None:
-    assert check(limits={"float32": 0.2}).bound.mean == 0.2
-
-
-def test_noise_does_not_change_a_bound_that_was_configured(check: Any) -> None:
-    sampling: SamplingCheck = check("generation.logprob_check.mean=0.7")
-    sampling.after(1, DATA, result_of(1e-7), SimpleNamespace())  # type: ignore[arg-type]
-    assert sampling.bound.mean == 0.7
+def test_the_bound_is_that_of_engine_and_trainer(check: Any, overrides: Any, limits: Any, bound: Any) -> None:
+    assert check(*overrides, limits=limits).bound == SamplingBound(*bound)
 
 
 def test_what_workers_get_depends_on_the_action_and_on_the_rows(check: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlframework.errors import RefitError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightReport
-from rlframework.weight_sync.probe_bound import ProbeBound
+from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import Probes, probe_shapes
 
 
@@ -186,7 +186,7 @@ def test_shapes_cover_few_and_many_rows_short_and_long_prompts():
 
 
 def test_prompts_repeat_in_part_with_their_sessions():
-    probes = Probes(4, range(5, VOCABULARY), SamplingParams(), ProbeBound(0.1, tightened=True))
+    probes = Probes(4, range(5, VOCABULARY), SamplingParams(), NoiseBound(0.1, headroom=10.0))
     of_refits = [probes.of_version(version).requests for version in (1, 2, 3, 4)]
     assert [len(requests) for requests in of_refits] == [4, 4, 4, 4]
     one, two = of_refits[0], of_refits[1]
@@ -210,24 +210,6 @@ def test_the_trainer_scores_each_completion_once_whatever_the_number_of_engines(
     assert len(rows["input_ids"]) == 16
     assert rows["input_lengths"].tolist() == [64, 264, 13, 13, *[7] * 12]
     assert rows["token_mask"].sum(1).tolist() == [8.0, 8.0, 8.0, 8.0, *[2.0] * 12]
-
-
-def test_the_bound_is_that_of_the_coarsest_dtype_and_in_fp32_tightened_by_the_noise_of_the_first_probes():
-    bounds = {"float32": 1e-3, "bfloat16": 0.3}
-    assert ProbeBound.of(None, bounds, dtypes={"float32"}, tf32=False).value == 1e-3
-    assert ProbeBound.of(None, bounds, dtypes={"float32"}, tf32=True).value == 0.02
-    assert ProbeBound.of(None, bounds, dtypes={"bfloat16"}, tf32=True).value == 0.3
-    assert ProbeBound.of(None, bounds, dtypes={"float32", "bfloat16"}, tf32=False).value == 0.3
-    for noise, bound in ((3e-7, 1e-4), (2e-5, 2e-4), (5e-4, 1e-3)):
-        of_run = ProbeBound.of(None, bounds, dtypes={"float32"}, tf32=False)
-        of_run.accepted(noise)
-        of_run.accepted(100 * noise)
-        assert of_run.value == pytest.approx(bound)
-    for configured, dtype, tf32, bound in ((0.5, "float32", False, 0.5), (None, "float32", True, 0.02),
-                                           (None, "bfloat16", False, 0.3), (None, "float16", False, 0.05)):  # fmt: skip
-        of_run = ProbeBound.of(configured, bounds, dtypes={dtype}, tf32=tf32)
-        of_run.accepted(1e-6)
-        assert of_run.value == bound
 
 
 def test_a_probe_that_is_not_a_number_is_no_match():
