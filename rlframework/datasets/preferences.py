@@ -246,7 +246,8 @@ def _scores(rows: Sequence[PreferenceRow]) -> Tensor:
 
 def is_score(value: Any) -> bool:
     """Whether `value` is a number that is finite in fp32."""
-    return isinstance(value, Real) and bool(abs(value) <= _MOST)
+    size: Any = abs(value) if isinstance(value, Real) else torch.inf
+    return bool(size <= _MOST)
 
 
 def _interleave(name: str, first: Tensor, second: Tensor) -> Tensor:
