@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "fixtures"))
 
-from chat_formats import NAMES, Turn, result, sampled, tokenizer, written
+from chat_formats import NAMES, TOOLS, Turn, result, sampled, tokenizer, written
 
 from rlframework.interfaces.messages import Message
 from rlframework.rollout.chat_format import ChatFormat
@@ -44,7 +44,7 @@ def play(name: str, seed: int, exact: bool) -> tuple[int, int, int]:
         trajectory.add(torch.tensor(prompt), result(ids, rng))
         total += len(ids)
         everything += ids
-        reply, history = chat.parse(ids), [*prompt, *ids]
+        reply, history = chat.parse(ids, TOOLS), [*prompt, *ids]
         new: Message = {"role": "user", "content": f"and {rng.randint(1, 99)}?"}
         if call:
             new = {"role": "tool", "content": str(rng.randint(1, 99)), "name": "add"}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, cast
 from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolSpec, pictures_of, text_of
 from rlframework.interfaces.pictures import Picture
+from rlframework.rollout.call_formats import reader_of
 from rlframework.rollout.chat_text import ChatText
 from rlframework.rollout.continuation import continuation
-from rlframework.rollout.reply_parser import parser_for
 from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn
 
 if TYPE_CHECKING:
@@ -42,13 +42,16 @@ class ChatFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None = None) -> None:
         self._tokenizer, self._images = tokenizer, images
         self._text = ChatText(tokenizer, images)
-        self._parse = parser_for(self._text.template)
+        self._reader = reader_of(tokenizer)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Return the tokens of `messages` that the model continues with its turn. `DataError` if there are none.
 
-        Raises an `ImageError` unless each image has its tokens, one for each feature.
+        Raises a `DataError` if there are `tools` and the calls of the chat template cannot be parsed, and an
+        `ImageError` unless each image has its tokens, one for each feature.
         """
+        if tools:
+            self._reader.require_calls()
         pictures = pictures_of(messages)
         ids = [*self._text.begin, *self._text.encode(self._text.render(messages, tools, prompt=True), pictures)]
         if not messages or not ids:
@@ -99,17 +102,18 @@ class ChatFormat:
             self._images.check(ids, pictures)
         return ids
 
-    def parse(self, completion_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+    def parse(self, completion_ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, position: int = 0) -> Message:
         """Return the assistant message in a completion, with the token that ended it left out.
 
-        Tool calls get an id of nine characters, as Mistral's templates want, that depends on the completion. One that
-        is malformed has the name that was found or none, and its text as arguments; so have several calls where the
-        template writes only one in a turn. `tools` give the types of arguments that the format writes without quotes.
-        Reasoning is kept apart from the content where the chat template does so. Special tokens that are part of
-        neither, such as padding that was sampled, are not text, as in single turns.
+        Without `tools`, calls that the model has written are part of the content. Calls get an id of nine characters,
+        as Mistral's templates want, that depends on the completion and on `position`, the number of messages before it.
+        A call that is malformed has the name that was found or none, and its text as arguments; so have several calls
+        where the template writes only one in a turn. `tools` give the types of arguments that the format writes without
+        quotes. Reasoning is kept apart from the content where the chat template does so. Special tokens that are part
+        of neither, such as padding that was sampled, are not text, as in single turns.
         """
         ids = list(completion_ids)
-        digest = blake2b(repr(ids).encode(), digest_size=8).hexdigest()
+        digest = blake2b(repr((position, ids)).encode()).digest()
         if ids and ids[-1] in self._closing_ids:
             ids.pop()
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
@@ -118,7 +122,7 @@ class ChatFormat:
             turn = self._without_special(turn, text, ids, special)
         if len(turn.calls) > 1 and not self._text.takes_several_calls:
             turn = replace(turn, calls=(ParsedCall("", text.strip()),))
-        return turn.message([f"{digest[:6]}{number:03d}" for number in range(len(turn.calls))])
+        return turn.message([_call_id(digest, number) for number in range(len(turn.calls))])
 
     def _without_special(self, turn: ParsedTurn, text: str, ids: Sequence[int], special: Collection[int]) -> ParsedTurn:
         """Return `turn`, which was parsed from `text`, without the `special` ones of its tokens `ids`."""
@@ -132,11 +136,11 @@ class ChatFormat:
     def _turn(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         if self._knows_reasoning:
             opened = self._opens_reasoning and "</think>" not in text
-            return self._parse("<think>" + text if opened else text, tools)
+            return self._reader.parse("<think>" + text if opened else text, tools)
         thought, closed, rest = text.partition("</think>")
         if not closed:
-            return ParsedTurn(text) if text.lstrip().startswith("<think>") else self._parse(text, tools)
-        turn = self._parse(rest, tools)
+            return ParsedTurn(text) if text.lstrip().startswith("<think>") else self._reader.parse(text, tools)
+        turn = self._reader.parse(rest, tools)
         return replace(turn, content=thought + closed + turn.content)
 
     def is_longer(self, messages: Sequence[Message], tokens: int) -> bool:
@@ -179,3 +183,8 @@ class ChatFormat:
         if self._text.template is None or not self._knows_reasoning:
             return False
         return self._text.render([{"role": "user", "content": "a"}], prompt=True).rstrip().endswith("<think>")
+
+
+def _call_id(turn: bytes, number: int) -> str:
+    """The id of a turn's call `number`. With 36 bits, 1,000 calls of a conversation have two alike once in 137,000."""
+    return blake2b(turn, salt=number.to_bytes(8, "little"), digest_size=5).hexdigest()[:9]

@@ -50,7 +50,7 @@ class ChatText:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
         """Return the text of `messages`, with spelled special tokens marked; `prompt`: the model answers next.
 
-        It has one placeholder for each image.
+        It has one placeholder for each image. An empty turn of the assistant is a space if the template wants content.
         """
         if self.template is None:
             messages = tools_as_text(messages, tools)
@@ -58,7 +58,13 @@ class ChatText:
         if self.template is None:
             return "".join(text_of(message) for message in safe)
         described: list[ToolSpec] = [self._marked_strings(tool) for tool in tools]
-        return apply_template(self._tokenizer, safe, described, prompt=prompt)
+        try:
+            return apply_template(self._tokenizer, safe, described, prompt=prompt)
+        except DataError:
+            filled = [_with_content(message) for message in safe]
+            if filled == safe:
+                raise
+            return apply_template(self._tokenizer, filled, described, prompt=prompt)
 
     def encode(self, text: str, pictures: Sequence[Picture] = (), *, continued: bool = False) -> list[int]:
         """Return the tokens of `text`, as `render` returns it; `continued`: other text is before it.
@@ -188,6 +194,12 @@ class ChatText:
         names = {token.content for token in self._added} | set(self._tokenizer.all_special_tokens)
         forms = (f"(?<={re.escape(name[0])}){_MARK}(?={re.escape(name[1:])})" for name in names if len(name) > 1)
         return re.compile("|".join(forms) or "(?!)")
+
+
+def _with_content(message: Message) -> Message:
+    """`message` with a space if it is an empty turn of the assistant, which Mistral's newer templates reject."""
+    is_empty = message["role"] == "assistant" and not (message["content"] or message.get("tool_calls"))
+    return {**message, "content": " "} if is_empty else message
 
 
 def _any_of(names: Any) -> re.Pattern[str] | None:

@@ -35,7 +35,7 @@ def continuation(
     before = chat.render(messages[:-1], tools, prompt=True)
     after = chat.render([*messages, *new], tools, prompt=True)
     other: list[Message] = [{**message, "content": _OTHER} for message in new]
-    fixed = _common(after, chat.render([*messages, *other], tools, prompt=True))
+    fixed = common_prefix(after, chat.render([*messages, *other], tools, prompt=True))
     if not fixed.startswith(before):
         return None
     turn = fixed[len(before) :]
@@ -62,8 +62,8 @@ def _parts(chat: ChatText, turn: Message) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _common(one: str, other: str) -> str:
-    """The longest common prefix."""
+def common_prefix(one: str, other: str) -> str:
+    """Return the longest common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,8 @@
 """The rollout manager: plays many episodes at once, turn by turn, on the generation client.
 
-An episode that fails (an exception or a deadline of its environment) is left out; the others go on. What an environment
-returns is checked, and ends the rollout if it is wrong: see `EpisodeChecks`.
+An episode that fails (an exception or a deadline of its environment, a turn that the chat template does not take) is
+left out; the others go on. What an environment returns is checked, and ends the rollout if it is wrong: see
+`EpisodeChecks`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 
 from rlframework.datasets.pictures import PictureReader
 from rlframework.environments.threads import failing_alone
-from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known
+from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known, spec
 from rlframework.environments.user_tracebacks import described, traceback_of
-from rlframework.errors import DataError, UserError
+from rlframework.errors import DataError, ImageError, UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
@@ -228,7 +229,7 @@ class EpisodePlayer:
         result = await self._bridge.complete(prompt, seed, room, state.session, media=media)
         state.trajectory.add(prompt, result, pictures)
         ids = result.token_ids.tolist()
-        message = self._chat.parse(ids, state.tools)
+        message = self._chat.parse(ids, state.tools, position=len(state.messages))
         calls = message.get("tool_calls", ())
         state.calls += len(calls)
         state.malformed += sum(is_malformed(call, state.tools) for call in calls)
@@ -277,10 +278,30 @@ class EpisodePlayer:
         try:
             return await asyncio.to_thread(render) if large else render()
         except DataError as error:
+            if not isinstance(error, ImageError) and (written := self._unrenderable(state)):
+                raise _EpisodeFailed(
+                    f"what the model wrote up to turn {state.trajectory.turns} cannot be rendered: {error}; {written}"
+                ) from error
             where = state.checks.where(state.trajectory.turns)
             raise DataError(
                 f"environment {self._config.name!r} returned {where} messages that cannot be rendered: {error}"
             ) from error
+
+    def _unrenderable(self, state: _State) -> str:
+        """Return what in the model's turns the chat template does not take; empty if it rejects the other messages.
+
+        Those of the model are to blame if they have tool calls, or if plain answers in their place are taken.
+        """
+        turns = [turn for turn in state.transcript if turn["trained"]]
+        if calls := [call["function"] for turn in turns for call in turn.get("tool_calls", ())]:
+            return f"its last tool call is {calls[-1]!r:.500}"
+        plain: Message = {"role": "assistant", "content": "1"}
+        others = [plain if message["role"] == "assistant" else message for message in state.messages]
+        try:
+            self._chat.prompt(others, state.tools)
+        except DataError:
+            return ""
+        return f"its last turn is {turns[-1]['content']!r:.500}" if turns else ""
 
     async def _call(self, method: str, turn: int, call: Callable[[], Any]) -> Any:
         """Await a method of the environment's episode; raise `_EpisodeFailed` for an exception and a deadline."""
@@ -314,6 +335,12 @@ class EpisodePlayer:
             await self._call("close", 0, episode.close)
         except _EpisodeFailed as failure:  # its rewards are complete, so that it counts
             _LOG.warning("an episode of sample %r was not closed: %s", state.sample.id, failure)
+
+
+def is_whole(call: ToolCall) -> bool:
+    """Whether `call` was written to its end: it has a name, and arguments that are a JSON object."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return bool(name and arguments.strip()) and not is_malformed(call, [spec(name, "", {})])
 
 
 def is_malformed(call: ToolCall, tools: Sequence[ToolSpec]) -> bool:

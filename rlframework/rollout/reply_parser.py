@@ -12,21 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlframework.interfaces.messages import ToolSpec
+from rlframework.rollout.python_calls import python_calls
 from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn, call_of, call_of_json
 
 Parser = Callable[[str, Sequence[ToolSpec]], ParsedTurn]
 """Parses the text of a completion, special tokens included, without the token that ended the turn, given the tools."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_GLM = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
 _CHANNEL = re.compile(
-    r"(?:<\|start\|>assistant)?(?P<before>[^<]*)<\|channel\|>(?P<header>[^<]*)(?:<\|constrain\|>[^<]*)?"
+    r"(?:<\|start\|>assistant|\A|(?<=[<>]))(?P<before>[^<>]*)<\|channel\|>(?P<header>[^<]*)(?:<\|constrain\|>[^<]*)?"
     r"<\|message\|>(?P<text>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
     re.DOTALL,
 )
 _ARGUMENTS = re.compile(r'"(?:parameters|arguments)"')
+_NAMED = re.compile(r'\{\s*"name"\s*:\s*"([^"\n]*)"\s*,\s*"(?:parameters|arguments)"')
 _RECIPIENT = re.compile(r"to=functions\.(\S+)")
 
 
@@ -50,7 +54,7 @@ def parse_qwen_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` blocks: Qwen3-Coder.
 
     A value is text where the schema of the tool in `tools` has a string, elsewhere JSON. What is not JSON stays text,
-    and so do values of unknown parameters and tools.
+    and so do values of unknown parameters and tools. A function that is cut off is malformed: its last value may be.
     """
     reasoning, rest = split_reasoning(text)
     calls = tuple(_coder_call(found, tools) for found in _HERMES.findall(rest))
@@ -62,16 +66,51 @@ def _coder_call(text: str, tools: Sequence[ToolSpec]) -> ParsedCall:
     if found is None:
         return call_of_json(text)
     name, values = found[1].strip(), _PARAMETER.findall(found[2])
-    if not values and found[2].strip():  # parameters in another form: the environment says that they are wrong
-        return ParsedCall(name, found[2].strip())
-    schemas = next((tool["function"]["parameters"] for tool in tools if tool["function"]["name"] == name), {})
-    known = schemas.get("properties", {})
+    # cut off, or parameters in another form: the environment says that they are wrong
+    if not found[3] or (not values and found[2].strip()):
+        return ParsedCall(name, found[2].strip() or found[0].strip())
+    return _typed_call(name, values, tools)
+
+
+def parse_glm(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
+    """Parse `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>` blocks: GLM-4.5 and later.
+
+    Values have types as in `parse_qwen_coder`. A call that is cut off is malformed.
+    """
+    reasoning, rest = split_reasoning(text)
+    calls = tuple(_glm_call(found, closed, tools) for found, closed in _GLM.findall(rest))
+    return ParsedTurn(_GLM.sub("", rest).strip() if calls else rest, reasoning, calls)
+
+
+def _glm_call(text: str, closed: str, tools: Sequence[ToolSpec]) -> ParsedCall:
+    name, marked, values = text.partition("<arg_key>")
+    if not closed or (marked and _GLM_ARGUMENT.sub("", marked + values)):
+        return ParsedCall(name.strip() if marked else "", (marked + values if marked else text).strip())
+    if not marked and (not name.strip() or "{" in name):  # no name, or another format
+        return call_of_json(text)
+    return _typed_call(name.strip(), _GLM_ARGUMENT.findall(marked + values), tools)
+
+
+def parse_lfm(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
+    """Parse `<|tool_call_start|>[NAME(KEY=value)]<|tool_call_end|>`, with values as in Python: LFM2."""
+    reasoning, rest = split_reasoning(text)
+    content, calls = python_calls(rest)
+    return ParsedTurn(content, reasoning, calls)
+
+
+def _typed_call(name: str, values: Sequence[tuple[str, str]], tools: Sequence[ToolSpec]) -> ParsedCall:
+    """The call of `name` with `values` by their keys, in the types that its tool in `tools` has."""
+    schemas = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name)
+    known = (next(schemas, None) or {}).get("properties") or {}
     arguments = {key.strip(): _value(value, known.get(key.strip())) for key, value in values}
-    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
+    except RecursionError:  # read, but too deep to be written
+        return ParsedCall(name, repr(values))
 
 
-def _value(text: str, schema: Mapping[str, Any] | None) -> object:
-    if schema is None or _allows_text(schema):
+def _value(text: str, schema: Any) -> object:
+    if not isinstance(schema, Mapping) or _allows_text(schema):
         return text
     try:
         return json.loads(text)
@@ -87,10 +126,11 @@ def _allows_text(schema: Mapping[str, Any]) -> bool:
     return first == "string" or any(_allows_text(option) for option in options[:1])
 
 
-def parse_llama(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
+def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse a turn that is one JSON object with `name` and `parameters`, perhaps after `<|python_tag|>`: Llama 3.
 
-    After the tag there may be several, with `;` between them. An object without parameters and tag is an answer.
+    After the tag there may be several, with `;` between them. Without it, text may come before an object that names
+    one of `tools` and ends the turn. An object without parameters and tag is an answer.
     """
     content, marked, call = text.partition("<|python_tag|>")
     if marked:
@@ -98,7 +138,21 @@ def parse_llama(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     stripped = text.strip()
     if stripped.startswith("{") and '"name"' in stripped and _ARGUMENTS.search(stripped):
         return ParsedTurn("", None, (call_of_json(stripped),))
-    return ParsedTurn(text)
+    names = {tool["function"]["name"] for tool in tools}
+    begin = next((found.start() for found in _NAMED.finditer(text) if found[1] in names), None)
+    if begin is None or not _ends_with_json(text[begin:]):
+        return ParsedTurn(text)
+    return ParsedTurn(text[:begin].strip(), None, tuple(map(call_of_json, _separated(text[begin:]))))
+
+
+def _ends_with_json(text: str) -> bool:
+    """Whether nothing follows the JSON objects at the start of `text`, the last of which may be malformed."""
+    last = _separated(text)[-1]
+    try:
+        _, end = json.JSONDecoder().raw_decode(last)
+    except (ValueError, RecursionError):
+        return True
+    return end == len(last)
 
 
 def _separated(text: str) -> list[str]:
@@ -133,7 +187,10 @@ def _mistral_calls(block: str) -> list[ParsedCall]:
     except (ValueError, RecursionError):
         return [ParsedCall("", block.strip())]
     items = found if isinstance(found, list) and found else [found]
-    return [call_of(item, json.dumps(item)) for item in items]
+    try:
+        return [call_of(item, json.dumps(item)) for item in items]
+    except RecursionError:  # read, but too deep to be written
+        return [ParsedCall("", block.strip())]
 
 
 def parse_deepseek(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
@@ -187,12 +244,49 @@ def split_reasoning(text: str, start: str = "<think>", end: str = "</think>") ->
     return None, text
 
 
+def split_thinking(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
+    """Parse a turn without tools: its reasoning and its content, in which calls are text."""
+    reasoning, rest = split_reasoning(text)
+    return ParsedTurn(rest, reasoning)
+
+
+def split_mistral(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
+    """As `split_thinking`, with Mistral's marks of reasoning."""
+    reasoning, rest = split_reasoning(text, "[THINK]", "[/THINK]")
+    return ParsedTurn(rest, reasoning)
+
+
+def split_harmony(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
+    """As `split_thinking`, for gpt-oss: messages to a recipient are content as they were written."""
+    turn, end = parse_harmony(text), 0
+    if not turn.calls:
+        return turn
+    content = []
+    for found in _CHANNEL.finditer(text):
+        end = found.end()
+        if not found["header"].strip().startswith("analysis") or _RECIPIENT.search(found["before"]):
+            content.append(found[0].removeprefix("<|start|>assistant"))
+    return ParsedTurn("".join([*content, text[end:]]), turn.reasoning)
+
+
 _MARKS: tuple[tuple[str, Parser], ...] = (
     ("<|channel|>", parse_harmony),
     ("<｜Assistant｜>", parse_deepseek),
     ("[TOOL_CALLS]", parse_mistral),
     ("<function=", parse_qwen_coder),
+    ("<arg_key>", parse_glm),
+    ("<|tool_call_start|>", parse_lfm),
     ("<tool_call>", parse_hermes),
     ("<|start_header_id|>", parse_llama),
 )
 """The parsers, by what the chat template contains; the first that fits."""
+
+PARSERS = tuple(dict.fromkeys((parse_hermes, *(parser for _, parser in _MARKS))))
+"""The parsers of all formats."""
+
+_SPLITTERS: Mapping[Parser, Parser] = {parse_mistral: split_mistral, parse_harmony: split_harmony}
+
+
+def splitter_for(template: str | None) -> Parser:
+    """Return the parser for turns without tools of models with the chat template `template`."""
+    return _SPLITTERS.get(parser_for(template), split_thinking)

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.interfaces.messages import Message
+from rlframework.environments.tool_calls import encodable
+from rlframework.interfaces.messages import FunctionCall, Message
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,11 @@ class ParsedCall:
 
     name: str
     arguments: str
+
+    @property
+    def function(self) -> FunctionCall:
+        """The call as a message has it; halves of characters, which JSON can spell, are replaced."""
+        return {"name": encodable(self.name), "arguments": encodable(self.arguments)}
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class ParsedTurn:
             message["reasoning_content"] = self.reasoning
         if self.calls:
             message["tool_calls"] = [
-                {"id": ids[number], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": ids[number], "type": "function", "function": call.function}
                 for number, call in enumerate(self.calls)
             ]
         return message
@@ -56,4 +62,9 @@ def call_of(found: Any, text: str) -> ParsedCall:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
         return ParsedCall("", text.strip())
     arguments = {} if key is None else found[key]
-    return ParsedCall(found["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+    if isinstance(arguments, str):
+        return ParsedCall(found["name"], arguments)
+    try:
+        return ParsedCall(found["name"], json.dumps(arguments))
+    except RecursionError:  # read, but too deep to be written
+        return ParsedCall("", text.strip())

@@ -15,10 +15,12 @@ from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
 from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.template_checks import require_contents, warn_of_template
 from rlframework.environments.agent import runs_agents
+from rlframework.environments.tool_environment import ToolDataEnvironment
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split, has_episodes
 from rlframework.interfaces.messages import pictures_of, text_of
+from rlframework.rollout.call_formats import reader_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,13 +43,16 @@ class InputCheck:
     with the sample's id. A row beyond an explicit microbatch size raises `ConfigError` with the key. Of more than
     `RENDERED` samples only the `LONGEST` longest are rendered, and missing answers are found without rendering. An
     unknown character may then go unnoticed until its batch; a row that is too long hardly ever does. `fits` checks each
-    batch against the same limits. The constructor raises `DataError` for a chat template that drops the texts.
+    batch against the same limits. The constructor raises `DataError` for a chat template that drops the texts,
+    and for one whose tool calls cannot be parsed if the environment has tools.
     """
 
     def __init__(self, parts: Parts) -> None:
         require_contents(parts.tokenizer)
         self._tokenizer, self._config, self._images = parts.tokenizer, parts.config, parts.images
         self._episodes, self._agents = has_episodes(parts.environment), runs_agents(parts.environment)
+        if isinstance(parts.environment, ToolDataEnvironment):
+            reader_of(parts.tokenizer).require_calls()
         self._policies = {"policy": parts.config.policy, **parts.config.further_policies}
         found = {
             name: model_positions(policy.model_name, policy.trust_remote_code)

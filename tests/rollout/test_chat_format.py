@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -36,7 +37,7 @@ def with_special(name: str) -> Any:
 def reply_to(chat: ChatFormat, model: Any, text: str) -> tuple[list[int], Message]:
     """The history after a turn that was sampled as `text`, and its message."""
     ids = model(text, add_special_tokens=False)["input_ids"]
-    return [*chat.prompt([ASK]), *ids], chat.parse(ids)
+    return [*chat.prompt([ASK]), *ids], chat.parse(ids, TOOLS)
 
 
 def two_calls(name: str) -> str:
@@ -179,7 +180,7 @@ def test_reasoning_without_a_name_in_the_template_is_content() -> None:
     chat = ChatFormat(tokenizer("smollm2"))
     for text in ("<think>a</think><tool_call>", "<think>a"):
         ids = tokenizer("smollm2")(text)["input_ids"]
-        found = chat.parse(ids)
+        found = chat.parse(ids, TOOLS)
         assert found["content"] == text.removesuffix("<tool_call>")
         assert len(found.get("tool_calls", ())) == text.count("<tool_call>")
 
@@ -249,3 +250,49 @@ def test_a_token_that_starts_turns_does_not_end_them() -> None:
     """The template writes contents backwards, so that its ends cannot be found with a known content."""
     model = with_template(tokenizer("chatml").chat_template.replace(CONTENT, f"({CONTENT} | reverse)"))
     assert model.convert_tokens_to_ids("<|im_start|>") not in ChatFormat(model)._closing_ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_tools_a_call_is_text(name: str) -> None:
+    model = tokenizer(name)
+    text, end = written(name, Turn("", None, {"a": 7305}))
+    reply = ChatFormat(model).parse(model(text + end, add_special_tokens=False)["input_ids"], [])
+    assert "tool_calls" not in reply
+    assert '{"a": 7305}' in reply["content"]
+
+
+def test_without_tools_reasoning_is_apart_and_what_follows_is_text() -> None:
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    for name, text, reasoning, content in (
+        ("qwen3", "<think>\nhm\n</think>\n\n<tool_call>{}</tool_call>", "hm", "<tool_call>{}</tool_call>"),
+        ("gpt_oss", f"{thought} to=functions.add<|channel|>commentary json<|message|>{{}}<|call|>", "hm",
+         " to=functions.addcommentary json{}"),
+        ("gpt_oss", f"{thought}<|channel|>final<|message|>3<|return|>", "hm", "3"),
+    ):  # fmt: skip
+        model = tokenizer(name)
+        reply = ChatFormat(model).parse(model(text, add_special_tokens=False)["input_ids"], [])
+        assert (reply.get("reasoning_content"), reply["content"]) == (reasoning, content)
+
+
+def test_ids_of_calls_are_unique_in_1000_conversations_that_repeat_their_turns() -> None:
+    """The same tokens in each of four turns, twice the same call in each."""
+    model = tokenizer("qwen3")
+    chat, call = ChatFormat(model), written("qwen3", Turn("", None, {"a": 1}))[0]
+    for episode in range(1000):
+        ids = model(call.replace("1", str(episode)) * 2, add_special_tokens=False)["input_ids"]
+        found = [
+            made["id"] for turn in range(4) for made in chat.parse(ids, TOOLS, position=2 * turn + 1)["tool_calls"]
+        ]
+        assert len(set(found)) == 8
+        assert all(re.fullmatch("[0-9a-f]{9}", each) for each in found)
+    assert chat.parse(ids, TOOLS, position=1) == chat.parse(ids, TOOLS, position=1)
+
+
+def test_halves_of_characters_in_a_call_are_replaced() -> None:
+    """JSON can spell them: no tokenizer takes them, and no file."""
+    model = tokenizer("qwen3")
+    for text in ('{"name": "\\ud83d", "arguments": {"a": "\\ud83d"}}', '{"name": "add", "arguments": "\\udc00"}'):
+        reply = ChatFormat(model).parse(model(f"<tool_call>{text}</tool_call>")["input_ids"], TOOLS)
+        assert json.dumps(reply, ensure_ascii=False).encode()
+        rendered = ChatFormat(model).prompt([ASK, reply, {"role": "user", "content": "a"}], TOOLS)
+        assert "?" in model.decode(rendered)

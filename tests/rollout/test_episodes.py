@@ -354,7 +354,7 @@ def test_tool_calls_are_counted(make_parts: Any, monkeypatch: pytest.MonkeyPatch
     def calls(*given: tuple[str, str]) -> Any:
         made = [{"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
                 for n, (name, arguments) in enumerate(given)]  # fmt: skip
-        return lambda self, ids, tools=(): {"role": "assistant", "content": "1", "tool_calls": made}
+        return lambda self, ids, tools=(), position=0: {"role": "assistant", "content": "1", "tool_calls": made}
 
     class WithTool(Counter):
         tools = ({"type": "function", "function": {"name": "add", "description": "", "parameters": {}}},)

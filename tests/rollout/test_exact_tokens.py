@@ -69,7 +69,7 @@ class Played:
             self.results.append(result(ids, rng, "length" if cut else "stop"))
             self.trajectory.add(torch.tensor(prompt), self.results[-1])
             history = [*prompt, *ids]
-            reply = self.chat.parse(ids, tools)
+            reply = self.chat.parse(ids, TOOLS, position=len(messages))
             check_reply(reply, turn)
             recent.append((turn, cut))
             new: Message = {"role": "user", "content": words(rng, spelled)}
@@ -150,7 +150,7 @@ def test_special_tokens_in_observations_stay_text(name: str) -> None:
     ask: Message = {"role": "user", "content": "a"}
     text, end = written(name, Turn("", None, {"a": 1}))
     ids = sampled(name, text + end, rng)
-    call = chat.parse(ids)
+    call = chat.parse(ids, TOOLS)
     history = [*chat.prompt([ask]), *ids]
 
     def added(content: str) -> list[int]:

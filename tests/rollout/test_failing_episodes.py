@@ -306,7 +306,7 @@ def test_each_call_is_answered_once(make_parts: Any, monkeypatch: pytest.MonkeyP
     call = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     monkeypatch.setattr(
         "rlframework.rollout.chat_format.ChatFormat.parse",
-        lambda self, ids, tools=(): {"role": "assistant", "content": "1", "tool_calls": [call]},
+        lambda self, ids, tools=(), position=0: {"role": "assistant", "content": "1", "tool_calls": [call]},
     )
 
     class Twice(Counter):

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from rlframework.rollout.reply_parser import (
+    PARSERS,
+    Parser,
     parse_deepseek,
+    parse_glm,
     parse_harmony,
     parse_hermes,
+    parse_lfm,
     parse_llama,
     parse_mistral,
     parse_qwen_coder,
@@ -123,7 +127,7 @@ def test_values_of_qwen_coder_have_the_types_of_the_schema(name: str, written: s
         ),
         (
             "<tool_call>\n<function=search>\n<parameter=text>\nab",
-            ParsedTurn("", None, (call("search", '{"text": "ab"}'),)),
+            ParsedTurn("", None, (call("search", "<parameter=text>\nab"),)),
         ),
         # other forms
         ("<tool_call><function=search>{a</function></tool_call>", ParsedTurn("", None, (call("search", "{a"),))),
@@ -163,14 +167,111 @@ def test_qwen_coder(text: str, expected: ParsedTurn) -> None:
             '{"name": "add", "parameters": {"a": 1}',
             ParsedTurn("", None, (call("", '{"name": "add", "parameters": {"a": 1}'),)),
         ),
+        # text before an object that names a tool and ends the turn
+        ('I add.\n\n{"name": "add", "parameters": {"a": 1}}', ParsedTurn("I add.", None, (ADD,))),
+        (
+            'Hm {1}: { "name": "add", "parameters": {"a": 1}}; {"name": "now"}',
+            ParsedTurn("Hm {1}:", None, (ADD, NOW)),
+        ),
+        (
+            'I add. {"name": "add", "parameters": {"a"',
+            ParsedTurn("I add.", None, (call("", '{"name": "add", "parameters": {"a"'),)),
+        ),
         # answers
+        (
+            'Use {"name": "add", "parameters": {"a": 1}} for it.',
+            ParsedTurn('Use {"name": "add", "parameters": {"a": 1}} for it.'),
+        ),
+        ('It is {"name": "other", "parameters": {}}', ParsedTurn('It is {"name": "other", "parameters": {}}')),
         ('{"name": "Ann", "age": 3}', ParsedTurn('{"name": "Ann", "age": 3}')),
-        ('It is {"name": "add", "parameters": {}}', ParsedTurn('It is {"name": "add", "parameters": {}}')),
         (" 3 ", ParsedTurn(" 3 ")),
     ],
 )
 def test_llama(text: str, expected: ParsedTurn) -> None:
-    assert parse_llama(text, ()) == expected
+    tools: list[Any] = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+    assert parse_llama(text, tools) == expected
+
+
+KEYS = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # GLM-4.5, with several values of their types, and GLM-5 without line breaks
+        (
+            "\n<think>why</think>\nBoth:\n<tool_call>search\n"
+            + KEYS.format("limit", 1)
+            + KEYS.format("text", "12 ")
+            + "</tool_call>\n<tool_call>now\n</tool_call>",
+            ParsedTurn("Both:", "why", (call("search", '{"limit": 1, "text": "12 "}'), NOW)),
+        ),
+        (
+            '</think><tool_call>search<arg_key>tags</arg_key><arg_value>["a"]</arg_value></tool_call>',
+            ParsedTurn("", "", (call("search", '{"tags": ["a"]}'),)),
+        ),
+        # cut off, where a value may be incomplete, and malformed
+        (
+            "<tool_call>search\n<arg_key>limit</arg_key>\n<arg_value>1",
+            ParsedTurn("", None, (call("search", "<arg_key>limit</arg_key>\n<arg_value>1"),)),
+        ),
+        ("<tool_call>sea", ParsedTurn("", None, (call("", "sea"),))),
+        (
+            "<tool_call>search<arg_key>limit</arg_key></tool_call>",
+            ParsedTurn("", None, (call("search", "<arg_key>limit</arg_key>"),)),
+        ),
+        ("<tool_call></tool_call>", ParsedTurn("", None, (call("", ""),))),
+        # another form
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', ParsedTurn("", None, (ADD,))),
+        ("no call", ParsedTurn("no call")),
+    ],
+)
+def test_glm(text: str, expected: ParsedTurn) -> None:
+    assert parse_glm(text, [SEARCH]) == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "calls"),
+    [
+        ("[add(a=1), now()]", (ADD, NOW)),
+        ("add(a=1)", (ADD,)),
+        (r"""[f(a='it\'s \d', b=["x", -1.5, None], c={"k": true, "n": null})]""",
+         (call("f", r"""{"a": "it's \\d", "b": ["x", -1.5, null], "c": {"k": true, "n": null}}"""),)),
+        ("[web.search(q='é')]", (call("web.search", '{"q": "é"}'),)),
+        # malformed: the text is there to see, and nothing is evaluated
+        *((text, (call("", text),)) for text in (
+            "[add(1)]", "[add(a=1]", "[add(a=open('x'))]", "[add(a=1, a=2)]", "[add(**{})]", "[]", "", "a b", "[1]",
+            "[add(a=x)]", "[add(a={1, 2})]", "[add(a=" + "(" * 9000, "[add(a=" + "-" * 9000 + "1)]", "[add(a='\x00')]",
+        )),
+    ],
+)  # fmt: skip
+def test_lfm(written: str, calls: tuple[ParsedCall, ...]) -> None:
+    for end in ("<|tool_call_end|>", ""):
+        assert parse_lfm(f"So:<|tool_call_start|>{written}{end}") == ParsedTurn("So:", None, calls)
+    assert parse_lfm("no call") == ParsedTurn("no call")
+
+
+@pytest.mark.parametrize("parse", PARSERS)
+def test_long_turns_without_an_end_take_linear_time(parse: Parser) -> None:
+    """With a quadratic search, each of these is a matter of minutes."""
+    for piece in ("word ", "a>", "<tool_call>", "<arg_key>", "<|channel|>", " \n"):
+        text = piece * (400_000 // len(piece))
+        assert len(parse(text, [SEARCH]).calls) < len(text)
+
+
+@pytest.mark.parametrize("parse", PARSERS)
+def test_values_that_are_nested_deeply_are_parsed_or_malformed(parse: Parser) -> None:
+    """Some depths can be read, and not written again."""
+    for depth in range(300, 1000, 7):
+        value = "[" * depth + "]" * depth
+        for text in (
+            f'<tool_call>{{"name": "add", "arguments": {{"tags": {value}}}}}</tool_call>',
+            f'[TOOL_CALLS][{{"name": "add", "arguments": {{"tags": {value}}}}}]',
+            f"<tool_call><function=search><parameter=tags>{value}</parameter></function></tool_call>",
+            f"<tool_call>search<arg_key>tags</arg_key><arg_value>{value}</arg_value></tool_call>",
+            f"<|tool_call_start|>[add(tags={value})]",
+        ):
+            parse(text, [SEARCH])
 
 
 @pytest.mark.parametrize(
@@ -275,6 +376,8 @@ def test_the_parser_follows_the_template() -> None:
     assert parser_for("<|im_start|> <tool_call> <function=...>") is parse_qwen_coder
     assert parser_for("<|im_start|> <tool_call>") is parse_hermes
     assert parser_for("<|start_header_id|>") is parse_llama
+    assert parser_for("<tool_call> <arg_key>") is parse_glm
+    assert parser_for("<|tool_call_start|>") is parse_lfm
     assert parser_for("<｜Assistant｜> <｜tool▁calls▁begin｜>") is parse_deepseek
     assert parser_for("[INST] [TOOL_CALLS]") is parse_mistral
     assert parser_for("<|start|> <|channel|>") is parse_harmony

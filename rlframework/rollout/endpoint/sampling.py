@@ -26,7 +26,7 @@ from rlframework.rollout.endpoint.conversations import Turn
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.requests import TurnRequest
 from rlframework.rollout.endpoint.sessions import Session
-from rlframework.rollout.episodes import is_malformed
+from rlframework.rollout.episodes import is_malformed, is_whole
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
 
@@ -102,10 +102,11 @@ class Choice:
 
     @property
     def finish_reason(self) -> str:
-        """The reason in the terms of chat completions."""
-        if self.result.finish_reason != "stop":
+        """The reason in the terms of chat completions. A turn that was cut off after whole tool calls has these."""
+        calls = self.message.get("tool_calls", ())
+        if self.result.finish_reason != "stop" and not (calls and all(map(is_whole, calls))):
             return "length"
-        return "tool_calls" if self.message.get("tool_calls") else "stop"
+        return "tool_calls" if calls else "stop"
 
 
 class Sampler:
@@ -210,7 +211,7 @@ class Sampler:
     ) -> Choice:
         whole, result = result, self._cut(result, request.stop)
         ids: list[int] = result.token_ids.tolist()
-        message = self.chat.parse(ids, request.tools)
+        message = self.chat.parse(ids, request.tools, position=len(request.messages))
         if result is not whole:
             text = str(message["content"])
             message = {**message, "content": text[: _first(text, request.stop)]}

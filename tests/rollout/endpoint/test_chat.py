@@ -222,6 +222,62 @@ def test_a_stream_has_the_same_reply(serving: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_without_tools_a_call_is_content(serving: Any, options: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            served.completer.answers = [f"now {CALL}"]
+            choice = (await client.chat.completions.create(model="policy", messages=HI, **options)).choices[0]
+            assert (choice.message.content, choice.finish_reason) == (f"now {CALL}", "stop")
+            assert choice.message.tool_calls is None
+            assert served.session.calls == 0
+            reply = await client.responses.create(model="policy", input="hi", **options)
+            assert (reply.output_text, len(reply.output)) == (f"now {CALL}", 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("most", "reason", "calls"),
+    [(len(CALL) + 2, "tool_calls", 1), (len(CALL), "tool_calls", 1), (len(CALL) - 20, "length", 1), (3, "length", 0)],
+)
+def test_the_reason_of_a_turn_that_is_cut_is_that_of_what_was_sent(
+    serving: Any, most: int, reason: str, calls: int
+) -> None:
+    """A whole call is called; a part of one, and text, are not complete."""
+
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            served.completer.answers = [f"{CALL} and so on"]
+            options = {"model": "policy", "messages": HI, "tools": [TOOL], "max_tokens": most}
+            choice = (await client.chat.completions.create(**options)).choices[0]
+            assert (choice.finish_reason, len(choice.message.tool_calls or ())) == (reason, calls)
+            found = [chunk.choices[0] async for chunk in await client.chat.completions.create(**options, stream=True)]
+            assert [each.finish_reason for each in found if each.finish_reason] == [reason]
+            assert sum(len(each.delta.tool_calls or ()) for each in found) == calls
+            assert served.session.limit == "agent_request"
+
+    asyncio.run(run())
+
+
+def test_ids_of_the_same_call_in_two_turns_differ(serving: Any) -> None:
+    async def run() -> None:
+        async with serving() as served, served.client() as client:
+            served.completer.answers = [CALL]
+            messages, ids = list[Any](HI), list[str]()
+            for _ in range(3):
+                reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+                message = reply.choices[0].message.model_dump(exclude_none=True)
+                ids.append(message["tool_calls"][0]["id"])
+                messages += [message, {"role": "tool", "content": "3", "tool_call_id": ids[-1]}]
+            assert len(set(ids)) == 3
+            assert len(served.session.trajectory.rows) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [
