@@ -1,4 +1,4 @@
-"""Signals whose exception is lost: it is raised in a `__del__`, where Python drops it. They end the run all the same."""
+"""Signals whose exception is lost: it is raised in a `__del__`, where Python drops it. The run ends all the same."""
 
 from __future__ import annotations
 
