@@ -12,6 +12,7 @@ from pluggy import HookRelay
 
 from rlframework.config.sections import ObserversConfig
 from rlframework.errors import WriteError
+from rlframework.logs import printable
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan
 from rlframework.plugins.loading import load_target, new_pluggy
 from rlframework.secrets import hide_in_text
@@ -30,6 +31,11 @@ CORE_OBSERVERS = {
 
 Besides hooks, they may have `close(state)`, which is called once no matter how the run ended.
 """
+
+MOST_METRICS = 10_000
+"""Different names of metrics that observers of a run get: services keep a curve for each."""
+
+_LONGEST_NAME = 250
 
 State = Literal["finished", "failed", "killed"]
 """How a run ended; "killed" means by Ctrl-C or a signal."""
@@ -53,6 +59,8 @@ class Observers:
             if getattr(config, name):
                 self._guarded(target, name, self._add, name=name, target=target)
         self._relays = [self._core.hook] if hook is None else [self._core.hook, hook]
+        self._names: set[str] = set()
+        """The names of metrics so far."""
         self._finished = False
         self.last_step = 0
         """The last finished step; 0 before the first."""
@@ -74,7 +82,7 @@ class Observers:
         """
         self.last_step = step
         more = {"samples": tuple(samples), "timeline": tuple(timeline)}
-        self._notify("rlframework_step_finished", step=step, metrics=_numbers(metrics), **more)
+        self._notify("rlframework_step_finished", step=step, metrics=self._bounded(metrics), **more)
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """Notify observers that a checkpoint is complete at `path`."""
@@ -82,7 +90,7 @@ class Observers:
 
     def run_finished(self, metrics: Mapping[str, float]) -> None:
         """Notify observers that the run has finished with these final metrics."""
-        self._notify("rlframework_run_finished", metrics=_numbers(metrics))
+        self._notify("rlframework_run_finished", metrics=self._bounded(metrics))
         self._finished = True
 
     def close(self, state: State | None = None) -> None:
@@ -102,6 +110,28 @@ class Observers:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close("killed" if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)) else None)
+
+    def _bounded(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return a read-only copy, so that an observer cannot change the metrics that the next one gets.
+
+        An environment or an agent may have chosen the names: they are made text that every service can store, and those
+        that are new after `MOST_METRICS` are left out.
+        """
+        numbers: dict[str, float] = {}
+        for metric, value in metrics.items():
+            name = printable(metric)[:_LONGEST_NAME]
+            if name in self._names or len(self._names) < MOST_METRICS:
+                self._names.add(name)
+                numbers[name] = float(value)
+            elif not self._noted_names:
+                self._noted_names = True
+                _LOG.warning(
+                    "the run has more than %d different metrics; new ones, such as %.80r, are left out. Does the "
+                    "environment or an agent put data into the names of its metrics?", MOST_METRICS, name,
+                )  # fmt: skip
+        return MappingProxyType(numbers)
+
+    _noted_names = False
 
     def _add(self, name: str, target: str) -> None:
         self._core.register(load_target(target)(), name=name)
@@ -133,8 +163,3 @@ class Observers:
         if id(plugin) not in self._reported:
             self._reported.add(id(plugin))
             _LOG.warning(text, name, hide_in_text(reason))
-
-
-def _numbers(metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """A read-only copy, so that an observer cannot change the metrics that the next one gets."""
-    return MappingProxyType({name: float(value) for name, value in metrics.items()})

@@ -14,13 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithm import Parts, RunResult
@@ -29,7 +27,7 @@ from rlframework.config.trust import require_own_files
 from rlframework.config.validate import notes_without_effect
 from rlframework.config.yaml_text import parse_yaml
 from rlframework.configure import config_yaml, dump_config, load_config
-from rlframework.errors import ConfigError, RunTerminated
+from rlframework.errors import ConfigError
 from rlframework.files import exclusive_directory, remove_temporary, write_atomically
 from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
@@ -56,6 +54,7 @@ from rlframework.runner.uploaded import (
     require_writable,
 )
 from rlframework.secrets import has_secrets, hide_secrets
+from rlframework.training.interrupts import ending_on_signals, raise_if_ended
 
 if TYPE_CHECKING:
     from rlframework.datasets.sources.memory import Data
@@ -96,8 +95,8 @@ def run(
         check_output_dir(config, overwrite)
     require_models(config)
     manager = manager or create_manager(config.plugins)
-    # SIGTERM raises, so that workers and observers shut down; the training loop has its own handler
-    with _raising_on_sigterm(), ExitStack() as stack:
+    # signals raise, so that workers and observers shut down; the training loop has its own handler
+    with ending_on_signals(), ExitStack() as stack:
         lock = cache(lambda: stack.enter_context(exclusive_directory(config.output_dir)))
         return run_with_restarts(
             config, lambda attempt: _train(config, manager, attempt, lock, overwrite), checkpoint=checkpoint
@@ -150,6 +149,7 @@ def _train(
         finishing_uploads(uploads),
         build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts,
     ):
+        raise_if_ended()
         parts.uploads = uploads
         training = algorithm(parts)
         if first:
@@ -169,7 +169,9 @@ def _train(
         # before observers read the run's id from it
         write_environment(folder, manager.listing(), resumed=resumed)
         with parts.observers:
+            raise_if_ended()
             result = training.run()
+            raise_if_ended()
             _save_models(parts, folder)
             parts.observers.checkpoint_saved(int(result.metrics["step"]), folder / "model")
             parts.observers.run_finished(result.metrics)
@@ -237,26 +239,6 @@ def _note_schedules(parts: Parts, resumed: Resumed) -> None:
                 resumed.after_step,
                 name,
             )
-
-
-@contextmanager
-def _raising_on_sigterm() -> Iterator[None]:
-    """Raise `RunTerminated` on SIGTERM, also where Ray, while it waits, replaces it by a `KeyboardInterrupt`."""
-    from rlframework.training.checkpoints import handling
-
-    received: list[int] = []
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        raise RunTerminated
-
-    with handling(terminate, signal.SIGTERM):
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            if received and not isinstance(error, RunTerminated):
-                raise RunTerminated from error
-            raise
 
 
 def resume(

@@ -18,8 +18,7 @@ import json
 import logging
 import random
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -34,6 +33,7 @@ from rlframework.errors import DataError, DeadlineExceeded, RunInterrupted, RunT
 from rlframework.files import LOCK_FILE, Replacement, remove_directory, remove_temporary, writing
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
+from rlframework.training.interrupts import end_run, handling, raise_if_ended
 
 if TYPE_CHECKING:
     from rlframework.config.sections import CheckpointsConfig
@@ -273,10 +273,11 @@ class Checkpoints:
 
         def request_stop(number: int, frame: FrameType | None) -> None:
             if self._stop is not None:
-                raise RunTerminated("interrupted before the end of the step", number)
+                end_run("interrupted before the end of the step", number)
             self._stop = signal.Signals(number)
             _LOG.warning("stopping after this step, with a checkpoint; a second signal stops immediately")
 
+        raise_if_ended()
         with handling(request_stop, signal.SIGINT, signal.SIGTERM):
             try:
                 yield
@@ -284,18 +285,6 @@ class Checkpoints:
                 if self._stop is not None:  # workers may have received the signal too
                     raise RunTerminated(f"interrupted before the end of the step: {error}", self._stop) from error
                 raise
-
-
-@contextmanager
-def handling(handler: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
-    """Handle `signals` with `handler` within the context. Only the main thread can; others change nothing."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in signals} if main else {}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 def _read(path: Path) -> RunState:

@@ -26,6 +26,7 @@ from rlframework.rollout.rollouts import validate
 from rlframework.training.checkpoints import Checkpoints, RunState, restore_random_states
 from rlframework.training.garbage import collecting_what_is_new
 from rlframework.training.input_checks import InputCheck
+from rlframework.training.interrupts import raise_if_ended
 from rlframework.training.performance import performance_metrics
 from rlframework.training.recording import Recorder, profiling
 from rlframework.training.sampling_check import SamplingCheck
@@ -58,7 +59,8 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to phase `name`."""
+        """Add the duration of the block to phase `name`. Raises at its beginning and its end if the run was ended."""
+        raise_if_ended()
         started = time.perf_counter()
         try:
             yield
@@ -67,6 +69,7 @@ class Timer:
             self.seconds[name] += ended - started
             if self._timeline is not None and name != "step":
                 self._timeline.add(TRAINER, name, started, ended)
+        raise_if_ended()
 
 
 def training_metrics(results: Sequence[TrainResult]) -> dict[str, float]:
@@ -158,6 +161,7 @@ class StepLoop(Algorithm):
             last = self._begin()
             stopped = self._restored is not None and self.should_stop(self._restored.measured)
             for step in range(int(last["step"]) + 1, 0 if stopped else self.config.num_steps + 1):
+                raise_if_ended()
                 metrics, samples = self._timed_step(step)
                 self._note_truncated(step, metrics)
                 last_of_all = validation.at_end and step == self.config.num_steps

@@ -191,3 +191,20 @@ def test_a_plugin_module_of_the_configuration_is_notified(info, monkeypatch):
     manager = create_manager([module.__name__], disabled=[])
     Observers(NONE, info, manager.hook).step_finished(7, {})
     assert heard == [7]
+
+
+def test_names_of_metrics_are_text_and_bounded(info, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "MOST_METRICS", 3)
+    recorder = Recorder()
+    observers = Observers(NONE, info, relay(recorder))
+    observers.step_finished(1, {"train/loss": 1, "reward/\ud800": 2, "a" * 300: 3, "reward/b": 4})
+    observers.step_finished(2, {"reward/c": 5, "train/loss": 6})
+    observers.run_finished({"train/loss": 7, "reward/c": 8})
+    seen = [entry[2] if entry[0] == "step" else entry[1] for entry in recorder.seen]
+    assert seen == [
+        {"train/loss": 1.0, "reward/\\ud800": 2.0, "a" * 250: 3.0},
+        {"train/loss": 6.0},
+        {"train/loss": 7.0},
+    ]
+    (record,) = caplog.records
+    assert "more than 3 different metrics; new ones, such as 'reward/b', are left out" in record.getMessage()
