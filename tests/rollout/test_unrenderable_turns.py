@@ -47,6 +47,8 @@ def play(make_parts: Any, turn: str, kind: Any = Adder) -> Any:
     """Play three episodes; the model writes `turn` first in that of `s1`, and `2` in all others."""
     parts = make_parts(kind, None, "generation.max_new_tokens=20000")
     parts.generation._limits = replace(parts.generation._limits, positions=None)
+    client = parts.generation.client
+    client._contract = replace(client._contract, vocabulary=None)  # the tokenizer below has more tokens than the model
     parts.tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
     parts.tokenizer.chat_template = TEMPLATE
 
