@@ -187,7 +187,7 @@ class RemoteGeneration(Generation):
     def _probes(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, record: GenerationEngineRecord
     ) -> Probes | None:
-        """Return the probes of the refits; they have the length that model and trainer compute in one way."""
+        """Return the probes of the refits: rows that engine and trainer take, and that the model computes in one way."""
         policy, batching = config.policy, config.policy.batching
         bound = NoiseBound.of(
             config.generation.refit.probe_bound,
@@ -197,13 +197,13 @@ class RemoteGeneration(Generation):
             headroom=PROBE_HEADROOM,
         )
         regimes = regime_limits(read_config(policy.model_name, policy.trust_remote_code))
-        bounds = (self._limits.positions, batching.logprob_tokens or batching.tokens, *regimes)
-        longest = [tokens for tokens in bounds if tokens]
+        of_engine = record.longest_row(config.generation) if record.longest_row else None
+        bounds = (self._limits.positions, of_engine, batching.logprob_tokens or batching.tokens, *regimes)
         return Probes.of(
             config.generation,
             tokenizer,
             bound,
-            positions=min(longest, default=None),
+            positions=min(filter(None, bounds), default=None),
             vocabulary=self._limits.vocabulary,
         )
 

@@ -212,7 +212,9 @@ class GenerationEngineRecord(Record):
     """A generation engine: `target` implements `rlframework.interfaces.generation.GenerationEngine`.
 
     `probe_bounds`: by dtype of the engine's weights, the largest mean difference between its log-probabilities and the
-    trainer's for the same weights, over the probes of a refit (`generation.refit.probes`). `gpus_per_engine(config)`
+    trainer's for the same weights, over the probes of a refit (`generation.refit.probes`); `tf32` instead of `float32`
+    if `policy.tf32` is set. `longest_row(config)` returns the most tokens of a row, prompt and completion, if the
+    configuration limits an engine to fewer than the model has positions; None: it does not. `gpus_per_engine(config)`
     returns how many GPUs an engine in a process of its own uses; None: one. `stages_weights(config)` returns whether
     each of them has room for a second copy of its weights during an update, for estimates; None: it does not.
     `describe(config)` returns a line about what the engine needs and where it is, for `rlframework doctor`.
@@ -225,6 +227,7 @@ class GenerationEngineRecord(Record):
     moving = "see the page: Move a generation engine to version 2"
 
     probe_bounds: Mapping[str, float] = field(default_factory=lambda: PROBE_BOUNDS)
+    longest_row: Callable[[GenerationConfig], int | None] | None = None
     gpus_per_engine: Callable[[GenerationConfig], int] | None = None
     stages_weights: Callable[[GenerationConfig], bool] | None = None
     describe: Callable[[RunConfig], str] | None = None

@@ -107,6 +107,16 @@ def test_weights_are_sent_when_they_are_stale_and_not_again(parts):
     assert parts.generation.pop_metrics()["time/refit"] > 0
 
 
+def test_probes_are_no_longer_than_the_engine_takes(parts):
+    """As with `generation.vllm.max_model_len`; the model has 64 positions."""
+    generation, config = parts.generation, parts.config
+    record = create_manager().select("generation_engine", "transformers").record
+    for longest, expected in ((None, 64), (lambda _: None, 64), (lambda _: 20, 20), (lambda _: 2000, 64)):
+        probes = generation._probes(config, parts.tokenizer, replace(record, longest_row=longest))
+        requests = probes.of_version(1).requests
+        assert max(len(request.prompt_ids) + request.max_new_tokens for request in requests) == expected
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_an_engine_that_hangs_or_died_is_replaced_by_the_refit(parts, monkeypatch, number):
     first, refitter = pid_of(parts.generation), parts.generation.refitter

@@ -22,11 +22,16 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             capabilities=refits | {Capability.IN_FLIGHT_UPDATE, Capability.MULTIMODAL},
             config_model=VllmGenerationConfig,
             check=check,
+            longest_row=_longest_row,
             gpus_per_engine=_gpus,
             stages_weights=lambda config: _gpus(config) == 1,  # several GPUs copy from shared memory of the host
             describe=describe,
         )
     ]
+
+
+def _longest_row(config: GenerationConfig) -> int | None:
+    return config.vllm.max_model_len if isinstance(config, VllmGenerationConfig) else None
 
 
 def _gpus(config: GenerationConfig) -> int:

@@ -17,6 +17,7 @@ from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.manager import create_manager
 from rlframework_vllm import checks
 from rlframework_vllm.config import OWNED, VllmGenerationConfig, VllmKeys
+from rlframework_vllm.plugin import rlframework_generation_engines
 from rlframework_vllm.runtime import Runtime
 
 ARGUMENTS = """
@@ -180,6 +181,12 @@ def test_the_python_of_the_engines_is_found_as_workers_find_it(problems, engines
         )
         described = checks.describe(run.model_copy(update={"generation": section}))
         assert re.fullmatch(rf"vLLM .+ in {re.escape(sys.executable)}", described)
+
+
+def test_the_record_tells_the_longest_row_of_an_engine():
+    (record,) = rlframework_generation_engines()
+    assert record.longest_row(VllmGenerationConfig(name="vllm")) is None
+    assert record.longest_row(VllmGenerationConfig(name="vllm", vllm={"max_model_len": 128})) == 128
 
 
 def test_without_workers_the_missing_key_is_named():
