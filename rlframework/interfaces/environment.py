@@ -58,7 +58,7 @@ class Episode(ABC):
     Episodes run concurrently in one event loop, so they share no state and block nothing: long work is awaited, in a
     thread if need be. An episode's reward is the sum of its outcomes' rewards.
 
-    `tools`: what the model may call; fixed once `reset` has returned.
+    `tools`: what the model may call; fixed once `reset` has returned. Without any, calls that it writes are text.
     """
 
     tools: Sequence[ToolSpec] = ()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import published_templates
 import pytest
 import torch
 from probe_runs import refused
 
 from rlframework import run
+from rlframework.environments.tool_environment import ToolDataEnvironment
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama, model_positions
 from rlframework.huggingface.tokenizer import character_tokenizer
@@ -204,6 +207,15 @@ def test_an_output_directory_that_cannot_be_made_is_found_before_the_model_is(
     assert output_dir.partition("/run")[0] in str(error.value)
     assert str(error.value).startswith("output_dir")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_tools_are_refused_with_a_chat_template_whose_calls_are_not_read():
+    template = published_templates.with_template("LiquidAI-LFM2-1.2B")
+    parts = SimpleNamespace(
+        tokenizer=template, config=None, images=None, environment=object.__new__(ToolDataEnvironment)
+    )
+    with pytest.raises(DataError, match="tools cannot be used with the chat template"):
+        input_checks.InputCheck(parts)
 
 
 @pytest.mark.slow
