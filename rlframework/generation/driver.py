@@ -187,7 +187,7 @@ class RemoteGeneration(Generation):
     def _probes(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, record: GenerationEngineRecord
     ) -> Probes | None:
-        """Return the probes of the refits: rows that engine and trainer take, and that the model computes in one way."""
+        """Return the probes of the refits: rows that both sides take, and that the model computes in one way."""
         policy, batching = config.policy, config.policy.batching
         bound = NoiseBound.of(
             config.generation.refit.probe_bound,
