@@ -208,6 +208,7 @@ class EpisodePlayer:
         messages = await self._call("reset", 0, episode.reset)
         state.add(state.checks.start(messages))
         state.tools = state.checks.tools(episode.tools)
+        self._chat.require_calls(state.tools)
         state.prompt = self._rendered(state, lambda: self._chat.prompt(state.messages, state.tools))
         if self._room(state) < 1:
             raise _EpisodeFailed(
