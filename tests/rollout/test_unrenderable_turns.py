@@ -86,7 +86,9 @@ def test_a_turn_that_the_template_does_not_take_fails_its_episode(make_parts: An
 
 
 def test_tools_whose_calls_cannot_be_read_end_the_rollout_before_a_turn(make_parts: Any) -> None:
-    with pytest.raises(DataError, match=r"^tools cannot be used with the chat template of .* it writes a call as '\[\{"):
+    with pytest.raises(
+        DataError, match=r"^tools cannot be used with the chat template of .* it writes a call as '\[\{"
+    ):
         play(make_parts, "2", template=TEMPLATE.replace("<tool_call>{{", "[{{"))
 
 
