@@ -47,16 +47,20 @@ class ChatFormat:
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Return the tokens of `messages` that the model continues with its turn. `DataError` if there are none.
 
-        Raises a `DataError` if there are `tools` and the calls of the chat template cannot be parsed, and an
-        `ImageError` unless each image has its tokens, one for each feature.
+        Raises a `DataError` as `require_calls` does, and an `ImageError` unless each image has its tokens, one for each
+        feature.
         """
-        if tools:
-            self._reader.require_calls()
+        self.require_calls(tools)
         pictures = pictures_of(messages)
         ids = [*self._text.begin, *self._text.encode(self._text.render(messages, tools, prompt=True), pictures)]
         if not messages or not ids:
             raise DataError(f"the prompt {list(messages)!r} has no token; give at least one message with text")
         return self._checked(ids, pictures)
+
+    def require_calls(self, tools: Sequence[ToolSpec]) -> None:
+        """Raise a `DataError` if there are `tools`, and the calls of the chat template cannot be parsed."""
+        if tools:
+            self._reader.require_calls()
 
     def extend(
         self,

@@ -207,6 +207,7 @@ class EpisodePlayer:
         messages = await self._call("reset", 0, episode.reset)
         state.add(state.checks.start(messages))
         state.tools = state.checks.tools(episode.tools)
+        self._chat.require_calls(state.tools)
         if self._is_too_long(state):
             raise _EpisodeFailed(
                 f"its first prompt has {characters_of(state.messages):,} characters, which leaves no room for a turn: "

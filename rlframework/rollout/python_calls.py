@@ -22,11 +22,14 @@ def python_calls(text: str) -> tuple[str, tuple[ParsedCall, ...]]:
 
 def _calls(block: str) -> list[ParsedCall]:
     """The calls in a list, or one call; the whole block as the arguments of one if it is anything else."""
-    try:
-        body = ast.parse(_ESCAPE.sub(_kept, block), mode="eval").body
-        return [_call(each) for each in (body.elts if isinstance(body, ast.List) else [body])] or [_malformed(block)]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # the last: nested too deeply
-        return [_malformed(block)]
+    for text in dict.fromkeys((block, block.replace("\n", "\\n"))):  # templates write line breaks in texts as they are
+        try:
+            body = ast.parse(_ESCAPE.sub(_kept, text), mode="eval").body
+            found = [_call(each) for each in (body.elts if isinstance(body, ast.List) else [body])]
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # the last: nested too deeply
+            continue
+        return found or [_malformed(block)]
+    return [_malformed(block)]
 
 
 def _malformed(text: str) -> ParsedCall:

@@ -237,6 +237,8 @@ def test_glm(text: str, expected: ParsedTurn) -> None:
         ("add(a=1)", (ADD,)),
         (r"""[f(a='it\'s \d', b=["x", -1.5, None], c={"k": true, "n": null})]""",
          (call("f", r"""{"a": "it's \\d", "b": ["x", -1.5, null], "c": {"k": true, "n": null}}"""),)),
+        ("[add(\n  a=1),\n now()]", (ADD, NOW)),
+        ("[say(text='two\nlines')]", (call("say", '{"text": "two\\nlines"}'),)),
         ("[web.search(q='é')]", (call("web.search", '{"q": "é"}'),)),
         # malformed: the text is there to see, and nothing is evaluated
         *((text, (call("", text),)) for text in (

@@ -43,14 +43,14 @@ class Adder(Counter):
         return StepOutcome(1.0, True) if self.turn == 2 else StepOutcome(0.0, False, observations)
 
 
-def play(make_parts: Any, turn: str, kind: Any = Adder) -> Any:
+def play(make_parts: Any, turn: str, kind: Any = Adder, template: str = TEMPLATE) -> Any:
     """Play three episodes; the model writes `turn` first in that of `s1`, and `2` in all others."""
     parts = make_parts(kind, None, "generation.max_new_tokens=20000")
     parts.generation._limits = replace(parts.generation._limits, positions=None)
     client = parts.generation.client
     client._contract = replace(client._contract, vocabulary=None)  # the tokenizer below has more tokens than the model
     parts.tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
-    parts.tokenizer.chat_template = TEMPLATE
+    parts.tokenizer.chat_template = template
 
     def answer(request: Any) -> list[int]:
         asked = parts.tokenizer.decode(request.prompt_ids)
@@ -85,6 +85,13 @@ def test_a_turn_that_the_template_does_not_take_fails_its_episode(make_parts: An
     assert result.failures[1].startswith("what the model wrote up to turn 1 cannot be rendered: ")
     assert says in result.failures[1]
     assert result.metrics["failed_episodes"] == 1.0
+
+
+def test_tools_whose_calls_cannot_be_read_end_the_rollout_before_a_turn(make_parts: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"^tools cannot be used with the chat template of .* it writes a call as '\[\{"
+    ):
+        play(make_parts, "2", template=TEMPLATE.replace("<tool_call>{{", "[{{"))
 
 
 def test_messages_of_the_environment_that_the_template_does_not_take_end_the_rollout(make_parts: Any) -> None:
