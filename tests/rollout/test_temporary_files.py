@@ -1,4 +1,4 @@
-"""What an asynchronous run leaves among temporary files: nothing."""
+"""An asynchronous run leaves nothing among temporary files."""
 
 from __future__ import annotations
 
