@@ -41,7 +41,7 @@ _SHOWN = 500
 """Characters of a reply that messages show."""
 
 _UNREADABLE = (AttributeError, LookupError, TypeError, RecursionError)
-"""What reading JSON of another form than that of a chat completion raises, in the client or here."""
+"""The errors of reading JSON that is no chat completion, in the client or here."""
 
 _T = TypeVar("_T")
 

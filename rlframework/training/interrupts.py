@@ -15,7 +15,7 @@ from types import FrameType
 from rlframework.errors import RunInterrupted, RunTerminated
 
 _received: list[RunTerminated] = []
-"""What has ended the run of this process, if anything has: the first one counts."""
+"""The signal that has ended the run of this process, if any has: the first one counts."""
 
 
 def end_run(message: str, number: int) -> None:

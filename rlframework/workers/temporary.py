@@ -41,19 +41,26 @@ class TemporaryFolder:
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """`given`, with temporary files in this folder, and compiled kernels where torch keeps them for later runs."""
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):  # a container may run under a number without a name
-            user = str(os.getuid())
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user}")
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(_kernels()))
         return {"TORCHINDUCTOR_CACHE_DIR": cache, **given, "TMPDIR": str(self.path)}
 
     def remove(self) -> None:
-        """Remove the folder. The processes that write to it have ended."""
+        """Remove the folder, and torch's for compiled kernels if it has none. The processes that write have ended."""
         shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):  # it has kernels, or there is none: torch creates it when it is imported
+            _kernels().rmdir()
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
+
+
+def _kernels() -> Path:
+    """The folder where torch keeps compiled kernels, unless `TORCHINDUCTOR_CACHE_DIR` names another."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number without a name
+        user = str(os.getuid())
+    return Path(tempfile.gettempdir()) / f"torchinductor_{user}"
 
 
 def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:

@@ -33,6 +33,22 @@ def test_the_folder_is_this_users_and_goes_with_all_that_is_in_it(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+def test_torchs_folder_for_compiled_kernels_goes_if_it_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch creates it when it is imported; kernels stay for later runs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    folder = TemporaryFolder(str(tmp_path))
+    kernels = Path(folder.environment({})["TORCHINDUCTOR_CACHE_DIR"])
+    for names in ((), ("kernel",)):
+        kernels.mkdir()
+        for name in names:
+            (kernels / name).touch()
+        folder.remove()
+        assert kernels.exists() == bool(names)
+
+
 def test_the_folder_of_a_killed_process_goes_at_the_next_start(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
