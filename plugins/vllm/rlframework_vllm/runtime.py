@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -42,6 +43,8 @@ class Runtime:
         require_own_process("vLLM")
         os.environ |= _VARIABLES
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # tqdm's own lock has a name, so multiprocessing reports a leaked semaphore if this process is killed
+        import_module("tqdm").tqdm.set_lock(threading.RLock())
         with torch_restored():
             _import_vllm()
             self._start(images, never, arguments)
@@ -59,6 +62,7 @@ class Runtime:
             self._input = engine_input
             self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
             self._engine.collective_rpc(install, args=(never,))
+            self._warm_up()
         except (ValueError, RuntimeError, MemoryError) as error:
             from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -66,6 +70,14 @@ class Runtime:
             raise ConfigError(
                 f"vLLM does not start with the settings of generation.vllm: {str(error).strip().splitlines()[0]}"
             ) from error
+
+    def _warm_up(self) -> None:
+        """Compute a token of two rows. vLLM compiles a function for it, which is a part of the start."""
+        for name in ("warm-up 0", "warm-up 1"):
+            self.add(GenerationRequest(name, torch.tensor([0]), 0, 1), 1, 0, 0)
+        while self._engine.has_unfinished_requests():
+            list(self.step())
+        self.drop_caches()
 
     def add(
         self, request: GenerationRequest, max_tokens: int, top_k: int, version: int, places: Sequence[ImagePlace] = ()

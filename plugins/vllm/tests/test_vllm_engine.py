@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -364,3 +365,19 @@ def test_the_state_of_torch_is_as_before(engine):
     assert torch.equal(torch.get_rng_state(), before)
     torch.set_num_threads(threads)
     assert torch.get_num_threads() == threads
+
+
+def test_the_start_compiles_all_that_requests_need_and_leaves_no_named_lock(one_engine, model):
+    """So that the first refit does not take the seconds of a compilation, and a kill reports no leaked semaphore."""
+    from torch._dynamo.utils import counters
+    from tqdm import tqdm
+
+    engine = one_engine.restart()
+    report = update(engine, 1, model.weights(0))
+    compiled = dict(counters["stats"])
+    serve(engine, requests(1, seed=1))
+    serve(engine, requests(5, seed=2))
+    assert dict(counters["stats"]) == compiled
+    assert report.start_seconds > 0
+    assert report.dropped_tokens == 0
+    assert isinstance(tqdm.get_lock(), type(threading.RLock()))
