@@ -58,7 +58,7 @@ class Failures(Suite):
 
     @holds(7)
     def test_a_failing_worker_fails_the_call(self, harness: PolicyHarness) -> None:
-        """An exception on a rank must fail the call before its deadline, with that rank's traceback; nothing may hang.
+        """An exception on one rank must fail the call before its deadline with that rank's traceback; no rank may hang.
 
         The other ranks are waiting in a collective that the failing rank never joins.
         """
