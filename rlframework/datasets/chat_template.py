@@ -210,7 +210,7 @@ def _tried(
     *,
     mappings: bool = True,
 ) -> str | None:
-    """What the template makes of `messages`, or None if it rejects them in this form."""
+    """The text that the template makes of `messages`, or None if it rejects them in this form."""
     given = [template_message(message, mappings=mappings) for message in messages]
     given = given if _writes_texts(tokenizer, template) else list(map(_with_parts, given))
     try:

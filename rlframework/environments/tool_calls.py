@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
@@ -69,6 +69,22 @@ def names_of(tools: Collection[ToolSpec]) -> tuple[str, ...]:
 def spec(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSpec:
     """Return the description of a tool; `parameters` is the JSON schema of its arguments."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def is_whole(call: ToolCall) -> bool:
+    """Whether `call` was written to its end: it has a name, and arguments that are a JSON object."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return bool(name and arguments.strip()) and not is_malformed(call, [spec(name, "", {})])
+
+
+def is_malformed(call: ToolCall, tools: Sequence[ToolSpec]) -> bool:
+    """Whether `call` names none of `tools`, or its arguments are not a JSON object."""
+    try:
+        require_known(call["function"]["name"], names_of(tools))
+        object_of(call)
+    except RejectedCall:
+        return True
+    return False
 
 
 def _no_number(name: str) -> None:

@@ -19,14 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlframework.datasets.pictures import PictureReader
+<<<<<<< HEAD
 from rlframework.environments.threads import failing_alone
 from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known, spec
+=======
+from rlframework.environments.threads import exited
+from rlframework.environments.tool_calls import is_malformed
+>>>>>>> chat
 from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.errors import DataError, ImageError, UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, pictures_of, text_of
+from rlframework.interfaces.messages import Message, ToolSpec, pictures_of, text_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.chat_format import LARGE, ChatFormat, characters_of
 from rlframework.rollout.episode_thread import Bridge, run_beside
@@ -336,19 +341,3 @@ class EpisodePlayer:
             await self._call("close", 0, episode.close)
         except _EpisodeFailed as failure:  # its rewards are complete, so that it counts
             _LOG.warning("an episode of sample %r was not closed: %s", state.sample.id, failure)
-
-
-def is_whole(call: ToolCall) -> bool:
-    """Whether `call` was written to its end: it has a name, and arguments that are a JSON object."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    return bool(name and arguments.strip()) and not is_malformed(call, [spec(name, "", {})])
-
-
-def is_malformed(call: ToolCall, tools: Sequence[ToolSpec]) -> bool:
-    """Whether `call` names none of `tools`, or its arguments are not a JSON object."""
-    try:
-        require_known(call["function"]["name"], names_of(tools))
-        object_of(call)
-    except RejectedCall:
-        return True
-    return False

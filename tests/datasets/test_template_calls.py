@@ -16,7 +16,7 @@ ARGUMENTS = (
     "", '{"a": 7305186249', "[7305186249]", "7305186249", "null", '"7305186249"', '{"a": "7305186249 \\ud83d"}',
     '{"a": {"b": [7305186249, null]}}',
 )  # fmt: skip
-"""What a model may write as arguments: several kinds of JSON and none, and half of a character."""
+"""Arguments that a model may write: several kinds of JSON and none, and half of a character."""
 
 ITERATING = (
     "Qwen-Qwen3.5-0.8B", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "zai-org-GLM-4.5-Air", "GLM-4.6", "GLM-4.7-Flash",

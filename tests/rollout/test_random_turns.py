@@ -57,7 +57,7 @@ def random_turn(name: str, model: Any, rng: random.Random) -> str:
 
 
 def answers(reply: Message) -> list[Message]:
-    """What an environment says to `reply`: an error for each call, with the name that it has, or another question."""
+    """The messages of an environment after `reply`: an error for each call, with its name, or another question."""
     calls = reply.get("tool_calls", ())
     results: list[Message] = [
         {"role": "tool", "content": f"error: {call['function']['name']}", "tool_call_id": call["id"]} for call in calls

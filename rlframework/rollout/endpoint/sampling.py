@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from rlframework.environments.tool_calls import is_malformed, is_whole
 from rlframework.errors import DataError, RequestError
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
@@ -26,7 +27,6 @@ from rlframework.rollout.endpoint.conversations import Turn
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.requests import TurnRequest
 from rlframework.rollout.endpoint.sessions import Session
-from rlframework.rollout.episodes import is_malformed, is_whole
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
 
