@@ -19,13 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlframework.datasets.pictures import PictureReader
-<<<<<<< HEAD
 from rlframework.environments.threads import failing_alone
-from rlframework.environments.tool_calls import RejectedCall, names_of, object_of, require_known, spec
-=======
-from rlframework.environments.threads import exited
 from rlframework.environments.tool_calls import is_malformed
->>>>>>> chat
 from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.errors import DataError, ImageError, UserError
 from rlframework.generation.driver import run_in_loop
