@@ -129,6 +129,17 @@ def test_attempts_without_a_reward_cost_themselves_alone(agent_parts: Any, caplo
     assert all(f"sample '{name}': " in caplog.text for name in ("s0", "s1", "s2"))
 
 
+def test_an_agent_that_raises_no_exception_costs_itself_alone(
+    agent_parts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would end the event loop of all, with a traceback of each task that it had."""
+    result = rollout(agent_parts("stops"), samples(2), torch.arange(2))
+    says = "RuntimeError in the agent: it raised KeyboardInterrupt, which is no Exception: enough ("
+    assert result.failures[0].startswith(says)
+    assert result.rewards.tolist() == [0.0, 1.0]
+    assert "Traceback" not in caplog.text
+
+
 def test_the_error_of_agents_that_all_fail_has_their_traceback(agent_parts: Any) -> None:
     with pytest.raises(UserError) as caught:
         rollout(agent_parts("mixed"), samples(1), torch.arange(1))
