@@ -10,6 +10,8 @@ workers then go on with a sound engine.
     reordered tensors         checksums; without them, the probes
     transposed tensor         checksums; without them, the probes
     wrong dtype               checksums
+    scaled norm               probes, without checksums: a factor of 1.02 on the last norm
+    exchanged rows            probes, without checksums: those of a tenth of the tokens
     partial commit            probes (without the fault, the engine counts what arrived)
     undelivered adapter       probes, in a run with LoRA
     stale prefix cache        probes, half of which repeat prompts
@@ -17,7 +19,7 @@ workers then go on with a sound engine.
     lost buffer               probes
     old version               the report's version
     other truncation          probes; injected as a constant that is added to the log-probabilities
-    update during decoding    the versions of the rollout's tokens, before the first step
+    update during decoding    the versions of the first result, before the first step
     frozen graph              probes: tokens after the first are of the earlier weights
     many rows                 probes: rows are, if more than four are decoded together
     long prompts              probes: what follows prompts of more than 48 tokens is
