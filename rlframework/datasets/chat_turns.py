@@ -40,7 +40,7 @@ class Segment:
 
 
 class Surroundings(NamedTuple):
-    """What a template writes around an answer: between the prompt and the answer, and at the end of the turn."""
+    """The text that a template writes around an answer: after the prompt, and at the end of the turn."""
 
     lead: str
     end: str
@@ -212,7 +212,7 @@ class Chat:
         return self._probed(messages).end
 
     def _probed(self, messages: Sequence[Message], before: str | None = None) -> Surroundings:
-        """What the template writes around an answer after `messages`; the lead is that after `before`, the prompt."""
+        """Return what the template writes around an answer after `messages`; the lead follows `before`, the prompt."""
         whole = self._template([*messages, {"role": "assistant", "content": _PROBE}])
         head, found, tail = whole.rpartition(_PROBE)
         lead = head[len(before) :] if found and before is not None and head.startswith(before) else ""

@@ -1,4 +1,4 @@
-"""What a worker measures of sampled tokens before it takes a step: how far the engine's log-probabilities are off."""
+"""The check of sampled tokens in a worker, before it takes a step: how far the engine's log-probabilities are off."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class VllmEngine(SleepingEngine[Collected]):
     _sink: StagedWeights | None = None
     _started: Runtime | None = None
     _start_seconds: float = 0.0
-    """What the start took, until it is reported."""
+    """The seconds that the start took, until they are reported."""
 
     @cached_property
     def _keys(self) -> VllmKeys:

@@ -75,7 +75,7 @@ def test_the_rewards_of_agents(agent_parts: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the answer that the agent does not read
 def test_an_agent_is_not_blamed_for_the_engine(agent_parts: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """What the agent makes of the answer 410 is no failure of its own: the fault of the engine ends the rollout."""
+    """The answer 410 that it gets is no failure of its own: the fault of the engine ends the rollout."""
 
     class NoSpans(ScriptedEngine):
         def _result(self, request: Any) -> GenerationResult:
