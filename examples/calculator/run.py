@@ -4,8 +4,8 @@
 
 The task is to multiply two numbers of two digits. In a quarter of the demonstrations the calculator is called, in the
 others the answer is written at once, which a model of this size cannot do. GRPO finds out that calling pays. Success is
-that of greedy episodes of held-out tasks. Overrides are those of `rlframework train`, for one
-phase: `grpo:algorithm.num_steps=20`.
+that of greedy episodes of held-out tasks. Overrides are those of `rlframework train`, for both
+phases or for one: `policy.precision=bfloat16`, `grpo:algorithm.num_steps=20`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/calculator"))
-    parser.add_argument("overrides", nargs="*", metavar="phase:key=value", help="such as grpo:algorithm.num_steps=5")
+    parser.add_argument("overrides", nargs="*", metavar="[phase:]key=value", help="such as grpo:algorithm.num_steps=5")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a small model gains little from more
     sys.path.insert(0, str(HERE))  # where calculator.py is
@@ -73,7 +73,8 @@ def train(folder: Path, seed: int, overrides: Sequence[str]) -> None:
     }
     for phase, values in settings.items():
         given = [f"seed={seed}", f"output_dir={output / phase}", *(f"{key}={value}" for key, value in values.items())]
-        own = [text.removeprefix(f"{phase}:") for text in overrides if text.startswith(f"{phase}:")]
+        others = settings.keys() - {phase}
+        own = [text.removeprefix(f"{phase}:") for text in overrides if text.partition(":")[0] not in others]
         started = time.monotonic()
         result = run(load_config(HERE / f"{phase}.yaml", [*given, *own]))
         print(f"{phase}: {time.monotonic() - started:.0f} s{summary(result.history)}")

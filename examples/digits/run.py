@@ -1,11 +1,11 @@
 """A small Qwen2-VL with random weights learns to read handwritten digits: supervised warm-up, then GRPO.
 
     pip install scikit-learn pillow
-    python examples/digits/run.py [--seed 0] [--output runs/digits] [phase:key=value ...]
+    python examples/digits/run.py [--seed 0] [--output runs/digits] [[phase:]key=value ...]
 
 The images are the 1,797 digits of 8 x 8 pixels that scikit-learn ships (Alpaydin and Kaynak, 1998); 297 of them are
-held out. Accuracy is that of greedy answers to these. Overrides are those of `rlframework train`, for one phase:
-`grpo:algorithm.num_steps=20`. The run is in OUTPUT/seed-SEED: data, start (the random model), sft, grpo.
+held out. Accuracy is that of greedy answers to these. Overrides are those of `rlframework train`, for both phases or
+for one: `policy.precision=bfloat16`, `grpo:algorithm.num_steps=20`. The run is in OUTPUT/seed-SEED: data, start (the random model), sft, grpo.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/digits"))
-    parser.add_argument("overrides", nargs="*", metavar="phase:key=value", help="such as grpo:algorithm.num_steps=5")
+    parser.add_argument("overrides", nargs="*", metavar="[phase:]key=value", help="such as grpo:algorithm.num_steps=5")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a small model gains little from more
 
@@ -57,7 +57,8 @@ def train(folder: Path, seed: int, overrides: Sequence[str]) -> None:
             "environment.path": data / "train.jsonl",
             "environment.validation_path": data / "held_out.jsonl",
         }
-        own = [text.removeprefix(f"{phase}:") for text in overrides if text.startswith(f"{phase}:")]
+        others = models.keys() - {phase}
+        own = [text.removeprefix(f"{phase}:") for text in overrides if text.partition(":")[0] not in others]
         started = time.monotonic()
         result = run(load_config(HERE / f"{phase}.yaml", [*(f"{key}={value}" for key, value in given.items()), *own]))
         measured = [row["validation/accuracy"] for row in result.history if "validation/accuracy" in row]

@@ -7,6 +7,8 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from probe_forked import run_program
@@ -182,6 +184,19 @@ def test_the_refit_benchmark_checks_that_both_sides_hold_the_same_and_writes_jso
     }
     assert written["proof"]["probes_of_forward"] > 0.0
     assert all(case["ratio"]["median"] > 0.0 for case in written["cases"])
+
+
+@pytest.mark.parametrize("example", ["calculator", "digits"])
+def test_an_override_is_of_both_phases_or_of_one(example, tmp_path, monkeypatch):
+    train = runpy.run_path(str(ROOT / "examples" / example / "run.py"))["train"]
+    stubs = {"write_data": lambda *_: tmp_path, "make_start": lambda *_: tmp_path}
+    given, result = {}, SimpleNamespace(history=[{"validation/accuracy": 0.5}])
+    monkeypatch.setattr("rlframework.load_config", lambda file, overrides: given.setdefault(file.stem, overrides))
+    monkeypatch.setattr("rlframework.run", lambda config: result)
+    with patch.dict(train.__globals__, stubs):
+        train(tmp_path, 0, ["policy.precision=bfloat16", "grpo:algorithm.num_steps=5"])
+    assert given["sft"][-1] == "policy.precision=bfloat16"
+    assert given["grpo"][-2:] == ["policy.precision=bfloat16", "algorithm.num_steps=5"]
 
 
 @pytest.mark.thorough
