@@ -5,7 +5,8 @@
 
 The images are the 1,797 digits of 8 x 8 pixels that scikit-learn ships (Alpaydin and Kaynak, 1998); 297 of them are
 held out. Accuracy is that of greedy answers to these. Overrides are those of `rlframework train`, for both phases or
-for one: `policy.precision=bfloat16`, `grpo:algorithm.num_steps=20`. The run is in OUTPUT/seed-SEED: data, start (the random model), sft, grpo.
+for one: `policy.precision=bfloat16`, `grpo:algorithm.num_steps=20`. The run is in OUTPUT/seed-SEED: data, start (the
+random model), sft, grpo.
 """
 
 from __future__ import annotations
