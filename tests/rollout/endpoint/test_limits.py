@@ -95,6 +95,16 @@ def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch
     assert read == 1000
 
 
+def test_the_rest_of_a_body_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_LONGEST_DISCARDING", 0.01)
+
+    async def run() -> None:
+        async with asyncio.timeout(60):
+            await bodies.Incoming(asyncio.Event().wait).discard()  # type: ignore[arg-type]
+
+    asyncio.run(run())
+
+
 @contextmanager
 def no_descriptors() -> Iterator[None]:
     """Context in which this process cannot open a file or a connection."""
