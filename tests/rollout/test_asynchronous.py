@@ -250,9 +250,11 @@ def test_a_group_that_misses_its_deadline_has_failed(
 ) -> None:
     ended = threading.Event()
     monkeypatch.setattr(Digits, "step", lambda *_: ended.wait(300))
-    with pytest.raises(UserError, match="all 4 groups of step 1 failed; the first: it was not complete 1 seconds"):
-        run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, staleness(0, deadline=1.0)))
-    ended.set()
+    try:
+        with pytest.raises(UserError, match="all 4 groups of step 1 failed; the first: it was not complete 1 seconds"):
+            run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, staleness(0, deadline=1.0)))
+    finally:
+        ended.set()
 
 
 def test_a_token_of_a_version_that_was_never_sent_ends_the_run() -> None:
