@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from probe_tasks import Digits
 
 from rlframework import run
 from rlframework.configure import config_yaml
-from rlframework.errors import ConfigError, DataError, UserError
+from rlframework.errors import ConfigError, DataError, EngineFault, UserError
+from rlframework.interfaces.generation import WeightSpan
 from rlframework.rollout.asynchronous import AsynchronousRollouts
+from rlframework.rollout.tickets import Ticket
 from rlframework.runner.launch import dry_run, resume
 from rlframework.training.checkpoints import checkpoints_in
 
@@ -247,9 +250,23 @@ def test_a_group_that_misses_its_deadline_has_failed(
 ) -> None:
     ended = threading.Event()
     monkeypatch.setattr(Digits, "step", lambda *_: ended.wait(300))
-    with pytest.raises(UserError, match="all 4 groups of step 1 failed; the first: it was not complete 1 seconds"):
-        run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, staleness(0, deadline=1.0)))
-    ended.set()
+    try:
+        with pytest.raises(UserError, match="all 4 groups of step 1 failed; the first: it was not complete 1 seconds"):
+            run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, staleness(0, deadline=1.0)))
+    finally:
+        ended.set()
+
+
+def test_a_token_of_a_version_that_was_never_sent_ends_the_run() -> None:
+    """It is a fault of the engine, not of the environment whose group has the token."""
+    rollouts: Any = object.__new__(AsynchronousRollouts)
+    rollouts._step_of = {4: 3, 5: 4}
+    rollouts._player = SimpleNamespace(spans=lambda group: [WeightSpan(0, 1, version) for version in group])
+    rollouts._parts = SimpleNamespace(config=SimpleNamespace(generation=SimpleNamespace(name="mine")))
+    ticket = Ticket(number=7, step=5, slot=0, prompt=0, attempt=0, version=4)
+    assert rollouts._steps_of(ticket, [4, 5, 5]) == {3, 4}
+    with pytest.raises(EngineFault, match=r"weights version 3, but .* are 4, 5: the spans of engine 'mine' are wrong"):
+        rollouts._steps_of(ticket, [5, 3])
 
 
 def test_configurations_that_cannot_be_asynchronous(run_config: Any) -> None:

@@ -246,6 +246,7 @@ def test_glm(text: str, expected: ParsedTurn) -> None:
             "[add(a=x)]", "[add(a={1, 2})]", "[add(a=" + "(" * 9000, "[add(a=" + "-" * 9000 + "1)]", "[add(a='\x00')]",
         )),
     ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
 )  # fmt: skip
 def test_lfm(written: str, calls: tuple[ParsedCall, ...]) -> None:
     for end in ("<|tool_call_end|>", ""):

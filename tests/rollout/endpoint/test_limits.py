@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlframework.rollout import chat_format
-from rlframework.rollout.endpoint import bodies
+from rlframework.rollout.endpoint import bodies, sampling
 from rlframework.rollout.endpoint.server import Endpoint
 
 
@@ -36,7 +36,7 @@ async def raw(served: Any, request: str) -> bytes:
     port = int(served.base_url.split(":")[2].split("/")[0])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request.encode())
-    line = await asyncio.wait_for(reader.readline(), 10)
+    line = await asyncio.wait_for(reader.readline(), 60)
     writer.close()
     return line
 
@@ -95,6 +95,16 @@ def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch
     assert read == 1000
 
 
+def test_the_rest_of_a_body_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_LONGEST_DISCARDING", 0.01)
+
+    async def run() -> None:
+        async with asyncio.timeout(60):
+            await bodies.Incoming(asyncio.Event().wait).discard()  # type: ignore[arg-type]
+
+    asyncio.run(run())
+
+
 @contextmanager
 def no_descriptors() -> Iterator[None]:
     """Context in which this process cannot open a file or a connection."""
@@ -117,7 +127,7 @@ def test_without_descriptors_there_is_one_warning_and_connections_wait(
 ) -> None:
     import socket
 
-    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.001)
 
     async def run() -> None:
         async with serving() as served:
@@ -127,9 +137,9 @@ def test_without_descriptors_there_is_one_warning_and_connections_wait(
                 with no_descriptors():
                     await asyncio.get_running_loop().sock_connect(client, address)  # the system accepts it
                     for _ in range(10):
-                        await asyncio.sleep(0.01)
+                        await asyncio.sleep(0.002)  # it tries again
                 client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-                answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 100), 10)
+                answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 100), 60)
                 assert b" 401 " in answer
 
     with caplog.at_level(logging.WARNING):
@@ -147,7 +157,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
         async with serving(max_body=4 * 2**20) as served:
             monkeypatch.setattr(chat_format.ChatFormat, "prompt", None)  # it would be a 500
             longest = max(map(len, served.completer.tokenizer.get_vocab()))
-            reply = await post(served, "/chat/completions", asks("a" * (max(65_536, 2000 * longest) + 1)))
+            reply = await post(served, "/chat/completions", asks("a" * (max(chat_format.LARGE, 2000 * longest) + 1)))
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
             assert "characters" in reply.json()["error"]["message"]
             assert served.session.limit == "max_episode_tokens"
@@ -155,7 +165,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("characters", "in_loop"), [(100, True), (65_537, False)])
+@pytest.mark.parametrize(("characters", "in_loop"), [(100, True), (101, False)])
 def test_a_long_prompt_is_tokenised_outside_the_event_loop(
     serving: Any, monkeypatch: pytest.MonkeyPatch, characters: int, in_loop: bool
 ) -> None:
@@ -167,11 +177,11 @@ def test_a_long_prompt_is_tokenised_outside_the_event_loop(
         return prompt(*args)
 
     loop = threading.current_thread()
+    monkeypatch.setattr(sampling, "LARGE", 100)
     monkeypatch.setattr(chat_format.ChatFormat, "prompt", noted)
 
     async def run() -> None:
         async with serving() as served:
-            served.endpoint._sampler._most = None
             assert (await post(served, "/chat/completions", asks("a" * characters))).status_code == 200
 
     asyncio.run(run())

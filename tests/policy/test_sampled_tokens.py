@@ -1,0 +1,73 @@
+"""The difference between engine and policy over sampled tokens, by hand: which tokens count, and where none can."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.interfaces.loss import LossInput
+from rlframework.interfaces.policy_worker import SAMPLED_NOW, SampledDifference, SamplingBound
+from rlframework.policy.sampled_tokens import SampledTokensCheck
+
+BOUND = SamplingBound(mean=1.0, largest=3.0)
+
+
+def rows(**more: torch.Tensor) -> dict[str, Any]:
+    """Rows with sampled tokens at positions 2 and 3, 1 to 3, and in one that does not count; the engine says -2."""
+    return {
+        "token_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]),
+        "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
+        "generation_logprobs": torch.full((3, 4), -2.0),
+        **more,
+    }
+
+
+def logprobs() -> torch.Tensor:
+    """Of positions 1 to 3: off by 1 and 2 in the first row, 0, 3 and 0 in the second, 100 where nothing counts."""
+    values = torch.tensor([[-102.0, -3.0, -4.0], [-2.0, 1.0, -2.0], [-102.0, -102.0, math.nan]])
+    return values.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("more", "total", "count", "largest"),
+    [
+        ({}, 6.0, 5, 3.0),
+        ({SAMPLED_NOW: torch.tensor([[1, 1, 1, 0], [1, 1, 0, 1], [1, 1, 1, 1]])}, 1.0, 3, 1.0),
+        ({SAMPLED_NOW: torch.zeros(3, 4)}, 0.0, 0, 0.0),
+        ({"prev_logprobs": torch.full((3, 4), -2.5)}, 2.5, 5, 0.5),  # of the weights that sampled
+    ],
+)
+@pytest.mark.parametrize("sets", [False, True])
+def test_sampled_tokens_that_count_are_compared(
+    more: Any, total: float, count: int, largest: float, sets: bool
+) -> None:
+    """With token sets, the log-probability of the token itself is the first of each position."""
+    found = logprobs()
+    if sets:
+        found = torch.stack((found, torch.full_like(found, -50.0)), dim=-1)
+    metrics = SampledTokensCheck.metrics(found, rows(**more))
+    assert not any(value.requires_grad for value in metrics.values())
+    read = {name: float(value) for name, value in metrics.items()} | {"loss": 7.0}
+    difference = SampledTokensCheck(BOUND).of_batch(read)
+    assert difference == pytest.approx(SampledDifference(total / max(count, 1), largest, count, total > count))
+    assert read == {"loss": 7.0}
+
+
+@pytest.mark.parametrize(("mean", "largest", "withheld"), [(1.0, 3.0, False), (1.01, 0.0, True), (0.0, 3.01, True)])
+def test_a_step_is_withheld_beyond_either_bound(mean: float, largest: float, withheld: bool) -> None:
+    metrics = {"sampled_difference": 2 * mean, "sampled_tokens": 2.0, "sampled_difference_max": largest}
+    assert SampledTokensCheck(BOUND).of_batch(metrics).withheld is withheld
+
+
+@pytest.mark.parametrize("kind", LossInput)
+def test_losses_without_comparable_log_probabilities_have_no_check(kind: LossInput) -> None:
+    loss: Any = SimpleNamespace(input_type=kind)
+    comparable = kind in (LossInput.LOGPROBS, LossInput.TOKEN_SETS)
+    assert (SampledTokensCheck.of(BOUND, rows(), loss, same_temperature=True) is not None) == comparable
+    assert SampledTokensCheck.of(BOUND, rows(), loss, same_temperature=False) is None
+    assert SampledTokensCheck.of(None, rows(), loss, same_temperature=True) is None
+    assert SampledTokensCheck.of(BOUND, {"token_mask": torch.ones(1, 2)}, loss, same_temperature=True) is None
