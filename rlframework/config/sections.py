@@ -75,7 +75,7 @@ class RefitConfig(Section):
     probe_bound: Limit | None = Field(
         None,
         description="largest mean difference of the probes' log-probabilities; null: as the engine declares, and the "
-        "noise of the first refit allows",
+        "noise of earlier refits allows",
     )
 
 
