@@ -192,7 +192,7 @@ class ProbeAnswers:
 
     def _require_whole(self, engine: str, probe: int, result: GenerationResult) -> None:
         wanted, count = self.probes.version, self.probes.requests[probe].max_new_tokens
-        versions = [span.version for span in result.spans]
+        versions = sorted({span.version for span in result.spans})
         if (len(result.token_ids), len(result.logprobs)) != (count, count) or versions != [wanted]:
             raise RefitError(
                 f"{engine} answered probe {probe} of version {wanted} with {len(result.token_ids)} tokens and "

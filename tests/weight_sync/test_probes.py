@@ -13,7 +13,13 @@ from tiny_refits import VOCABULARY, Run, TinyEngine
 from torch import Tensor
 
 from rlframework.errors import RefitError
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightReport
+from rlframework.interfaces.generation import (
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    WeightReport,
+    WeightSpan,
+)
 from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import Probes, probe_shapes
 
@@ -247,3 +253,16 @@ def test_a_completion_of_another_length_is_no_answer():
     run.handles[0].group.worker.engine = Stopped()
     with pytest.raises(RefitError, match=r"probe 0 of version 1 with 1 tokens and 1 log-prob.*; expected 8 of version"):
         run.refitter.refit()
+
+
+def test_an_answer_may_have_several_spans_of_its_version():
+    """Spans are consecutive and cover all tokens; an engine may report each step of decoding as one."""
+    run = Run()
+
+    class Stepwise(TinyEngine):
+        def _complete(self, request: GenerationRequest, version: int) -> GenerationResult:
+            spans = tuple(WeightSpan(token, token + 1, version) for token in range(request.max_new_tokens))
+            return replace(super()._complete(request, version), spans=spans)
+
+    run.handles[0].group.worker.engine = Stepwise()
+    assert run.refitter.refit().version == 1
