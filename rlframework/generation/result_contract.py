@@ -10,7 +10,7 @@ is found where the policy scores the tokens: `rlframework.training.sampling_chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, get_args
@@ -59,6 +59,15 @@ class ResultContract:
         for result in incoming.results:
             if not isinstance(result, GenerationResult) or type(result.request_id) is not str:
                 raise EngineFault(f"poll returned {result!r:.200}; each result must be a GenerationResult with its id")
+
+    def check_probes(self, engine: str, incoming: Incoming, requests: Mapping[str, GenerationRequest]) -> None:
+        """Check what the handle `engine` has answered to `requests`, which nobody aborts; other results are ignored."""
+        try:
+            self.require_form(incoming)
+            results = (result for result in incoming.results if result.request_id in requests)
+            self.check([Answer(requests[result.request_id], result, aborted=False) for result in results])
+        except EngineFault as error:
+            raise self.blamed(engine, error) from error
 
     def blamed(self, engine: str, error: EngineFault) -> EngineFault:
         """Return `error` with the handle `engine` that it is of, and what to do."""
