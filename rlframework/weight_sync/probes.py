@@ -253,16 +253,16 @@ class ProbeAnswers:
         self, engine: str, rows: Sequence[int], differences: Sequence[Tensor], trainer: Sequence[Tensor], error: float
     ) -> None:
         """Raise a `RefitError` that names the token that differs most."""
-        places = [(row, place) for row in rows for place in range(len(differences[row]))]
+        compared = [(row, index) for row in rows for index in range(len(differences[row]))]
         worst = torch.cat([differences[row] for row in rows]).nan_to_num(nan=torch.inf).argmax()
-        probe, place = places[int(worst)]
+        probe, index = compared[int(worst)]
         result, prompt = self.answers[engine][probe], self.probes.requests[probe].prompt_ids
         raise RefitError(
-            f"{engine} was refit to version {self.probes.version}, but gives token {int(result.token_ids[place])}, "
-            f"sampled token {place + 1} after the {len(prompt)} tokens of probe {probe}, the log-probability "
-            f"{float(result.logprobs[place]):.5g}, the trainer {float(trainer[probe][place]):.5g}; the mean difference "
-            f"of {len(places)} tokens after such prompts is {error:.3g}, and at most {self.probes.bound.value:.3g} is "
-            f"allowed (generation.refit.probe_bound): {_REMEDY}"
+            f"{engine} was refit to version {self.probes.version}, but gives token {int(result.token_ids[index])}, "
+            f"sampled token {index + 1} after the {len(prompt)} tokens of probe {probe}, the log-probability "
+            f"{float(result.logprobs[index]):.5g}, the trainer {float(trainer[probe][index]):.5g}; the mean difference "
+            f"of {len(compared)} tokens after such prompts is {error:.3g}, and at most {self.probes.bound.value:.3g} "
+            f"is allowed (generation.refit.probe_bound): {_REMEDY}"
         )
 
 
