@@ -90,8 +90,8 @@ class GenerationClient:
 
         `lane`: the engine to use, unless it is lost. Cancelling the awaiting task aborts the request. Raises
         `RequestError` for a request that the engine rejects, `EngineFault` for a result that breaks the contract, and
-        what the engine has failed with; a request is given to
-        another engine only if its engine was lost (`WorkerLost`) or does not answer (`DeadlineExceeded`).
+        what the engine has failed with; a request is given to another engine only if its engine was lost (`WorkerLost`)
+        or does not answer (`DeadlineExceeded`).
         """
         answer, timer = self._submit(request, lane), None
         self._drive()

@@ -204,7 +204,7 @@ class RemoteGeneration(Generation):
             tokenizer,
             bound,
             positions=min(filter(None, bounds), default=None),
-            vocabulary=self._limits.vocabulary,
+            check=ResultContract(config.generation.name, self._limits.vocabulary).check_probes,
         )
 
     def prepare_for_generation(self) -> bool:

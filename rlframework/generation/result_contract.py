@@ -5,12 +5,12 @@ spans that hide how stale the tokens are. So it ends the run. All results of an 
 microseconds for each, and array operations over their tokens.
 
 What only the policy can tell (log-probabilities of other weights, a changed token, results of two requests exchanged)
-is found where the policy scores the tokens: `rlframework.training.sampling_check`.
+shows where the policy scores the tokens: `rlframework.training.sampling_check`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, get_args
@@ -60,6 +60,15 @@ class ResultContract:
             if not isinstance(result, GenerationResult) or type(result.request_id) is not str:
                 raise EngineFault(f"poll returned {result!r:.200}; each result must be a GenerationResult with its id")
 
+    def check_probes(self, engine: str, incoming: Incoming, requests: Mapping[str, GenerationRequest]) -> None:
+        """Check what the handle `engine` has answered to `requests`, which nobody aborts; other results are ignored."""
+        try:
+            self.require_form(incoming)
+            results = (result for result in incoming.results if result.request_id in requests)
+            self.check([Answer(requests[result.request_id], result, aborted=False) for result in results])
+        except EngineFault as error:
+            raise self.blamed(engine, error) from error
+
     def blamed(self, engine: str, error: EngineFault) -> EngineFault:
         """Return `error` with the handle `engine` that it is of, and what to do."""
         return EngineFault(
@@ -86,9 +95,9 @@ class ResultContract:
             raise _wrong_logprob(*_located(answers, ends, int(np.argmin(right))))
         unknown = ids < 0 if self.vocabulary is None else (ids < 0) | (ids >= self.vocabulary)
         if unknown.any():
-            answer, place = _located(answers, ends, int(np.argmax(unknown)))
+            answer, index = _located(answers, ends, int(np.argmax(unknown)))
             allowed = "0 or more" if self.vocabulary is None else f"0 to {self.vocabulary - 1}"
-            wrong = f"token {place} is {int(answer.result.token_ids[place])}; the model's tokens are {allowed}"
+            wrong = f"token {index} is {int(answer.result.token_ids[index])}; the model's tokens are {allowed}"
             raise _fault(answer, wrong)
         _check_stops(answers, ids, ends)
 
@@ -144,9 +153,9 @@ def _shown(spans: Sequence[WeightSpan]) -> str:
     return (listed + (", ..." if len(spans) > 4 else "")) or "empty"
 
 
-def _wrong_logprob(answer: Answer, place: int) -> EngineFault:
-    value = float(answer.result.logprobs[place])
-    wrong = f"the log-probability of token {place} is {value:g}; it must be finite and at most 0"
+def _wrong_logprob(answer: Answer, index: int) -> EngineFault:
+    value = float(answer.result.logprobs[index])
+    wrong = f"the log-probability of token {index} is {value:g}; it must be finite and at most 0"
     if not np.isfinite(value):
         wrong += (
             ". Either the engine is wrong, or the policy's weights are not finite any more: look at train/loss and "
@@ -192,7 +201,7 @@ def _stop_table(stops: frozenset[int]) -> NDArray[np.bool_]:
 
 
 def _located(answers: Sequence[Answer], ends: NDArray[np.int64], position: int) -> tuple[Answer, int]:
-    """Return the answer that has the token at `position` of all tokens, and its place in the completion."""
+    """Return the answer that has the token at `position` of all tokens, and its index in the completion."""
     row = int(np.searchsorted(ends, position, side="right"))
     return answers[row], position - (int(ends[row - 1]) if row else 0)
 

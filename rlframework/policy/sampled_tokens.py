@@ -36,8 +36,8 @@ class SampledTokensCheck:
     @staticmethod
     def metrics(logprobs: Tensor, data: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the sums of a microbatch. `logprobs`: `[b, S-1]`, or `[b, S-1, 1 + K]` with those of token sets."""
-        own = logprobs.detach() if logprobs.ndim == 2 else logprobs.detach()[..., 0]
-        before = data["prev_logprobs"][:, 1:] if "prev_logprobs" in data else own  # of the weights that sampled
+        current = logprobs.detach() if logprobs.ndim == 2 else logprobs.detach()[..., 0]
+        before = data["prev_logprobs"][:, 1:] if "prev_logprobs" in data else current  # of the weights that sampled
         counted = (data["token_mask"][:, 1:] != 0) & (data["sample_mask"][:, None] != 0)
         if SAMPLED_NOW in data:
             counted = counted & (data[SAMPLED_NOW][:, 1:] != 0)

@@ -204,7 +204,8 @@ class Training:
             metrics = pending.read()
             sampled = check.of_batch(metrics)
             if sampled.withheld:
-                return GlobalBatchResult(metrics.pop("loss"), math.nan, False, metrics, *counts, sampled)
+                norm = None if lr is None else math.nan
+                return GlobalBatchResult(metrics.pop("loss"), norm, False, metrics, *counts, sampled)
         if lr is not None:
             with trace_span(CLIP_AND_STEP), self.memory.during_optimizer_step():
                 norm, skipped = engine.clip_and_step(engine.config.max_grad_norm, lr)
@@ -254,5 +255,6 @@ class Training:
             "times": {"train": seconds, **waited},
         }
         if compared:
-            result["sampled"] = max(compared, key=lambda each: (each.withheld, each.mean))
+            worst = max(compared, key=lambda each: (each.withheld, each.mean))
+            result["sampled"] = worst._replace(largest=max(each.largest for each in compared))
         return result

@@ -33,7 +33,7 @@ from rlframework.errors import DataError, DeadlineExceeded, RunInterrupted, RunT
 from rlframework.files import LOCK_FILE, Replacement, remove_directory, remove_temporary, writing
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
-from rlframework.training.interrupts import end_run, handling, raise_if_ended
+from rlframework.training.interrupts import end_run, ending_on_signals, handling, raise_if_ended
 
 if TYPE_CHECKING:
     from rlframework.config.sections import CheckpointsConfig
@@ -278,7 +278,7 @@ class Checkpoints:
             _LOG.warning("stopping after this step, with a checkpoint; a second signal stops immediately")
 
         raise_if_ended()
-        with handling(request_stop, signal.SIGINT, signal.SIGTERM):
+        with ending_on_signals(), handling(request_stop, signal.SIGINT, signal.SIGTERM):
             try:
                 yield
             except (WorkerError, DeadlineExceeded) as error:

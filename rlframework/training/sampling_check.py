@@ -116,7 +116,7 @@ class SamplingCheck:
 
 
 def _most_different(data: BatchedDataDict[Any], parts: Parts) -> str:
-    """Return where the log-probabilities differ, as text: by place and row, and the tokens that differ most."""
+    """Return where the log-probabilities differ, as text: in first tokens, in rows, and the tokens that differ most."""
     if "prev_logprobs" in data:
         scored = data["prev_logprobs"]
     else:
@@ -130,12 +130,12 @@ def _most_different(data: BatchedDataDict[Any], parts: Parts) -> str:
     first = counted & (sampled.cumsum(1) == 1)
     rows = counted.any(1)
     means = (size.sum(1) / counted.sum(1).clamp(min=1))[rows]
-    by_place = (
+    summary = (
         f" The first tokens of rows differ by {_mean(size, first)} in the mean, later ones by "
         f"{_mean(size, counted & ~first)}; {int((means > means.max() / 4).sum())} of {len(means)} rows are within a "
         "factor of four of the worst. The largest:"
     )
-    lines = [by_place]
+    lines = [summary]
     for position in size.flatten().topk(min(_SHOWN, int(counted.sum()))).indices.tolist():
         row, column = divmod(position, size.shape[1])
         lines.append(_token(data, scored, row, column, parts.tokenizer))

@@ -138,9 +138,9 @@ class Refitter:
     def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
         """Transfer the trainer's weights to all engines, and commit their version once it is proven.
 
-        Raises `RefitError`, naming the engine, if an engine is
-        gone, takes too long, or does not hold or use the trainer's weights. That does not affect the trainer; nothing
-        may be generated until the next refit.
+        Raises `RefitError`, naming the engine, if an engine is gone, takes too long, or does not hold or use the
+        trainer's weights, and `EngineFault` if it answers a probe with what no result may be. That does not affect the
+        trainer; nothing may be generated until the next refit.
         """
         begun = time.perf_counter()
         self._version, self._failure = None, "it did not finish"

@@ -9,7 +9,7 @@ tokens in one forward of the finished rows. What changes log-probabilities by le
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,8 +25,9 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import RefitError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
+from rlframework.interfaces.generation_exchange import Incoming
 from rlframework.interfaces.policy_worker import Rows
-from rlframework.weight_sync.calls import RefitCalls, RefitEngine, StartedCall
+from rlframework.weight_sync.calls import RefitCalls, StartedCall
 from rlframework.weight_sync.noise_bound import NoiseBound
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ _TOKENS, _MORE, _FEW = 3, 8, 2  # tokens sampled after a prompt: usually, in a t
 _MOST_ROWS = 4  # rows of a thorough refit, as a multiple of the usual number
 _POLL = 1.0  # seconds
 _REMEDY = "the engine does not use the weights of the trainer: see the page on generation workers, or report a bug"
+
+
+Check = Callable[[str, Incoming, Mapping[str, GenerationRequest]], object]
+"""Raises for an answer of the engine of this name to some of the requests, by id, that breaks the contract."""
+
+
+def _unchecked(engine: str, incoming: Incoming, requests: Mapping[str, GenerationRequest]) -> None:
+    """Accept every answer."""
 
 
 class ProbeShape(NamedTuple):
@@ -87,14 +96,11 @@ class Probes:
         *,
         batch_size: int = 1,
         positions: int | None = None,
-        vocabulary: int | None = None,
+        check: Check = _unchecked,
     ) -> None:
-        """`tokens`: those that prompts consist of. `vocabulary`: the number of the model's tokens; None: unknown.
-
-        `batch_size`, `positions`: see `probe_shapes`.
-        """
+        """`tokens`: those that prompts consist of. `batch_size`, `positions`: see `probe_shapes`."""
         self._count, self._tokens, self._sampling, self._bound = count, np.asarray(tokens), sampling, bound
-        self._batch_size, self._positions, self._vocabulary = batch_size, positions, vocabulary
+        self._batch_size, self._positions, self._check = batch_size, positions, check
         self._name, self._refits = uuid4().hex, 0
 
     @classmethod
@@ -105,7 +111,7 @@ class Probes:
         bound: NoiseBound,
         *,
         positions: int | None = None,
-        vocabulary: int | None = None,
+        check: Check = _unchecked,
     ) -> Probes | None:
         """Return the probes of a run, none if `generation.refit.probes` is 0."""
         if not config.refit.probes:
@@ -119,7 +125,7 @@ class Probes:
             bound,
             batch_size=config.batch_size,
             positions=positions,
-            vocabulary=vocabulary,
+            check=check,
         )
 
     def of_version(self, version: int) -> ProbeRequests:
@@ -128,7 +134,7 @@ class Probes:
         thorough = self._refits & (self._refits - 1) == 0
         shapes = probe_shapes(self._count, thorough=thorough, batch_size=self._batch_size, positions=self._positions)
         requests = [self._request(index, version, shape) for index, shape in enumerate(shapes)]
-        return ProbeRequests(version, self._bound, requests, self._vocabulary)
+        return ProbeRequests(version, self._bound, requests, self._check)
 
     def _request(self, index: int, version: int, shape: ProbeShape) -> GenerationRequest:
         repeated = index % 2 == 0
@@ -148,11 +154,11 @@ class ProbeRequests:
     version: int
     bound: NoiseBound
     requests: Sequence[GenerationRequest]
-    vocabulary: int | None = None
+    check: Check = _unchecked
 
     def ask(self, calls: RefitCalls, deadline: float) -> ProbeAnswers:
         """Have all engines complete the prompts within `deadline` seconds."""
-        names = {request.request_id for request in self.requests}
+        requests = {request.request_id: request for request in self.requests}
         answers = {engine: dict[str, GenerationResult]() for engine in calls.engines}
         until, waiting = time.monotonic() + deadline, list(calls.engines)
         outgoing = self.requests
@@ -166,15 +172,13 @@ class ProbeRequests:
             arguments = {"requests": tuple(outgoing), "abort_ids": (), "timeout": min(left, _POLL)}
             started = [StartedCall(engine, "exchange", arguments) for engine in waiting]
             for call, incoming in zip(started, calls.of_engines(started), strict=True):
-                self._require_accepted(call.engine, incoming.rejected)
+                self.check(call.engine.name, incoming, requests)
+                for error in incoming.rejected.values():
+                    raise RefitError(f"{call.engine.name} rejected a probe: {error}") from error
                 answers[call.engine] |= {result.request_id: result for result in incoming.results}
-            outgoing, waiting = [], [engine for engine in waiting if not answers[engine].keys() >= names]
-        by_name = {engine.name: [found[each.request_id] for each in self.requests] for engine, found in answers.items()}
+            outgoing, waiting = [], [engine for engine in waiting if not answers[engine].keys() >= requests.keys()]
+        by_name = {engine.name: [of_engine[name] for name in requests] for engine, of_engine in answers.items()}
         return ProbeAnswers(self, by_name)
-
-    def _require_accepted(self, engine: RefitEngine, rejected: Mapping[str, Exception]) -> None:
-        for error in rejected.values():
-            raise RefitError(f"{engine.name} rejected a probe: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,17 +196,11 @@ class ProbeAnswers:
 
     def _require_whole(self, engine: str, probe: int, result: GenerationResult) -> None:
         wanted, count = self.probes.version, self.probes.requests[probe].max_new_tokens
-        versions = [span.version for span in result.spans]
-        if (len(result.token_ids), len(result.logprobs)) != (count, count) or versions != [wanted]:
+        versions = sorted({span.version for span in result.spans})
+        if len(result.token_ids) != count or versions != [wanted]:
             raise RefitError(
-                f"{engine} answered probe {probe} of version {wanted} with {len(result.token_ids)} tokens and "
-                f"{len(result.logprobs)} log-probabilities of versions {versions}; expected {count} of version {wanted}"
-            )
-        low, high = (int(end) for end in torch.aminmax(result.token_ids))
-        if low < 0 or (self.probes.vocabulary is not None and high >= self.probes.vocabulary):
-            raise RefitError(
-                f"{engine} answered probe {probe} of version {wanted} with token {low if low < 0 else high}; the "
-                f"trainer's vocabulary has {self.probes.vocabulary} tokens: {_REMEDY}"
+                f"{engine} answered probe {probe} of version {wanted} with {len(result.token_ids)} tokens of versions "
+                f"{versions}; expected {count} of version {wanted}"
             )
 
     @cached_property
@@ -255,16 +253,16 @@ class ProbeAnswers:
         self, engine: str, rows: Sequence[int], differences: Sequence[Tensor], trainer: Sequence[Tensor], error: float
     ) -> None:
         """Raise a `RefitError` that names the token that differs most."""
-        places = [(row, place) for row in rows for place in range(len(differences[row]))]
+        compared = [(row, index) for row in rows for index in range(len(differences[row]))]
         worst = torch.cat([differences[row] for row in rows]).nan_to_num(nan=torch.inf).argmax()
-        probe, place = places[int(worst)]
+        probe, index = compared[int(worst)]
         result, prompt = self.answers[engine][probe], self.probes.requests[probe].prompt_ids
         raise RefitError(
-            f"{engine} was refit to version {self.probes.version}, but gives token {int(result.token_ids[place])}, "
-            f"sampled token {place + 1} after the {len(prompt)} tokens of probe {probe}, the log-probability "
-            f"{float(result.logprobs[place]):.5g}, the trainer {float(trainer[probe][place]):.5g}; the mean difference "
-            f"of {len(places)} tokens after such prompts is {error:.3g}, and at most {self.probes.bound.value:.3g} is "
-            f"allowed (generation.refit.probe_bound): {_REMEDY}"
+            f"{engine} was refit to version {self.probes.version}, but gives token {int(result.token_ids[index])}, "
+            f"sampled token {index + 1} after the {len(prompt)} tokens of probe {probe}, the log-probability "
+            f"{float(result.logprobs[index]):.5g}, the trainer {float(trainer[probe][index]):.5g}; the mean difference "
+            f"of {len(compared)} tokens after such prompts is {error:.3g}, and at most {self.probes.bound.value:.3g} "
+            f"is allowed (generation.refit.probe_bound): {_REMEDY}"
         )
 
 

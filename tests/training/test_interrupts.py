@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from probe_runs import rows_of
 from rlframework import run
 from rlframework.errors import RunInterrupted, RunTerminated, WorkerLost
 from rlframework.policy.client import Policy
+from rlframework.training.checkpoints import Checkpoints
 from rlframework.training.interrupts import ending_on_signals, raise_if_ended
 from rlframework.training.loop import Timer
 
@@ -92,6 +94,20 @@ def test_a_programs_own_handler_of_ctrl_c_is_kept() -> None:
             assert signal.getsignal(signal.SIGINT) is own
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_ends_one_run_of_a_program_that_calls_the_algorithm_itself() -> None:
+    checkpoints: Any = SimpleNamespace(_trained={}, _config=SimpleNamespace(on_interrupt=True), _stop=None)
+
+    def training() -> None:
+        with Checkpoints.handling_signals(checkpoints):
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(RunTerminated):
+        training()
+    assert checkpoints._stop == signal.SIGINT
+    raise_if_ended()  # the next run of this process is not ended
 
 
 @pytest.mark.slow

@@ -12,8 +12,14 @@ import torch
 from tiny_refits import VOCABULARY, Run, TinyEngine
 from torch import Tensor
 
-from rlframework.errors import RefitError
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightReport
+from rlframework.errors import EngineFault, RefitError
+from rlframework.interfaces.generation import (
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    WeightReport,
+    WeightSpan,
+)
 from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import Probes, probe_shapes
 
@@ -212,28 +218,27 @@ def test_the_trainer_scores_each_completion_once_whatever_the_number_of_engines(
     assert rows["token_mask"].sum(1).tolist() == [8.0, 8.0, 8.0, 8.0, *[2.0] * 12]
 
 
-def test_a_probe_that_is_not_a_number_is_no_match():
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        (lambda made: {"logprobs": made.logprobs * torch.nan}, "the log-probability of token 0 is nan"),
+        (lambda made: {"logprobs": made.logprobs.tolist()}, "logprobs is a list"),
+        (lambda made: {"token_ids": made.token_ids.float()}, r"token_ids is torch.float32"),
+        (lambda made: {"token_ids": made.token_ids.fill_(VOCABULARY)}, "token 0 is 24; the model's tokens are 0 to 23"),
+        (lambda made: {"spans": None}, "spans is None"),
+        (lambda made: {"finish_reason": "aborted"}, "nobody has aborted the request"),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_of_results_ends_the_refit(changes: Any, wrong: str) -> None:
     run = Run()
 
-    class Nan(TinyEngine):
-        def reported(self, logprobs: Tensor, sampling: SamplingParams) -> Tensor:
-            return logprobs * torch.nan
-
-    run.handles[0].group.worker.engine = Nan()
-    with pytest.raises(RefitError, match="log-probability nan"):
-        run.refitter.refit()
-
-
-def test_a_token_outside_the_trainers_vocabulary_is_no_match():
-    run = Run()
-
-    class Larger(TinyEngine):
+    class Wrong(TinyEngine):
         def _complete(self, request: GenerationRequest, version: int) -> GenerationResult:
-            result = super()._complete(request, version)
-            return replace(result, token_ids=result.token_ids.new_full((request.max_new_tokens,), VOCABULARY))
+            made = super()._complete(request, version)
+            return replace(made, **changes(made))
 
-    run.handles[0].group.worker.engine = Larger()
-    with pytest.raises(RefitError, match=f"probe 0 of version 1 with token {VOCABULARY}; .* vocabulary has 24 tokens"):
+    run.handles[0].group.worker.engine = Wrong()
+    with pytest.raises(EngineFault, match=rf"engine 0 \('tiny'\) broke the contract .* request '\w+:\d+\.1' .*{wrong}"):
         run.refitter.refit()
 
 
@@ -245,5 +250,20 @@ def test_a_completion_of_another_length_is_no_answer():
             return super()._complete(replace(request, max_new_tokens=1), version)
 
     run.handles[0].group.worker.engine = Stopped()
-    with pytest.raises(RefitError, match=r"probe 0 of version 1 with 1 tokens and 1 log-prob.*; expected 8 of version"):
+    with pytest.raises(
+        RefitError, match=r"probe 0 of version 1 with 1 tokens of versions \[1\]; expected 8 of version"
+    ):
         run.refitter.refit()
+
+
+def test_an_answer_may_have_several_spans_of_its_version():
+    """Spans are consecutive and cover all tokens; an engine may report each step of decoding as one."""
+    run = Run()
+
+    class Stepwise(TinyEngine):
+        def _complete(self, request: GenerationRequest, version: int) -> GenerationResult:
+            spans = tuple(WeightSpan(token, token + 1, version) for token in range(request.max_new_tokens))
+            return replace(super()._complete(request, version), spans=spans)
+
+    run.handles[0].group.worker.engine = Stepwise()
+    assert run.refitter.refit().version == 1
