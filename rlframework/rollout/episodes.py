@@ -28,7 +28,7 @@ from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, ToolSpec, pictures_of, text_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
-from rlframework.rollout.chat_format import LARGE, ChatFormat, characters_of
+from rlframework.rollout.chat_format import ChatFormat, characters_of, is_large
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.outcomes import EpisodeChecks
 from rlframework.rollout.result import Limit, PlayedEpisode, Rollout, rollout_of
@@ -275,9 +275,8 @@ class EpisodePlayer:
         return self._most_tokens is not None and self._chat.is_longer(state.messages, self._most_tokens)
 
     async def _rendered(self, state: _State, render: Callable[[], list[int]]) -> list[int]:
-        large = characters_of(state.messages) > LARGE
         try:
-            return await asyncio.to_thread(render) if large else render()
+            return await asyncio.to_thread(render) if is_large(state.messages, state.tools) else render()
         except DataError as error:
             if not isinstance(error, ImageError) and (written := self._unrenderable(state)):
                 raise _EpisodeFailed(
