@@ -20,13 +20,13 @@ import torch
 
 from rlframework.datasets.pictures import PictureReader
 from rlframework.environments.threads import failing_alone
-from rlframework.environments.tool_calls import is_malformed
+from rlframework.environments.tool_calls import encodable, is_malformed
 from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.errors import DataError, ImageError, UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
-from rlframework.interfaces.messages import Message, ToolSpec, pictures_of, text_of
+from rlframework.interfaces.messages import FunctionCall, Message, ToolSpec, pictures_of, text_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.chat_format import ChatFormat, characters_of, is_large
 from rlframework.rollout.episode_thread import Bridge, run_beside
@@ -290,17 +290,16 @@ class EpisodePlayer:
     def _unrenderable(self, state: _State) -> str:
         """Return what in the model's turns the chat template does not take; empty if it rejects the other messages.
 
-        Those of the model are to blame if they have tool calls, or if plain answers in their place are taken.
+        It rejects the others if it does so with plain answers and sound calls in place of what the model wrote.
         """
         turns = [turn for turn in state.transcript if turn["trained"]]
-        if calls := [call["function"] for turn in turns for call in turn.get("tool_calls", ())]:
-            return f"its last tool call is {calls[-1]!r:.500}"
-        plain: Message = {"role": "assistant", "content": "1"}
-        others = [plain if message["role"] == "assistant" else message for message in state.messages]
+        others = [_plain(message, state.tools) for message in state.messages]
         try:
             self._chat.prompt(others, state.tools)
         except DataError:
             return ""
+        if calls := [call["function"] for turn in turns for call in turn.get("tool_calls", ())]:
+            return f"its last tool call is {calls[-1]!r:.500}"
         return f"its last turn is {turns[-1]['content']!r:.500}" if turns else ""
 
     async def _call(self, method: str, turn: int, call: Callable[[], Any]) -> Any:
@@ -335,3 +334,18 @@ class EpisodePlayer:
             await self._call("close", 0, episode.close)
         except _EpisodeFailed as failure:  # its rewards are complete, so that it counts
             _LOG.warning("an episode of sample %r was not closed: %s", state.sample.id, failure)
+
+
+def _plain(message: Message, tools: Sequence[ToolSpec]) -> Message:
+    """`message` without what the model wrote: an answer, or calls of the first of `tools`, that all templates take.
+
+    Halves of characters in a tool's answer are replaced: the arguments of its call may have had them.
+    """
+    if message["role"] == "tool" and isinstance(message["content"], str):
+        return {**message, "content": encodable(message["content"])}
+    if message["role"] != "assistant":
+        return message
+    if not (calls := message.get("tool_calls")) or not tools:
+        return {"role": "assistant", "content": "1"}
+    sound: FunctionCall = {"name": tools[0]["function"]["name"], "arguments": "{}"}
+    return {"role": "assistant", "content": "", "tool_calls": [{**call, "function": sound} for call in calls]}
