@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from rlframework.datasets.image_inputs import ImageInputs
 
 
-LARGE = 65_536
-"""Characters of messages from which on an event loop leaves their tokenisation to a thread."""
+_LARGE = 65_536
+"""Characters, of which some are marks, from which on an event loop leaves a conversation's tokenisation to a thread."""
+
+
+def is_large(messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> bool:
+    """Return whether an event loop leaves tokenisation to a thread: of images, and of much text, calls or tools."""
+    return bool(pictures_of(messages)) or len(str(messages)) + len(str(tools)) > _LARGE
 
 
 def characters_of(messages: Iterable[Message]) -> int:
@@ -150,7 +155,7 @@ class ChatFormat:
     def is_longer(self, messages: Sequence[Message], tokens: int) -> bool:
         """Whether `messages` have too many characters for `tokens` tokens, however long each is. Renders nothing."""
         characters = characters_of(messages)
-        return characters > LARGE and characters > tokens * self._longest_token
+        return characters > _LARGE and characters > tokens * self._longest_token
 
     @cached_property
     def _longest_token(self) -> int:

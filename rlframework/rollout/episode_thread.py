@@ -27,6 +27,9 @@ R = TypeVar("R")
 _CLOSING = 5.0
 """Seconds to wait for what is left after an error, in addition to a deadline of steps."""
 
+_LOOKS = 10
+"""Looks at the loop within `stalled_after` seconds: with one, a process that was paused would seem to be blocked."""
+
 
 class Bridge:
     """Completes prompts for episodes in another thread, on engines that are driven by the loop of this constructor.
@@ -129,13 +132,16 @@ class Bridge:
 async def run_beside(work: Callable[[], Coroutine[Any, Any, R]], *, stalled_after: float, name: str) -> R:
     """Run `work()` in an event loop in another thread, and return its result; cancelling this cancels it.
 
-    Raises `UserError` if that loop does not run for `stalled_after` seconds, because the environment `name` blocks it.
+    Raises `UserError` if that loop does not run for `stalled_after` seconds, while this one does, because the
+    environment `name` blocks it.
     """
     thread = _LoopThread(work)
     result = asyncio.wrap_future(thread.result)
     try:
-        while not (await asyncio.wait({result}, timeout=stalled_after))[0]:
-            if not thread.has_run():
+        missed = 0
+        while not (await asyncio.wait({result}, timeout=stalled_after / _LOOKS))[0]:
+            missed = 0 if thread.has_run() else missed + 1
+            if missed == _LOOKS:
                 raise UserError(
                     f"environment {name!r} blocks the event loop of all episodes for more than {stalled_after:g} "
                     f"seconds ({thread.place()}); await what takes long, or run it with asyncio.to_thread"

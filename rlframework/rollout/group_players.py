@@ -23,8 +23,9 @@ from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import pictures_of
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.endpoint.agents import agent_runner
+from rlframework.rollout.episode_player import EpisodePlayer
 from rlframework.rollout.episode_thread import Bridge
-from rlframework.rollout.episodes import EpisodePlayer, report_failures
+from rlframework.rollout.episodes import report_failures
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 from rlframework.rollout.seeds import task_seeds
 from rlframework.rollout.single_turn import NO_MEDIA, media_of, rollout_of_turns, score_turns

@@ -1,7 +1,8 @@
 """Parse completions: tool calls and reasoning in the formats of known chat templates.
 
 A tool call that is malformed stays a call, with the text as its arguments: the environment answers it with an error
-that the model can read. Text is never repaired.
+that the model can read. Text is never repaired. Each parser takes time in proportion to the text: a model may repeat
+one token until it is stopped.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ Parser = Callable[[str, Sequence[ToolSpec]], ParsedTurn]
 """Parses the text of a completion, special tokens included, without the token that ended the turn, given the tools."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\n]*)>(.*?)(</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _GLM = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
 _CHANNEL = re.compile(
     r"(?:<\|start\|>assistant|\A|(?<=[<>]))(?P<before>[^<>]*)<\|channel\|>(?P<header>[^<]*)(?:<\|constrain\|>[^<]*)?"
@@ -84,11 +84,25 @@ def parse_glm(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
 
 def _glm_call(text: str, closed: str, tools: Sequence[ToolSpec]) -> ParsedCall:
     name, marked, values = text.partition("<arg_key>")
-    if not closed or (marked and _GLM_ARGUMENT.sub("", marked + values)):
+    arguments = _glm_arguments(marked + values)
+    if not closed or arguments is None:
         return ParsedCall(name.strip() if marked else "", (marked + values if marked else text).strip())
     if not marked and (not name.strip() or "{" in name):  # no name, or another format
         return call_of_json(text)
-    return _typed_call(name.strip(), _GLM_ARGUMENT.findall(marked + values), tools)
+    return _typed_call(name.strip(), arguments, tools)
+
+
+def _glm_arguments(text: str) -> list[tuple[str, str]] | None:
+    """The keys and values in `text`, or None if it has anything else."""
+    *written, rest = text.split("</arg_value>")
+    pairs = []
+    for each in written:
+        key, _, value = each.lstrip().partition("</arg_key>")
+        value = value.lstrip()
+        if not key.startswith("<arg_key>") or not value.startswith("<arg_value>"):
+            return None
+        pairs.append((key.removeprefix("<arg_key>"), value.removeprefix("<arg_value>")))
+    return None if rest.strip() else pairs
 
 
 def parse_lfm(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlframework.errors import UserError
 from rlframework.interfaces.generation import SamplingParams
 from rlframework.rollout.episode_thread import Bridge, _LoopThread, run_beside
 
@@ -74,6 +75,33 @@ def test_work_is_cancelled_with_what_waits_for_it() -> None:
         assert ended.is_set()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("missed", "blocked"), [(9, False), (10, True)])
+def test_a_loop_is_blocked_if_it_never_runs_while_the_other_does(
+    monkeypatch: pytest.MonkeyPatch, missed: int, blocked: bool
+) -> None:
+    looks = iter([True, *[False] * missed, True, *[False] * missed])
+    ended = threading.Event()
+
+    def has_run(_: Any) -> bool:
+        ran = next(looks, None)
+        if ran is None:
+            ended.set()
+        return ran is not False
+
+    async def work() -> str:
+        while not ended.is_set():
+            await asyncio.sleep(0.001)
+        return "done"
+
+    monkeypatch.setattr(_LoopThread, "has_run", has_run)
+    beside = run_beside(work, stalled_after=0.01, name="digits")
+    if blocked:
+        with pytest.raises(UserError, match=r"environment 'digits' blocks the event loop .* than 0.01 seconds"):
+            asyncio.run(beside)
+    else:
+        assert asyncio.run(beside) == "done"
 
 
 def test_work_that_has_just_ended_can_be_cancelled() -> None:

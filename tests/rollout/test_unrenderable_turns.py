@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,18 @@ def test_a_turn_that_the_template_does_not_take_fails_its_episode(make_parts: An
     assert result.metrics["failed_episodes"] == 1.0
 
 
+def test_half_a_character_that_a_tool_repeats_fails_its_episode(make_parts: Any) -> None:
+    class Echo(Adder):
+        async def step(self, message: Any) -> StepOutcome:
+            for call in message.get("tool_calls", ()):
+                self.observed = json.loads(call["function"]["arguments"])["a"]
+            return await super().step(message)
+
+    result = play(make_parts, CALL.format('{"a": "\\ud83d"}'), Echo)
+    assert result.failed.tolist() == [False, True, False]
+    assert "has a lone surrogate" in result.failures[1]
+
+
 def test_tools_whose_calls_cannot_be_read_end_the_rollout_before_a_turn(make_parts: Any) -> None:
     with pytest.raises(
         DataError, match=r"^tools cannot be used with the chat template of .* it writes a call as '\[\{"
@@ -94,11 +107,16 @@ def test_tools_whose_calls_cannot_be_read_end_the_rollout_before_a_turn(make_par
         play(make_parts, "2", template=TEMPLATE.replace("<tool_call>{{", "[{{"))
 
 
-def test_messages_of_the_environment_that_the_template_does_not_take_end_the_rollout(make_parts: Any) -> None:
+@pytest.mark.parametrize(("turn", "sample"), [("2", "s0"), (CALL.format("{}"), "s1"), (CALL.format('"x"'), "s1")])
+def test_messages_of_the_environment_that_the_template_does_not_take_end_the_rollout(
+    make_parts: Any, turn: str, sample: str
+) -> None:
     class Taboo(Adder):
-        observed = "taboo"
+        async def step(self, message: Any) -> StepOutcome:
+            self.observed = "taboo" if self.sample.id == sample else "more"
+            return await super().step(message)
 
     with pytest.raises(
-        DataError, match=r"environment '\w+' returned for sample 's0' in turn 1 messages that cannot be"
+        DataError, match=rf"environment '\w+' returned for sample '{sample}' in turn 1 messages that cannot be"
     ):
-        play(make_parts, "2", Taboo)
+        play(make_parts, turn, Taboo)

@@ -14,7 +14,7 @@ import torch
 from rlframework.conformance.mutants.mutant import Mutant, mutant
 from rlframework.interfaces.environment import Episode, Sample, StepOutcome
 from rlframework.plugins.types import Capability
-from rlframework.rollout.episodes import EpisodePlayer
+from rlframework.rollout.episode_player import EpisodePlayer
 from rlframework.rollout.result import PlayedEpisode
 from rlframework.rollout.trajectory import TrainingRow
 

@@ -19,7 +19,7 @@ RESCORED = 1e-4
 
 
 class EpisodeRows(Suite):
-    """Tests of `rlframework.rollout.episodes` with the environment's episodes."""
+    """Tests of `rlframework.rollout.episode_player` with the environment's episodes."""
 
     @holds(11, Capability.EPISODES)
     def test_sampled_tokens_are_those_of_the_engine(self, harness: EnvironmentHarness) -> None:

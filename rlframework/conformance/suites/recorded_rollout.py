@@ -21,7 +21,7 @@ from rlframework.interfaces.environment import Environment, Episode, Sample, Ste
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import Message, text_of
 from rlframework.rollout.chat_format import ChatFormat
-from rlframework.rollout.episodes import EpisodePlayer
+from rlframework.rollout.episode_player import EpisodePlayer
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 
 MOST_TURNS = 3

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from rlframework.interfaces.messages import Message, ToolSpec
 from rlframework.rollout.endpoint.conversations import identity_of_message, identity_of_tools
 
-MOST_CONVERSATIONS = 65_536
-"""Conversations whose engine session is kept: those continued last. Of others, the next turn begins a new one."""
+MOST_ANSWERS = 65_536
+"""The last answers whose engine session is kept. After an older one, a conversation goes on in a new session."""
 
 
 class EngineSessions:
@@ -35,7 +35,7 @@ class EngineSessions:
         *_, digest = _beginnings([*messages, answer], tools)
         self._by_beginning[digest] = engine_session
         self._by_beginning.move_to_end(digest)
-        if len(self._by_beginning) > MOST_CONVERSATIONS:
+        if len(self._by_beginning) > MOST_ANSWERS:
             self._by_beginning.popitem(last=False)
 
 

@@ -22,7 +22,7 @@ from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of
 from rlframework.interfaces.pictures import Picture
-from rlframework.rollout.chat_format import LARGE, ChatFormat, characters_of
+from rlframework.rollout.chat_format import ChatFormat, characters_of, is_large
 from rlframework.rollout.endpoint.conversations import Turn
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.requests import TurnRequest
@@ -138,7 +138,7 @@ class Sampler:
         self._require_short(session, request)
         pictures = pictures_of(request.messages)
         work = partial(self._inputs, request, known, pictures)
-        large = bool(pictures) or characters_of(request.messages) > LARGE
+        large = is_large(request.messages, request.tools)
         ids, known, media = await asyncio.to_thread(work) if large else work()
         room = self._room(session, request, len(ids))
         session.begin_turns(request.choices)

@@ -74,7 +74,7 @@ def test_a_conversation_keeps_its_session_and_another_one_has_its_own() -> None:
 
 
 def test_the_sessions_of_conversations_continued_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_sessions, "MOST_CONVERSATIONS", 2)
+    monkeypatch.setattr(engine_sessions, "MOST_ANSWERS", 2)
     numbers = count()
     sessions = EngineSessions(lambda: str(next(numbers)))
     yes = said("assistant", "yes")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlframework.rollout import chat_format
-from rlframework.rollout.endpoint import bodies, sampling
+from rlframework.rollout.endpoint import bodies
 from rlframework.rollout.endpoint.server import Endpoint
 
 
@@ -165,24 +165,34 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("characters", "in_loop"), [(100, True), (101, False)])
+@pytest.mark.parametrize(
+    ("said", "description", "in_loop"),
+    [
+        ([{"role": "user", "content": "a" * 100}], "a", True),
+        ([{"role": "user", "content": "a" * 65_537}], "a", False),
+        ([{"role": "assistant", "content": "a" * 65_537}], "a", False),
+        ([{"role": "user", "content": "a"}] * 2500, "a", False),
+        ([{"role": "user", "content": "a"}], "a" * 65_537, False),
+    ],
+)
 def test_a_long_prompt_is_tokenised_outside_the_event_loop(
-    serving: Any, monkeypatch: pytest.MonkeyPatch, characters: int, in_loop: bool
+    serving: Any, monkeypatch: pytest.MonkeyPatch, said: Any, description: str, in_loop: bool
 ) -> None:
     threads: list[bool] = []
-    prompt = chat_format.ChatFormat.prompt
 
-    def noted(*args: Any) -> list[int]:
+    def noted(*_: Any) -> list[int]:
         threads.append(threading.current_thread() is loop)
-        return prompt(*args)
+        return [5]
 
     loop = threading.current_thread()
-    monkeypatch.setattr(sampling, "LARGE", 100)
     monkeypatch.setattr(chat_format.ChatFormat, "prompt", noted)
+    tool = {"type": "function", "function": {"name": "f", "description": description}}
 
     async def run() -> None:
         async with serving() as served:
-            assert (await post(served, "/chat/completions", asks("a" * characters))).status_code == 200
+            served.endpoint._sampler._most = None
+            body = json.dumps({"messages": said, "tools": [tool]})
+            assert (await post(served, "/chat/completions", body)).status_code == 200
 
     asyncio.run(run())
     assert threads == [in_loop]
