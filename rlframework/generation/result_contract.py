@@ -72,8 +72,8 @@ class ResultContract:
     def blamed(self, engine: str, error: EngineFault) -> EngineFault:
         """Return `error` with the handle `engine` that it is of, and what to do."""
         return EngineFault(
-            f"{engine} ({self.name!r}) broke the contract of generation engines: {error}. This is a bug of its plugin: "
-            f"report it to its authors; `rlframework conformance {self.name}` looks for more"
+            f"{engine} ({self.name!r}) broke the contract of generation engines: {error}. "
+            f"Report it to the authors of its plugin; `rlframework conformance {self.name}` looks for more"
         )
 
     def check(self, answers: Sequence[Answer]) -> None:
@@ -196,7 +196,7 @@ def _check_stops(answers: Sequence[Answer], ids: NDArray[np.int64], ends: NDArra
 def _stop_table(stops: frozenset[int]) -> NDArray[np.bool_]:
     """Whether each token is a stop token; the last entry, for all greater tokens, is False."""
     table = np.zeros(max(stops, default=0) + 2, dtype=np.bool_)
-    table[list(stops)] = True
+    table[[token for token in stops if token >= 0]] = True
     return table
 
 

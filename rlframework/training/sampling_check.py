@@ -40,6 +40,8 @@ HEADROOM = {"float32": 20.0, "tf32": 4.0, "float16": 4.0, "bfloat16": 4.0}
 """How many times the noise so far a step may have, by dtype."""
 LARGEST = {"float32": 0.05}
 """The largest difference of a single token by dtype, in nats; other dtypes have long tails, and no bound."""
+_ENOUGH = 200
+"""Tokens whose mean difference tells the noise of a run; that of fewer varies too much to tighten the bound."""
 _SHOWN = 3
 """Tokens that the error shows, and warnings that are logged."""
 
@@ -81,7 +83,8 @@ class SamplingCheck:
             return
         bound = self.bound
         if sampled.mean <= bound.mean and sampled.largest <= bound.largest:
-            self.mean.accepted(sampled.mean)
+            if sampled.tokens >= _ENOUGH:
+                self.mean.accepted(sampled.mean)
         elif sampled.withheld:
             raise SamplingMismatch(
                 f"{self._described(step, sampled, bound)}{_most_different(data, parts)}{self._advice}"
@@ -152,6 +155,6 @@ def _token(
     ids, first = data["input_ids"][row].tolist(), int(data["token_mask"][row].argmax())
     engine, policy = float(data["generation_logprobs"][row, column]), float(scored[row, column])
     return (
-        f"  row {row}, token {column - first} of the completion, {tokenizer.decode([ids[column]])!r} ({ids[column]}): "
+        f"  row {row}, token {column - first} after its prompt, {tokenizer.decode([ids[column]])!r} ({ids[column]}): "
         f"engine {engine:.4g}, policy {policy:.4g}; its prompt ends with {tokenizer.decode(ids[:first])[-60:]!r}"
     )

@@ -19,7 +19,7 @@ from rlframework.training.sampling_check import SamplingCheck
 DATA: Any = {"generation_logprobs": torch.zeros(2, 4)}
 
 
-def result_of(mean: float, largest: float = 0.0, *, withheld: bool = False, tokens: float = 9.0) -> Any:
+def result_of(mean: float, largest: float = 0.0, *, withheld: bool = False, tokens: float = 900.0) -> Any:
     return {"sampled": SampledDifference(mean, largest, tokens, withheld)}
 
 
@@ -78,11 +78,11 @@ def test_the_error_says_where_the_tokens_differ(check: Any) -> None:
     message = str(raised.value)
     for part in (
         "step 4: the log-probabilities that generation engine 'transformers' returned are not the policy's",
-        "over 9 tokens they differ by 1 nats in the mean and 3 at most",
+        "over 900 tokens they differ by 1 nats in the mean and 3 at most",
         "0.001 in the mean, 0.05 at most is what rounding explains in float32. No optimizer step was taken",
         "The first tokens of rows differ by 0 in the mean, later ones by 1.7; 1 of 2 rows are",  # (0 + 2 + 3) / 3
-        "row 1, token 2 of the completion, '<9>' (9): engine -4, policy -1; its prompt ends with '<5><6>'",
-        "row 1, token 1 of the completion, '<8>' (8): engine -3, policy -1",
+        "row 1, token 2 after its prompt, '<9>' (9): engine -4, policy -1; its prompt ends with '<5><6>'",
+        "row 1, token 1 after its prompt, '<8>' (8): engine -3, policy -1",
         "`rlframework conformance transformers`",
         "generation.logprob_check.mean",
     ):
@@ -100,8 +100,8 @@ def test_warnings_are_few_and_go_on(check: Any, caplog: pytest.LogCaptureFixture
     assert sampling.bound.mean == 1e-3  # a difference beyond the bound is no noise
 
 
-@pytest.mark.parametrize("result", [{}, result_of(0.0, tokens=0.0), result_of(math.nan)])
-def test_nothing_to_compare_is_no_noise(check: Any, result: Any) -> None:
+@pytest.mark.parametrize("result", [{}, result_of(0.0, tokens=0.0), result_of(math.nan), result_of(1e-7, tokens=199.0)])
+def test_nothing_or_little_to_compare_does_not_tell_the_noise(check: Any, result: Any) -> None:
     sampling: SamplingCheck = check()
     sampling.after(1, DATA, result, SimpleNamespace())  # type: ignore[arg-type]
     assert sampling.bound.mean == 1e-3

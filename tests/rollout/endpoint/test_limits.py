@@ -157,7 +157,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
         async with serving(max_body=4 * 2**20) as served:
             monkeypatch.setattr(chat_format.ChatFormat, "prompt", None)  # it would be a 500
             longest = max(map(len, served.completer.tokenizer.get_vocab()))
-            reply = await post(served, "/chat/completions", asks("a" * (max(chat_format.LARGE, 2000 * longest) + 1)))
+            reply = await post(served, "/chat/completions", asks("a" * (max(65_536, 2000 * longest) + 1)))
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
             assert "characters" in reply.json()["error"]["message"]
             assert served.session.limit == "max_episode_tokens"
