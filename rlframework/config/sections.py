@@ -21,6 +21,7 @@ from rlframework.config.further_policies import (
 )
 from rlframework.config.images import ImagesConfig
 from rlframework.config.numbers import (
+    Coefficient,
     Count,
     CountOrZero,
     Limit,
@@ -182,6 +183,15 @@ class ValidationConfig(Section):
     at_end: bool = Field(True, description="validate after the last step")
 
 
+class EarlyStoppingConfig(Section):
+    """The end of a run before `num_steps`, because a metric does not improve any more."""
+
+    metric: str = Field("validation/accuracy", description="metric to follow, as named in metrics.jsonl")
+    best: Literal["highest", "lowest"] = Field("highest", description="which value of `metric` is best")
+    patience: Count = Field(3, description="measurements without an improvement after which the run ends")
+    min_change: Coefficient = Field(0.0, description="change of `metric` that counts as an improvement if exceeded")
+
+
 class AlgorithmConfig(Section):
     """Settings that all algorithms share."""
 
@@ -195,6 +205,7 @@ class AlgorithmConfig(Section):
         "filled with samples of the next pass",
     )
     validation: ValidationConfig = ValidationConfig()
+    early_stopping: EarlyStoppingConfig | None = Field(None, description="end the run early; null: never")
 
     @model_validator(mode="before")
     @classmethod

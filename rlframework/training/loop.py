@@ -24,6 +24,7 @@ from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.result import LIMITS
 from rlframework.rollout.rollouts import validate
 from rlframework.training.checkpoints import Checkpoints, RunState, restore_random_states
+from rlframework.training.early_stopping import EarlyStopping
 from rlframework.training.garbage import collecting_what_is_new
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.interrupts import raise_if_ended
@@ -106,6 +107,7 @@ class StepLoop(Algorithm):
         self.recorder = Recorder(parts)
         self.sampling_check = SamplingCheck(parts.config, lambda: parts.generation.probe_bounds)
         self.checkpoints = Checkpoints(parts)
+        self.early_stopping = EarlyStopping(self.config.early_stopping)
         self.timeline = Timeline()
         self._history: list[dict[str, float]] = []
         self._restored: RunState | None = None
@@ -159,7 +161,8 @@ class StepLoop(Algorithm):
         self.parts.timeline = self.parts.generation.client.timeline = self.timeline
         with collecting_what_is_new(), self.checkpoints.handling_signals(), self.checkpoints.finishing():
             last = self._begin()
-            stopped = self._restored is not None and self.should_stop(self._restored.measured)
+            stopped = self.early_stopping.ended
+            stopped |= self._restored is not None and self.should_stop(self._restored.measured)
             for step in range(int(last["step"]) + 1, 0 if stopped else self.config.num_steps + 1):
                 raise_if_ended()
                 metrics, samples = self._timed_step(step)
@@ -169,10 +172,11 @@ class StepLoop(Algorithm):
                     scores, more = self._timed_validation(step)
                     metrics, samples = metrics | scores, [*samples, *more]
                 last |= self._report(step, metrics, samples)
-                stopped = self.should_stop(metrics)
+                stopped = self.early_stopping.update(step, metrics) or self.should_stop(metrics)
                 ends = stopped or step == self.config.num_steps
                 with Timer(self.timeline).phase("checkpoint"):
-                    self.checkpoints.after_step(step, self.state_dict(), last, metrics, last=ends)
+                    state = self.state_dict() | {"early_stopping": self.early_stopping.state_dict()}
+                    self.checkpoints.after_step(step, state, last, metrics, last=ends)
                 if stopped:
                     break
         return RunResult(metrics=last, history=self._history)
@@ -181,6 +185,8 @@ class StepLoop(Algorithm):
         """See `Algorithm.restore`."""
         if (restored := self.checkpoints.restore()) is not None:
             self.load_state_dict(restored.state)
+            if (state := restored.state.get("early_stopping")) is not None:
+                self.early_stopping.load_state_dict(state)
             self._restored = restored
 
     def _begin(self) -> dict[str, float]:

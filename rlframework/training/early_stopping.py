@@ -1,0 +1,76 @@
+"""Early stopping: a run ends if a metric has not improved in several measurements."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlframework.config.sections import EarlyStoppingConfig
+
+_LOG = logging.getLogger(__name__)
+
+
+class EarlyStopping:
+    """Follows `config.metric` over a run, as its checkpoints save it. Without a config, a run is never stopped."""
+
+    def __init__(self, config: EarlyStoppingConfig | None) -> None:
+        self._config = config
+        self._best: float | None = None
+        self._best_step = self._without = 0
+        self._warned = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the metric has gone `patience` measurements without an improvement."""
+        return self._config is not None and self._without >= self._config.patience
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Take the metrics that `step` has measured; return whether the run ends."""
+        if self._config is None:
+            return False
+        value = metrics.get(self._config.metric)
+        if value is None:
+            self._warn_of_others(metrics)
+            return self.ended
+        if self._improves(value):
+            self._best, self._best_step, self._without = value, step, 0
+        else:
+            self._without += 1
+        if self.ended:
+            best = math.nan if self._best is None else self._best
+            _LOG.info(
+                "step %d: the run ends, because %s has not improved on %g, that of step %d, in %d measurements "
+                "(algorithm.early_stopping)", step, self._config.metric, best, self._best_step, self._without,
+            )  # fmt: skip
+        return self.ended
+
+    def _improves(self, value: float) -> bool:
+        """Whether `value` is better than the best by more than `min_change`; NaN never is."""
+        assert self._config is not None
+        if self._best is None:
+            return value == value
+        change = value - self._best if self._config.best == "highest" else self._best - value
+        return change > self._config.min_change
+
+    def _warn_of_others(self, metrics: Mapping[str, float]) -> None:
+        """Warn, once per run, that the metrics of its kind do not have this one."""
+        assert self._config is not None
+        kind = self._config.metric.partition("/")[0] + "/"
+        others = sorted(name for name in metrics if name.startswith(kind))
+        if others and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "algorithm.early_stopping has nothing to compare: there is no metric %r; there are %s",
+                self._config.metric,
+                ", ".join(others),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as JSON values."""
+        return {"best": self._best, "best_step": self._best_step, "without": self._without}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._best, self._best_step, self._without = state["best"], state["best_step"], state["without"]
