@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,27 +309,34 @@ def _section_model(part: Registered) -> type[Section]:
 
 
 def _without_defaults_of_others(tree: Tree, selected: Mapping[str, Registered], manager: PluginManager) -> Tree:
-    """`tree` without the defaults of other plugins in sections whose `name` was overridden.
+    """`tree` without what is about other plugins than the selected ones and says nothing.
 
-    The configuration of a run has every key, so those of its earlier plugin would be unknown to the new one.
+    That is null, by which a file leaves out a key that it inherits; and the defaults of other plugins in sections whose
+    `name` was overridden: the configuration of a run has every key, so those of its earlier plugin would be unknown.
     """
     values = dict(tree.values)
     for section, record_type in OPEN_SECTIONS.items():
-        if section not in selected or (section, "name") not in tree.overridden:
+        if section not in selected or not isinstance(tree.values[section], Mapping):
             continue
+        models = [_section_model(part) for part in manager.registered(record_type.kind).values()]
+        keys = {key for model in models for key in model.model_fields}
+        switched = (section, "name") in tree.overridden
+        defaults = [model.model_construct().model_dump(mode="json") for model in models] if switched else []
         own = _section_model(selected[section]).model_fields
-        parts = manager.registered(record_type.kind).values()
-        others = [_section_model(part).model_construct().model_dump(mode="json") for part in parts]
         values[section] = {
             key: value
             for key, value in tree.values[section].items()
-            if key in own or (section, key) in tree.overridden or not any(_has(other, key, value) for other in others)
+            if key in own or not _says_nothing(tree, (section, key), keys, defaults)
         }
     return replace(tree, values=values)
 
 
-def _has(values: Mapping[str, Any], key: str, value: Any) -> bool:
-    return key in values and values[key] == value
+def _says_nothing(tree: Tree, keys: Keys, others: Collection[str], defaults: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the value at `keys`, of one of the `others` by its last key, is null or a default that nobody wrote."""
+    key, value = keys[-1], tree.get(keys)
+    if value is None:
+        return key in others
+    return keys not in tree.overridden and any(key in each and each[key] == value for each in defaults)
 
 
 def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) -> dict[Keys, str]:

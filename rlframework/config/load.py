@@ -42,7 +42,7 @@ def compose(source: Source, overrides: Sequence[str] = ()) -> Tree:
 
     Later layers override earlier ones: first the files in `defaults: [a.yaml, b.yaml]`, in order (paths are relative
     to the file, or to the working directory for a mapping); then the source itself; then the overrides, `a.b=value`
-    with the value in YAML, or `~a.b` to remove a key. Mappings are merged, everything else is replaced. `${a.b}` is
+    with the value in YAML, or `~a.b` to remove a key. In a file, `~b:` removes the key `b` that it inherits. Mappings are merged, everything else is replaced. `${a.b}` is
     replaced by the value of another key.
     """
     merged = OmegaConf.create({})
@@ -50,6 +50,7 @@ def compose(source: Source, overrides: Sequence[str] = ()) -> Tree:
     overridden = set[Keys]()
     try:
         for layer in _layers(source):
+            _remove_marked(merged, layer, layer.values, origins)
             _remove_replaced(merged, layer.values)
             merged.merge_with(OmegaConf.create(layer.values))
             origins.update(layer.origins)
@@ -223,6 +224,28 @@ def _forget(origins: dict[Keys, str], keys: Keys) -> None:
     """Remove from `origins` the value at `keys` and those within it."""
     for old in [old for old in origins if old[: len(keys)] == keys]:
         del origins[old]
+
+
+def _remove_marked(old: Any, layer: Tree, values: dict[Any, Any], origins: dict[Keys, str], above: Keys = ()) -> None:
+    """Remove from `old` each key that `values`, those of `layer` at `above`, have with a `~`; and these marks."""
+    for mark in [key for key in values if isinstance(key, str) and key.startswith("~")]:
+        name, keys = mark[1:], (*above, mark)
+        if values.pop(mark) is not None:
+            raise ConfigError(f"{_written(layer, keys)} removes a key: write nothing after the colon")
+        if not isinstance(old, DictConfig) or name not in old.keys():  # noqa: SIM118 - `in old` resolves values
+            raise ConfigError(f"{_written(layer, keys)}: there is no inherited key `{name}` to remove")
+        del old[name]
+        _forget(origins, (*above, name))
+    for key, value in values.items():
+        if isinstance(value, dict):
+            inside = isinstance(old, DictConfig) and key in old.keys() and not OmegaConf.is_interpolation(old, key)
+            _remove_marked(old[key] if inside else None, layer, value, origins, (*above, key))
+
+
+def _written(layer: Tree, keys: Keys) -> str:
+    """The dotted key of a mark, and where it was written."""
+    origin = layer.origins.get(keys)
+    return f"`{'.'.join(map(str, keys))}`" + (f" ({origin})" if origin else "")
 
 
 def _remove_replaced(old: DictConfig, new: Mapping[Any, Any]) -> None:

@@ -31,6 +31,16 @@ Checkpointing = Annotated[
     ),
 ]
 
+ALL_LINEAR = "all-linear"
+"""The value of `policy.lora.target_modules`, as in peft, for every linear layer but the head."""
+TargetModules = Annotated[
+    tuple[str, ...],
+    BeforeValidator(
+        lambda given: (given,) if given == ALL_LINEAR else given,
+        json_schema_input_type=list[str] | Literal["all-linear"],
+    ),
+]
+
 
 class ParallelismConfig(Section):
     """How one model is distributed over workers. Data parallelism uses the workers that remain."""
@@ -118,9 +128,10 @@ class LoraConfig(Section):
     rank: Annotated[int, Field(gt=0, le=100_000)] = Field(16, description="number of columns of B and rows of A")
     alpha: Limit = Field(32.0, description="the product B A is scaled by alpha / rank")
     dropout: Fraction = Field(0.0, description="must be 0, because training and scoring must compute the same function")
-    target_modules: tuple[str, ...] = Field(
+    target_modules: TargetModules = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj"),
-        description="linear layers to adapt, given by the last components of their names",
+        description="linear layers to adapt, given by the last components of their names; all-linear: every linear "
+        "layer but the head",
     )
     part: Literal["all", "vision", "language"] = Field(
         "all",
@@ -143,6 +154,18 @@ class LoraConfig(Section):
                 "disabled too"
             )
         return dropout
+
+    @field_validator("target_modules")
+    @classmethod
+    def _all_or_some(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if ALL_LINEAR in names and len(names) > 1:
+            raise ValueError(f"{ALL_LINEAR} selects every linear layer: leave out the other names, or leave it out")
+        return names
+
+    @property
+    def adapts_all_linear(self) -> bool:
+        """Whether every linear layer but the head is adapted, instead of those that are named."""
+        return ALL_LINEAR in self.target_modules
 
     @property
     def scale(self) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from rlframework.config.sections import RunConfig
 from rlframework.configure import resolve_device
-from rlframework.errors import DataError
+from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.estimates.advice import engine_remedy, remedy
 from rlframework.estimates.disk import disk, gib
 from rlframework.estimates.engines import Engines, engines_of, gpus_taken
@@ -362,13 +362,16 @@ def print_estimate(
 ) -> None:
     """Print the estimate on stdout (with `observers.console`), and log its warnings.
 
-    A model whose sizes cannot be determined does not prevent training; a message says so. For invalid data it
-    prints nothing, because the algorithm checks all data and reports the error.
+    A model whose sizes cannot be determined does not prevent training; a message says so. Layers that `policy.lora`
+    names and the model does not have raise `ConfigError`, before workers start. For invalid data it prints nothing,
+    because the algorithm checks all data and reports the error.
     """
     try:
         found = estimate(parts, record, reference=reference, engine=engine)
     except DataError:
         return
+    except (ConfigError, NotSupported):
+        raise
     except Exception as error:  # noqa: BLE001 - model configurations vary without limit
         _LOG.warning("no estimate of memory and disk: %s: %s", type(error).__name__, error)
         return

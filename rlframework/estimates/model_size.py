@@ -143,7 +143,10 @@ class ModelSize:
 
 
 def model_size(config: PolicyConfig) -> ModelSize:
-    """Return the sizes of the model `policy.model_name`. Leaves the process's random states unchanged."""
+    """Return the sizes of the model `policy.model_name`. Leaves the process's random states unchanged.
+
+    Raises `ConfigError` or `NotSupported` if `policy.lora` selects what the model does not have.
+    """
     import torch
 
     from rlframework.models.loading import auto_class, decoder_layers, load_config
@@ -186,15 +189,11 @@ def _block_size(layer: nn.Module) -> BlockSize:
     )
 
 
-def _adapter_parameters(model: nn.Module, lora: LoraConfig) -> int:
-    from torch import nn
+def _adapter_parameters(model: Any, lora: LoraConfig) -> int:
+    from rlframework.models.adapters import adapted_layers
 
-    ends = tuple(f".{name}" for name in lora.target_modules)
-    return sum(
-        lora.rank * (module.in_features + module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and f".{name}".endswith(ends)
-    )
+    layers = [model.get_submodule(name) for name in adapted_layers(model, lora)]
+    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
 def _layer_shape(text: Any, layers: list[nn.Module]) -> LayerShape:

@@ -26,34 +26,45 @@ from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
 def inject(model: Any, lora: LoraConfig) -> None:
     """Add adapters to the layers that `lora` names, in place, and freeze all other parameters.
 
-    The adapters stay on the meta device until `initialize`. Raises `ConfigError` for a name that matches no linear
-    layer, or matches an embedding or the head.
+    The adapters stay on the meta device until `initialize`. Raises like `adapted_layers`.
     """
     import peft
 
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = _names_in_part(model, lora.part)
-    linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one not in ends}
-    chosen: list[str] = []
-    for target in lora.target_modules:
-        found = {name for name in names if f".{name}".endswith(f".{target}")}
-        if not found or found - linear:
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
-            raise ConfigError(
-                f"policy.lora.target_modules names {target!r}, which is not a linear layer of {type(model).__name__}; "
-                f"layers that can have adapters: {known}"
-            )
-        chosen += sorted(found)
+    layers = adapted_layers(model, lora)
+    named = lora.part == "all" and not lora.adapts_all_linear
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # floats work too
         lora_dropout=0.0,
-        target_modules=list(lora.target_modules) if lora.part == "all" else chosen,
+        target_modules=list(lora.target_modules) if named else layers,
         bias="none",
         init_lora_weights=False,
     )
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     freeze(model)
+
+
+def adapted_layers(model: Any, lora: LoraConfig) -> list[str]:
+    """The paths of the layers of `model`, which may be on the meta device, that `lora` selects.
+
+    Raises `ConfigError` for a name that matches no linear layer, or matches an embedding or the head.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = _names_in_part(model, lora.part)
+    linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one not in ends}
+    chosen: set[str] = set()
+    for target in lora.target_modules:
+        matches = {name for name in names if f".{name}".endswith(f".{target}")}
+        if lora.adapts_all_linear:
+            matches = linear.intersection(names)
+        if not matches or matches - linear:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+            raise ConfigError(
+                f"policy.lora.target_modules names {target!r}, which is not a linear layer of {type(model).__name__}; "
+                f"layers that can have adapters: {known}"
+            )
+        chosen |= matches
+    return sorted(chosen)
 
 
 def _names_in_part(model: Any, part: str) -> list[str]:

@@ -39,7 +39,7 @@ _TEMPORARY = r"\.[^/]+\.[0-9a-f]{12}\.(tmp|old)"
 _WRITTEN = re.compile(
     rf"""
     \.lock | config\.yaml | environment\.json | restarts\.jsonl | metrics\.jsonl | samples\.jsonl | timeline\.jsonl
-    | curve\.png | report\.html
+    | curve\.png | report\.html | report-figures/\w+\.png
     | tensorboard/events\.out\.tfevents\.[^/]+
     | sample_images/[0-9a-f]{{32}}\.jpg
     | wandb/.+ | judge/\w+\.jsonl
@@ -60,6 +60,7 @@ _FOLDERS = (
     "judge",
     "model",
     "recorded",
+    "report-figures",
     "sample_images",
     "tensorboard",
     "traces",

@@ -55,6 +55,21 @@ def test_the_section_of_a_backend_that_is_switched_off_is_left_alone(manager: An
     assert "`policy.off`: unknown key" in refused(minimal, ["policy.off.anything=1"], manager=manager)
 
 
+def test_null_leaves_out_a_key_of_another_part(tmp_path: Path, manager: Any, minimal: Any) -> None:
+    (tmp_path / "base.yaml").write_text(config_yaml(load_config(minimal, ["environment.path=a.txt"], manager=manager)))
+    path = tmp_path / "run.yaml"
+    path.write_text("defaults: base.yaml\nenvironment: {name: cards, suits: 4, sides: null, path: null}\n")
+    config = load_config(path, manager=manager)
+    assert config == load_config({**minimal, "environment": {"name": "cards", "suits": 4}}, manager=manager)
+    path.write_text("defaults: base.yaml\nenvironment: {name: cards, suits: 4, ~sides: , ~path: }\n")
+    assert load_config(path, manager=manager) == config
+    path.write_text("defaults: base.yaml\nenvironment: {name: cards, suits: 4, sides: 4, path: null, none: null}\n")
+    message = refused(path, manager=manager)
+    assert "2 problems" in message
+    assert "`environment.sides`: unknown key (given 4 in " in message
+    assert "`environment.none`: unknown key (given null in " in message
+
+
 def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(

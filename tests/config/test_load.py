@@ -66,6 +66,34 @@ def test_defaults_come_first_in_order_and_the_file_itself_wins(tmp_path: Path) -
     assert tree.origin(("nothing",)) == ""
 
 
+def test_a_file_removes_keys_that_it_inherits(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "one.yaml": "a: 1\nb: {x: 1, y: {z: 1}}\nc: {d: 1}\ne: ${a}\n",
+            "two.yaml": "defaults: one.yaml\n~e:\nb:\n  ~x:\n  y: {w: 2}\n~c:\nc: {f: 2}\n",
+            "top.yaml": "defaults: two.yaml\nb: {y: {~z: null}}\n~a: ~\n",
+        },
+    )
+    tree = compose(tmp_path / "top.yaml")
+    assert tree.values == {"b": {"y": {"w": 2}}, "c": {"f": 2}}
+    assert tree.origin(("c",)) == f"{tmp_path}/two.yaml:7"
+    assert tree.origin(("a",)) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {~y: }", "`a.~y` ({}/top.yaml:2): there is no inherited key `y` to remove"),
+        ("a: {x: {~y: }}", "`a.x.~y` ({}/top.yaml:2): there is no inherited key `y` to remove"),
+        ("~a: 2", "`~a` ({}/top.yaml:2) removes a key: write nothing after the colon"),
+    ],
+)
+def test_a_removal_that_cannot_be_done_is_named(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path, {"one.yaml": "a: {x: 1}\n", "top.yaml": f"defaults: one.yaml\n{text}\n"})
+    assert refused(tmp_path / "top.yaml") == message.format(tmp_path)
+
+
 def test_a_list_replaces_a_mapping_and_a_mapping_a_list(tmp_path: Path) -> None:
     write(
         tmp_path,

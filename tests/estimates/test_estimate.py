@@ -183,6 +183,22 @@ def test_a_dry_run_finds_the_errors_of_a_run(run_config, tmp_path):
         dry_run(run_config("sft", "policy.model_name=./nowhere"))
 
 
+WRONG_LAYERS = {
+    "{target_modules: [q_proj, c_attn]}": r"'c_attn', which is not a linear layer.*: down_proj, gate_proj, k_proj",
+    "{part: vision}": "has no image encoder",
+    "{target_modules: [all-linear, q_proj]}": "leave out the other names",
+}
+
+
+@pytest.mark.parametrize("lora", WRONG_LAYERS)
+def test_layers_of_adapters_are_checked_before_workers_start(run_config, monkeypatch, tmp_path, lora):
+    monkeypatch.setattr("rlframework.runner.parts._workers", lambda *args, **options: pytest.fail("workers started"))
+    for start in (dry_run, run):
+        with pytest.raises((ConfigError, NotSupported), match=WRONG_LAYERS[lora]):
+            start(run_config("sft", f"policy.lora={lora}"))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     "args", [["--dry-run"], ["--dry-run", "--resume", "x"], ["c.yaml", "--dry-run", "--resume", "x"]]
 )

@@ -35,6 +35,9 @@ def test_only_adapters_are_trained_with_lora(run_config):
     lora = LoraConfig(rank=4, target_modules=("q_proj", "k_proj"))
     size = model_size(run_config("sft").policy.model_copy(update={"lora": lora}))
     assert size.trained == 2 * (4 * (32 + 32) + 4 * (32 + 16))
+    size = model_size(run_config("sft", "policy.lora={rank: 4, target_modules: all-linear}").policy)
+    # the layers of 32x32, 32x16 and 32x128 that the test above counts
+    assert size.trained == 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 128))
 
 
 SHAPES = {

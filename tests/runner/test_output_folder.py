@@ -14,7 +14,7 @@ from rlframework.files import exclusive_directory
 from rlframework.observers.environment import read_environment
 from rlframework.policy.client import Policy
 from rlframework.runner.launch import dry_run
-from rlframework.runner.output_folder import check_output_dir, read_contents
+from rlframework.runner.output_folder import check_output_dir, clear, read_contents
 from rlframework.training.checkpoints import Checkpoints, checkpoints_in
 
 pytestmark = pytest.mark.slow
@@ -132,7 +132,16 @@ def test_a_dry_run_warns_of_the_folder_and_succeeds(finished, tmp_path, capsys, 
     assert contents(folder) == before
 
 
-FOREIGN = ["notes.txt", "data/rows.jsonl", "tensorboard/notes.txt", "model/thesis.tex", "checkpoints/notes/a.txt"]
+def test_what_a_report_wrote_is_replaced_with_its_run(finished):
+    config, folder = finished
+    assert call("report", folder) == 0
+    assert {"report.html", "report-figures"} <= set(read_contents(folder).results)
+    check_output_dir(config, overwrite=True)
+    clear(folder)
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+FOREIGN = ["notes.txt", "report-figures/thesis.tex", "data/rows.jsonl", "tensorboard/notes.txt", "model/thesis.tex", "checkpoints/notes/a.txt"]
 
 
 @pytest.mark.parametrize("name", FOREIGN)

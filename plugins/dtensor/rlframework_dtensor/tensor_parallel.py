@@ -75,8 +75,8 @@ def with_adapters(model: nn.Module, plan: Plan) -> Plan:
         covered |= matches
     if missing := sorted(layers.keys() - covered):
         raise NotSupported(
-            f"the tensor-parallel plan does not shard {missing[0]}, which policy.lora.target_modules names; remove it "
-            "there, or set policy.parallelism.tensor to 1"
+            f"the tensor-parallel plan does not shard {missing[0]}, which policy.lora.target_modules selects; leave it "
+            "out there, or set policy.parallelism.tensor to 1"
         )
     return extended
 

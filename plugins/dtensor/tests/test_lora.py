@@ -58,14 +58,18 @@ def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @PEFT_MODEL
-def test_peft_reads_what_is_saved_and_computes_the_same(policy, models, tmp_path):
+@pytest.mark.parametrize("targets", [LORA["target_modules"], "all-linear"], ids=["named", "all"])
+def test_peft_reads_what_is_saved_and_computes_the_same(policy, models, tmp_path, targets):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    trained, data = policy(), cases.batch()
+    trained, data = policy(lora=LORA | {"target_modules": targets}), cases.batch()
     for seed in range(2):
         trained.train(cases.batch(seed=seed), loss_function("nll"))
     trained.save_adapter(str(tmp_path / "adapter"))
+    kinds = {name.split(".")[-3] for name in adapters_in(tmp_path / "adapter")}
+    everything = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert kinds == (everything if targets == "all-linear" else set(targets))
     base = AutoModelForCausalLM.from_pretrained(cases.model("untied", models))
     model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     real = (torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]).long()

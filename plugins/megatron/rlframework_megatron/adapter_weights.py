@@ -37,6 +37,8 @@ def linear_weights(config: Any) -> list[Weight]:
 def adapted_weights(config: Any, lora: LoraConfig) -> list[Weight]:
     """The matrices of the layers that `lora` names; raise `ConfigError` for a name that matches none."""
     linear = linear_weights(config)
+    if lora.adapts_all_linear:
+        return linear
     for target in lora.target_modules:
         if not any(_matches(weight, target) for weight in linear):
             known = ", ".join(sorted({kind_of(weight) for weight in linear})) or "none"

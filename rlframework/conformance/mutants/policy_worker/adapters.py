@@ -20,6 +20,7 @@ GRADIENTS = "test_gradients_of_adapters_are_the_oracles"
 REFERENCE = "test_the_base_is_the_reference_without_a_copy"
 SAVED = "test_a_saved_model_is_merged_and_adapters_are_saved_as_they_are"
 RESUMES = "test_training_of_adapters_goes_on_to_the_bit"
+ALL_LINEAR = "test_all_linear_adapts_every_linear_layer_but_the_head"
 GENERATES = "test_generation_has_the_adapters"
 
 
@@ -51,6 +52,21 @@ def scale_forgotten(engine_class: Any) -> Any:
         def gather_weights(self, names: Any) -> Any:
             with _unscaled(self):
                 yield from super().gather_weights(names)
+
+    return Broken
+
+
+@mutant("lora_all_linear_of_attention", "all-linear adapts the layers of attention only.", ALL_LINEAR)
+@in_engine
+def all_linear_of_attention(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            if self.config.lora is not None and self.config.lora.adapts_all_linear:
+                lora = self.config.lora.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")})
+                self.config = self.config.model_copy(update={"lora": lora})
+            super().build(init_optimizer=init_optimizer)
 
     return Broken
 

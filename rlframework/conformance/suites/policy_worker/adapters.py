@@ -157,6 +157,16 @@ class Adapters(Suite):
         for name, matrix in adapters_of(harness, second).items():
             harness.exact(f"{name} after resuming", matrix, right[name])
 
+    @holds(3, LORA)
+    def test_all_linear_adapts_every_linear_layer_but_the_head(self, harness: PolicyHarness) -> None:
+        """With `target_modules: all-linear`, every matrix but embedding and head must have an adapter."""
+        policy = harness.policy(lora=KEYS["lora"] | {"target_modules": "all-linear"})
+        weights = read_weights(harness.model())
+        matrices = {name.removesuffix(".weight") for name, weight in weights.items() if weight.ndim == 2}
+        layers = matrices - {"model.embed_tokens", "lm_head"}
+        adapted = {name.rpartition(".lora_")[0] for name in adapters_of(harness, policy)}
+        harness.equal("layers with an adapter", sorted(adapted), sorted(layers))
+
     @holds(6, LORA, Capability.EMBEDDED_GENERATION)
     def test_generation_has_the_adapters(self, harness: PolicyHarness) -> None:
         """Generation must use the current adapters, before and after large steps."""
