@@ -81,7 +81,7 @@ class Algorithm(ABC):
 
     @classmethod
     def training_calls(cls, config: Any) -> int:
-        """Return the number of `policy.train` calls of a run, the default length of the learning-rate schedule."""
+        """Return the number of calls of `Policy.train` in a run, the default length of the learning-rate schedule."""
         return int(config.num_steps)
 
     @classmethod

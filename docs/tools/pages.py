@@ -16,6 +16,7 @@ from pathlib import Path
 import benchmarks_page
 import commands_page
 import configuration_page
+import interface_pages
 import memory_page
 import mutants_page
 import parity_page
@@ -38,6 +39,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "results/benchmarks.md": benchmarks_page.page,
     "results/soak.md": soak_page.page,
     **{f"pictures/{name}.svg": draw for name, draw in pictures.PICTURES.items()},
+    **interface_pages.pages(),
 }
 """Path below docs/ to the function that generates the text."""
 

@@ -337,6 +337,8 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "model_init_kwargs": "`policy.precision` is the dtype, and the attention is chosen for the device: remove the key.",
     "push_to_hub": "Upload the model that the run saves with `hf upload`: remove the key.",
     "top_entropy_quantile": _NONE,
+    "off_policy_mask_threshold": "`algorithm.loss.importance_mask` geometric is the nearest: remove the key.",
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), _NONE),
     "neftune_noise_alpha": _NONE,
     **{
         f"{prefix}{word}": f"With vLLM it is generation.vllm.{word}."

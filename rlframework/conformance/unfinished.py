@@ -9,14 +9,16 @@ from rlframework.errors import WorkerError
 
 NOT_WRITTEN = re.compile(r"NotImplementedError: (.+)(\n  in        .+)?")
 """Finds what is not implemented, and the line with its place, in the text of an error."""
-_OF_WORKER = re.compile(r"[^:]+ failed in [^:]+: NotImplementedError: ")
+_TO_CLASS = r"(?:[^:\n]|:(?! ))+"  # a colon belongs to it if no space follows: `module:Class`, `fe80::1`
+_OF_WORKER = re.compile(rf"{_TO_CLASS} failed in {_TO_CLASS}: NotImplementedError: ")
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\w+)', re.MULTILINE)
 
 
 def not_written(error: BaseException) -> str:
     """Return what is not implemented yet, if `error` is a `NotImplementedError` of this process or of a worker.
 
-    `NotSupported`, which says that something will not be, is another class. The place in the code is appended.
+    `NotSupported`, which says that something will not be, is another class. The place in the code is appended; an error
+    without a message is named after the function.
     """
     if type(error) is NotImplementedError:
         text = "".join(traceback.format_exception(error))
@@ -24,6 +26,6 @@ def not_written(error: BaseException) -> str:
         text = str(error)
     else:
         return ""
-    what = [found[1] for found in NOT_WRITTEN.finditer(text)] or [""]
-    where = [f"\n  in        {file}:{line}, {function}" for file, line, function in _FRAME.findall(text)[-1:]]
-    return f"NotImplementedError: {what[-1]}" + "".join(where)
+    file, line, function = _FRAME.findall(text)[-1]
+    what = [found[1] for found in NOT_WRITTEN.finditer(text)] or [function]
+    return f"NotImplementedError: {what[-1]}\n  in        {file}:{line}, {function}"

@@ -19,12 +19,27 @@ def unfinished():
     raise NotImplementedError("build: load the model")
 
 
-def test_an_unfinished_method_is_named_with_its_place():
-    line = unfinished.__code__.co_firstlineno + 1
-    text = f"NotImplementedError: build: load the model\n  in        {__file__}:{line}, unfinished"
-    error = error_of(unfinished)
+def without_message():
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("where", "doing"),
+    [
+        ("", "build"),
+        ("", "constructing rlframework.conformance.inspected_worker:Inspected"),
+        (" on node fe80::1", "build"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "message"), [(unfinished, "build: load the model"), (without_message, "without_message")]
+)
+def test_an_unfinished_method_is_named_with_its_place(where, doing, method, message):
+    line = method.__code__.co_firstlineno + 1
+    text = f"NotImplementedError: {message}\n  in        {__file__}:{line}, {method.__name__}"
+    error = error_of(method)
     assert not_written(error) == text
-    sent = as_exception({0: HostFailure.of(error)}, 2, "build")
+    sent = as_exception({0: HostFailure.of(error)}, 2, doing, lambda rank: where)
     assert type(sent) is WorkerError
     assert not_written(sent) == text
 

@@ -16,7 +16,9 @@ from test_pages import blocks
 
 from rlframework import load_config
 from rlframework.algorithms.advantages import group_advantages, normalize
+from rlframework.environments.tools import tools_of
 from rlframework.estimates.hardware import PlannedGpus
+from rlframework.interfaces.environment import Sample
 from rlframework.runner.launch import dry_run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "moving"
@@ -39,6 +41,22 @@ def test_each_row_names_a_key_that_is_there_or_says_that_there_is_none(page, key
         assert all(word in keys for word in named), row
         told += len(named)
     assert told > 20
+
+
+def test_the_environment_of_trl_is_a_class_of_tools():
+    """The example of the page: an episode of it, by hand, and no tool but `guess`."""
+    text = (FOLDER / "trl.md").read_text(encoding="utf-8")
+    module: dict[str, Any] = {}
+    exec(next(block.text for block in blocks(text) if block.title == "word_tools.py"), module)  # noqa: S102 - our page
+    [spec] = tools_of(module["WordTools"])
+    assert spec["function"]["parameters"]["properties"]["word"]["description"] == "a word of five letters"
+    tools = module["WordTools"](Sample("1", (), "crane"))
+    assert [tools.guess("cable"), tools.reward(""), tools.guess("crane"), tools.reward("")] == [
+        "c---e",
+        0.0,
+        "crane",
+        1.0,
+    ]
 
 
 def found(path: str) -> bool:
