@@ -90,10 +90,24 @@ class McpConfig(ToolDataConfig):
         (), description="names of environment variables that the server gets, besides PATH, HOME and the like"
     )
     server_per: Literal["episode", "run"] = Field(
-        "episode", description="episode: a server for each, so that they share no state; run: one for all"
+        "episode", description="episode: a server for each, so that they share no state; run: one for all at once"
+    )
+    reset_tool: str = Field(
+        "",
+        description="tool of the server, without arguments, that forgets all of an episode: then servers are kept for "
+        "later episodes, and reset before each; the model does not see it",
     )
     start_timeout: Seconds = Field(30.0, description="seconds for a server to start and list its tools")
     call_timeout: Seconds = Field(30.0, description="seconds for a tool call; one that takes longer is an observation")
+
+    @model_validator(mode="after")
+    def _resets_what_one_episode_uses(self) -> Self:
+        if self.reset_tool and self.server_per == "run":
+            raise ValueError(
+                f"reset_tool {self.reset_tool!r} would take the state of other episodes with server_per: run; leave "
+                "one of them out"
+            )
+        return self
 
 
 class GymnasiumConfig(EnvironmentConfig):

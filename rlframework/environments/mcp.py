@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlframework.config.episode_environments import McpConfig
+from rlframework.environments.mcp_pool import McpPool
 from rlframework.environments.mcp_server import McpServer
 from rlframework.environments.tool_calls import RejectedCall, answer, names_of, object_of, refusal, require_known
 from rlframework.environments.tool_environment import ToolDataEnvironment
 from rlframework.environments.tool_episodes import Score, ToolSession
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
+
+_LOG = logging.getLogger(__name__)
 
 
 class McpEnvironment(ToolDataEnvironment):
@@ -26,24 +31,29 @@ class McpEnvironment(ToolDataEnvironment):
         super().__init__(config, seed=seed)
         self._server_config = config
         self._shared = McpServer(config) if config.server_per == "run" else None
+        self._pool = McpPool() if config.reset_tool else None
 
     def session(self, sample: Sample, seed: int) -> tuple[ToolSession, Score]:
-        """Return the tools of a server, its own or the shared one, and the configured reward."""
+        """Return the tools of a server, the session's alone or the shared one, and the configured reward."""
+        if self._pool is not None:
+            return KeptMcpSession(self._server_config, self._pool), self._scores.score
         if self._shared is not None and self._shared.lost:
             self._shared = McpServer(self._server_config)
         return McpSession(self._server_config, self._shared), self._scores.score
 
     def shutdown(self) -> None:
-        """End the shared server, and the process of the reward function."""
+        """End the servers that run, and the process of the reward function."""
         if self._shared is not None:
             self._shared.end()
+        if self._pool is not None:
+            self._pool.end()
         super().shutdown()
 
 
 class McpSession(ToolSession):
     """The tools of the server `shared`, or of one that lives as long as the session."""
 
-    def __init__(self, config: McpConfig, shared: McpServer | None) -> None:
+    def __init__(self, config: McpConfig, shared: McpServer | None = None) -> None:
         self._config, self._owns = config, shared is None
         self._server = McpServer(config) if shared is None else shared
         self._names: tuple[str, ...] = ()
@@ -59,8 +69,7 @@ class McpSession(ToolSession):
         limit = self._config.max_result_characters
         try:
             require_known(call["function"]["name"], self._names)
-            arguments = object_of(call)
-            failed, text = await self._server.call(call["function"]["name"], arguments)
+            failed, text = await self._answer(call["function"]["name"], object_of(call))
         except RejectedCall as error:
             return refusal(call, error, limit)
         return refusal(call, text, limit) if failed else answer(call, text, limit)
@@ -69,3 +78,55 @@ class McpSession(ToolSession):
         """End the server, unless it is shared."""
         if self._owns:
             await self._server.close()
+
+    async def _answer(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        """Return whether the server's tool failed, and its text."""
+        return await self._server.call(name, arguments)
+
+
+class KeptMcpSession(McpSession):
+    """The tools of a server of `pool` that has been reset, or of a new one. The model does not see the reset.
+
+    The server is left to the pool unless a call of it has not ended, which could go on into another episode.
+    """
+
+    def __init__(self, config: McpConfig, pool: McpPool) -> None:
+        super().__init__(config)
+        self._pool, self._answering = pool, 0
+
+    async def open(self) -> Sequence[ToolSpec]:
+        """Reset a server that an episode has left, or start one."""
+        while (server := self._pool.take()) is not None:
+            fresh, self._server = self._server, server
+            if await self._reset():
+                break
+            await server.close()
+            self._server, self._answering = fresh, 0
+        tools, reset = await super().open(), self._config.reset_tool
+        if reset not in self._names:
+            raise ConfigError(
+                f"environment.reset_tool {reset!r} is no tool of the server; its tools are: {', '.join(self._names)}"
+            )
+        self._names = tuple(name for name in self._names if name != reset)
+        return [tool for tool in tools if tool["function"]["name"] != reset]
+
+    async def close(self) -> None:
+        """Leave the server to later episodes if it has started and answered all calls; else end it."""
+        if not self._names or self._answering or not self._pool.leave(self._server):
+            await self._server.close()
+
+    async def _reset(self) -> bool:
+        """Return whether the server has reset itself."""
+        try:
+            failed, text = await self._answer(self._config.reset_tool, {})
+        except (RejectedCall, RLFrameworkError) as error:
+            failed, text = True, str(error)
+        if failed:
+            _LOG.warning("environment.reset_tool failed, so another MCP server is started: %s", text)
+        return not failed
+
+    async def _answer(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        self._answering += 1
+        answered = await super()._answer(name, arguments)
+        self._answering -= 1
+        return answered

@@ -68,7 +68,7 @@ class McpServer:
             raise RejectedCall(f"{name!r} took more than {seconds:g} s") from None
         except ConnectionError as error:
             self.lost, written = True, self._log()
-            self._stop()
+            self.stop()
             raise RLFrameworkError(f"{self._name} ended during a call of {name!r}{written}") from error
         except Exception as error:
             raise RLFrameworkError(
@@ -84,10 +84,10 @@ class McpServer:
         """End the server, and wait until it has ended. Does nothing the second time, or if none was started."""
         if self._thread is None:
             return
-        self._stop()
+        self.stop()
         self._thread.join(_END_SECONDS)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Let the thread end the server. Once: a second cancellation would cut that short."""
         if self._stopping:
             return

@@ -18,6 +18,15 @@ def add_note(text: str) -> str:
 
 
 @server.tool()
+def forget() -> str:
+    """Forget the notes, unless one of them says to keep them."""
+    if "keep" in notes:
+        raise ValueError("these are kept")
+    notes.clear()
+    return "forgotten"
+
+
+@server.tool()
 def fail(reason: str) -> str:
     """Fail."""
     raise ValueError(reason)

@@ -71,7 +71,7 @@ def test_an_episode(make, monkeypatch):
     assert all(text.startswith("error: ") for text in texts(outcomes[1]))
     assert "Error executing tool fail" in texts(outcomes[1])[1]
     assert "\n[cut: the first 100 of " in texts(outcomes[1])[0]
-    assert texts(outcomes[1])[2].startswith("error: there is no tool 'nothing'; the tools are: add_note, fail")
+    assert texts(outcomes[1])[2].startswith("error: there is no tool 'nothing'; the tools are: add_note, ")
     given, kept, process = texts(outcomes[2])
     assert (given, kept) == ("given", "unset")
     assert outcomes[3].reward == 1.0
@@ -108,6 +108,52 @@ def test_one_server_for_a_run_is_replaced_when_it_ends(make):
     assert third[0] == "1 notes"
     environment.shutdown()
     assert gone(int(third[1]))
+
+
+def test_a_server_that_resets_itself_is_kept_for_later_episodes(make, caplog):
+    """Which do not see the notes of others. It is replaced when it dies, hangs in a call, or does not reset itself."""
+    environment = make(reset_tool="forget", call_timeout=5.0)
+    sample = environment.samples("train")[0]
+
+    def notes(*more):
+        tools, _, outcomes = play(environment, sample, [calls(("add_note", {"text": "a"}), ("process", {}), *more)])
+        assert "forget" not in [tool["function"]["name"] for tool in tools]
+        count, process, *rest = texts(outcomes[0])
+        assert count == "1 notes"
+        return int(process), rest
+
+    first, refused = notes(("forget", {}))
+    assert refused[0].startswith("error: there is no tool 'forget'")
+    assert notes()[0] == first
+    os.kill(first, signal.SIGKILL)
+    second = notes(("add_note", {"text": "keep"}))[0]
+    assert second != first
+    assert "environment.reset_tool failed" in caplog.text
+    third = notes()[0]
+    assert third != second
+    assert gone(second)
+    environment.shutdown()
+    assert gone(third)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_has_not_ended_a_call_is_not_kept(make):
+    environment = make(reset_tool="forget", call_timeout=0.5)
+    sample = environment.samples("train")[0]
+    turn = [calls(("process", {}), ("wait", {"seconds": 60.0}))]
+    processes = [texts(play(environment, sample, turn)[2][0])[0] for _ in range(2)]
+    assert len(set(processes)) == 2
+    assert all(gone(int(process)) for process in processes)
+
+
+def test_a_tool_that_resets_must_be_one_of_the_servers_and_not_of_a_shared_one(make):
+    environment = make(reset_tool="nothing")
+    with pytest.raises(
+        ConfigError, match=r"environment\.reset_tool 'nothing' is no tool of the server.*add_note, forget"
+    ):
+        play(environment, environment.samples("train")[0], [])
+    with pytest.raises(ValueError, match="would take the state of other episodes"):
+        make(reset_tool="forget", server_per="run")
 
 
 @pytest.mark.parametrize(

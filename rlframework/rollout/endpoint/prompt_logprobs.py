@@ -31,6 +31,10 @@ _END = 2**31
 _KEYS = frozenset({"model", "prompt", "max_tokens", "prompt_logprobs", "temperature", "user"})
 
 
+TokenScores = Sequence[dict[int, float] | None]
+"""Log-probabilities by token id at each position of a sequence: of its own token and the most likely; first None."""
+
+
 class PromptScorer:
     """Scores prompts with a policy of the driver's process, in the event loop `loop` of the driver."""
 
@@ -40,25 +44,27 @@ class PromptScorer:
     async def answer(self, body: Mapping[str, Any], model: str) -> dict[str, Any]:
         """Return the answer to the body of a completion; called in any thread. Raises `ApiError`."""
         reject_unknown(body, _KEYS)
-        ids, top = body.get("prompt"), integer(body, "prompt_logprobs", 0, MOST_TOP)
-        if top is None:
-            raise ApiError("completions are served to score prompts only; set prompt_logprobs, or use chat completions")
+        ids, top = token_ids_of(body.get("prompt")), integer(body, "prompt_logprobs", 0, MOST_TOP) or 0
         if (integer(body, "max_tokens", 0, 2**31) or 0) > 1:
             raise ApiError(f"max_tokens={body['max_tokens']}, but nothing is generated; it must be 0, 1 or left out")
         number(body, "temperature", 0, 100)  # of sampling, which does not change the log-probabilities of a prompt
-        if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < _END for token in ids):
-            raise ApiError(
-                f"prompt must be a list of token ids, integers from 0 to {_END - 1}, because a text has several "
-                "tokenizations"
-            )
-        work = asyncio.run_coroutine_threadsafe(self._score(ids, top), self._loop)
-        found = await asyncio.wrap_future(work)
+        found = [None if by_id is None else self._entries(by_id) for by_id in await self.score(ids, top)]
         choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "prompt_logprobs": found}
         usage = {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
         head = {"id": f"cmpl-{time.time_ns():x}", "object": "text_completion", "created": int(time.time())}
         return {**head, "model": model, "choices": [choice], "usage": usage}
 
-    async def _score(self, ids: Sequence[int], top: int) -> list[dict[str, dict[str, Any]] | None]:
+    def _entries(self, by_id: Mapping[int, float]) -> dict[str, Any]:
+        return {
+            str(token): {"logprob": value, "decoded_token": self._tokenizer.decode([token])}
+            for token, value in by_id.items()
+        }
+
+    async def score(self, ids: Sequence[int], top: int) -> TokenScores:
+        """Return log-probabilities of `ids` and of the `top` most likely tokens at each; called in any thread."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._score(ids, top), self._loop))
+
+    async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
         data: BatchedDataDict[Any] = BatchedDataDict(
             {"input_ids": torch.tensor([ids]), "input_lengths": torch.tensor([len(ids)])}
         )
@@ -70,16 +76,21 @@ class PromptScorer:
             best: Any = self._policy.get_topk_logits(data, top) if top else None
         except BatchError as error:
             raise ApiError(str(error)) from error
-        found: list[dict[str, dict[str, Any]] | None] = [None]
+        found: list[dict[int, float] | None] = [None]
         for place in range(1, len(ids)):
             by_id = {ids[place]: own[place]}
             if best is not None:
                 logprobs = best["topk_logits"][0, place] - best["topk_normalizers"][0, place]
                 by_id |= dict(zip(best["topk_indices"][0, place].tolist(), logprobs.tolist(), strict=True))
-            found.append(
-                {
-                    str(token): {"logprob": value, "decoded_token": self._tokenizer.decode([token])}
-                    for token, value in by_id.items()
-                }
-            )
+            found.append(by_id)
         return found
+
+
+def token_ids_of(given: Any) -> list[int]:
+    """Return a prompt of token ids. `ApiError` for anything else."""
+    if not isinstance(given, list) or not given or not all(type(token) is int and 0 <= token < _END for token in given):
+        raise ApiError(
+            f"prompt must be a list of token ids, integers from 0 to {_END - 1}, or without prompt_logprobs a text; or "
+            "a list of either"
+        )
+    return given

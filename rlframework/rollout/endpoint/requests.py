@@ -49,11 +49,7 @@ class TurnRequest:
 def chat_request(body: Mapping[str, Any], images: ImageReader = TEXT_ONLY) -> TurnRequest:
     """Return the turn that the body of a chat completion asks for. Raises `ApiError` for what is not served."""
     reject_unknown(body, _CHAT_KEYS)
-    for key in ("frequency_penalty", "presence_penalty"):
-        if number(body, key, -2, 2) not in (None, 0.0):
-            raise ApiError(f"{key}={body[key]!r} changes the sampling; it must be 0 or left out")
-    if body.get("logit_bias"):
-        raise ApiError("logit_bias changes the sampling; leave it out")
+    require_plain_sampling(body)
     if integer(body, "top_logprobs", 0, 20):
         raise ApiError(f"top_logprobs={body['top_logprobs']}: only sampled tokens have log-probabilities; leave it out")
     require_text_format(body.get("response_format"), "response_format")
@@ -66,7 +62,7 @@ def chat_request(body: Mapping[str, Any], images: ImageReader = TEXT_ONLY) -> Tu
         next((limit for limit in limits if limit is not None), None),
         number(body, "temperature", 0, 2),
         number(body, "top_p", 0, 1),
-        _stops(body.get("stop")),
+        stops_of(body.get("stop")),
     )
 
 
@@ -151,6 +147,15 @@ def require_text_format(given: Any, key: str) -> None:
         raise ApiError(f"{key}={given!r:.80}: output is not constrained; it must be text or left out")
 
 
+def require_plain_sampling(body: Mapping[str, Any]) -> None:
+    """Raise `ApiError` for penalties and biases of tokens."""
+    for key in ("frequency_penalty", "presence_penalty"):
+        if number(body, key, -2, 2) not in (None, 0.0):
+            raise ApiError(f"{key}={body[key]!r} changes the sampling; it must be 0 or left out")
+    if body.get("logit_bias"):
+        raise ApiError("logit_bias changes the sampling; leave it out")
+
+
 def reject_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise `ApiError` for keys that are not `known`, unless they are null."""
     if unknown := sorted(key for key in body if key not in known and body[key] is not None):
@@ -212,7 +217,8 @@ def _list(value: Any, where: str) -> Sequence[Any]:
     return value
 
 
-def _stops(given: Any) -> tuple[str, ...]:
+def stops_of(given: Any) -> tuple[str, ...]:
+    """Return the texts that end a turn. `ApiError` for anything but a text, or a few of them."""
     stops = [given] if isinstance(given, str) else given or []
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise ApiError(f"stop must be a text, or a list of at most {_MOST_STOPS} texts")

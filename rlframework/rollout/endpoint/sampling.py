@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -135,7 +135,7 @@ class Sampler:
     async def sample(self, session: Session, request: TurnRequest) -> list[Choice]:
         """Return the choices of a turn, and record them if the session does."""
         sampling, known = self._rule.of(request), session.find(request.messages, request.tools)
-        self._require_short(session, request)
+        self.require_short(session, request.messages)
         pictures = pictures_of(request.messages)
         work = partial(self._inputs, request, known, pictures)
         large = is_large(request.messages, request.tools)
@@ -144,17 +144,44 @@ class Sampler:
         session.begin_turns(request.choices)
         seeds = session.seeds(ids, request.choices, pictures) or _own_seeds(request)
         name = session.engine_session_of(request)
-        try:
-            results = await gather_or_cancel(
-                [self._completer.complete(ids, seed, room, name, sampling, media=media) for seed in seeds]
-            )
-        except RequestError as error:
-            raise ApiError(str(error)) from error
+        results = await self._results(
+            [self._completer.complete(ids, seed, room, name, sampling, media=media) for seed in seeds]
+        )
         choices = [self._choice(session, request, ids, result, known) for result in results]
         if session.engine_sessions is not None:
             for choice in choices:
                 session.engine_sessions.answered(request.messages, request.tools, choice.message, name)
         return choices
+
+    async def complete(
+        self, session: Session, request: TurnRequest, text: str, ids: Tensor
+    ) -> list[tuple[GenerationResult, str]]:
+        """Return completions of a prompt without a template, each with its text, and record them if the session does.
+
+        Both end at the request's stops. The turns have been begun. `text`: the prompt's, for the transcript.
+        """
+        sampling, room = self._rule.of(request), self._room(session, request, len(ids))
+        seeds, name = session.seeds(ids, request.choices) or _own_seeds(request), session.engine_session_of(request)
+        results = await self._results([self._completer.complete(ids, seed, room, name, sampling) for seed in seeds])
+        found = []
+        for result in results:
+            cut = self._cut(result, request.stop)
+            decoded = str(self.tokenizer.decode(cut.token_ids.tolist(), skip_special_tokens=True))
+            completed = decoded[: _first(decoded, request.stop)]
+            if session.record:
+                if cut.finish_reason != "stop":
+                    session.limit = session.limit or self._limit(request, len(ids))
+                session.trajectory.add(ids, cut)
+                session.add_completion(text, completed)
+            found.append((cut, completed))
+        return found
+
+    async def _results(self, work: Sequence[Coroutine[Any, Any, GenerationResult]]) -> list[GenerationResult]:
+        """Return the results of all; `ApiError` for a request that the engines reject."""
+        try:
+            return await gather_or_cancel(work)
+        except RequestError as error:
+            raise ApiError(str(error)) from error
 
     def _inputs(
         self, request: TurnRequest, known: Turn | None, pictures: Sequence[Picture]
@@ -174,11 +201,11 @@ class Sampler:
         except DataError as error:
             raise ApiError(str(error)) from error
 
-    def _require_short(self, session: Session, request: TurnRequest) -> None:
+    def require_short(self, session: Session, messages: Sequence[Message]) -> None:
         """Raise `ApiError` if a prompt has too many characters to fit, before they are made tokens."""
-        if self._most is not None and self.chat.is_longer(request.messages, self._most):
+        if self._most is not None and self.chat.is_longer(messages, self._most):
             raise session.refused(
-                f"the conversation has {characters_of(request.messages):,} characters, too many for a turn: the most "
+                f"the conversation has {characters_of(messages):,} characters, too many for a turn: the most "
                 f"is {self._most} tokens (environment.max_episode_tokens, or the model's positions)",
                 code="context_length_exceeded",
                 limit="max_episode_tokens",

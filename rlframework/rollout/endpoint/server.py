@@ -14,9 +14,12 @@ from rlframework.config.images import ImagesConfig
 from rlframework.errors import ConfigError, UserError
 from rlframework.rollout.endpoint.bodies import Incoming, answer_early, json_response
 from rlframework.rollout.endpoint.chat import ChatReply
+from rlframework.rollout.endpoint.completion_replies import CompletionReply
+from rlframework.rollout.endpoint.completions import Completer, completion_request
 from rlframework.rollout.endpoint.errors import ApiError
 from rlframework.rollout.endpoint.image_parts import ImageReader
 from rlframework.rollout.endpoint.prompt_logprobs import PromptScorer
+from rlframework.rollout.endpoint.replies import Reply
 from rlframework.rollout.endpoint.requests import TurnRequest, chat_request
 from rlframework.rollout.endpoint.responses import ResponsesReply, responses_request
 from rlframework.rollout.endpoint.sampling import Choice, Sampler
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 R = TypeVar("R")
+C = TypeVar("C")
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,9 +52,9 @@ _BACKLOG = 2048
 class Endpoint:
     """Answers requests of open `sessions` for the model `model`, which `sampler` samples from.
 
-    `scorer`: answers completions that score their prompt; None: there are none. `images`: how to read images, which
-    `sampler` then takes too; None: they are rejected. `max_body`: bytes of a request; None: `MAX_BODY`, with images
-    `MAX_BODY_WITH_IMAGES`.
+    `scorer`: scores the tokens of completions; None: only sampled tokens have log-probabilities. `images`: how to read
+    images, which `sampler` then takes too; None: they are rejected. `max_body`: bytes of a request; None: `MAX_BODY`,
+    with images `MAX_BODY_WITH_IMAGES`.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Endpoint:
         self._max_body = default if max_body is None else max_body
 
     def app(self) -> ASGIApp:
-        """Return the ASGI application. Without a valid token, every method of every path answers 401."""
+        """Return the ASGI application. Without a valid token, all but `GET /health` answers 401."""
         from starlette.requests import Request
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,6 +89,8 @@ class Endpoint:
         from starlette.responses import Response
 
         try:
+            if request.method in ("GET", "HEAD") and request.url.path == "/health":
+                return json_response({"status": "ok"})
             session = self.sessions.find(request.headers.get("authorization"))
             return await self._answer(request, incoming, session)
         except ApiError as error:
@@ -110,8 +116,8 @@ class Endpoint:
             body = await read()
             turn = await self._parsed(partial(chat_request, body, self._reader(session)))
             return await self._reply(request, session, body, turn, ChatReply(body, self.model, self._sampler.tokenizer))
-        if (method, path) == ("POST", "/v1/completions") and self._scorer is not None:
-            return json_response(await self._scorer.answer(await read(), self.model))
+        if (method, path) == ("POST", "/v1/completions"):
+            return await self._completed(request, session, await read())
         if (method, path) == ("POST", "/v1/responses"):
             body = await read()
             turn = await self._parsed(partial(responses_request, body, session, self._reader(session)))
@@ -136,10 +142,23 @@ class Endpoint:
         turn: TurnRequest,
         reply: ChatReply | ResponsesReply,
     ) -> Response:
+        self._sampler.check(turn)
+        return await self._sent(request, body, self._sampled(session, turn, reply), reply)
+
+    async def _completed(self, request: Request, session: Session, body: dict[str, Any]) -> Response:
+        """Answer a completion of text or token ids, or one that scores its prompt."""
+        if self._scorer is not None and body.get("prompt_logprobs") is not None:
+            return json_response(await self._scorer.answer(body, self.model))
+        asked, completer = completion_request(body), Completer(self._sampler, self._scorer)
+        completer.check(asked)
+        reply = CompletionReply(asked, self.model, self._sampler.tokenizer)
+        return await self._sent(request, body, session.run(completer.complete(session, asked)), reply)
+
+    async def _sent(
+        self, request: Request, body: dict[str, Any], work: Coroutine[Any, Any, list[C]], reply: Reply[C]
+    ) -> Response:
         from starlette.responses import StreamingResponse
 
-        self._sampler.check(turn)
-        work = self._sampled(session, turn, reply)
         if body.get("stream") is True:
             return StreamingResponse(self._stream(request, work, reply), media_type="text/event-stream")
         return json_response(reply.whole(await _unless_gone(request, work)))
@@ -151,7 +170,7 @@ class Endpoint:
         return choices
 
     async def _stream(
-        self, request: Request, work: Coroutine[Any, Any, list[Choice]], reply: ChatReply | ResponsesReply
+        self, request: Request, work: Coroutine[Any, Any, list[C]], reply: Reply[C]
     ) -> AsyncIterator[str]:
         """Send events. The turn is aborted if the client goes away."""
         task = asyncio.ensure_future(_unless_gone(request, work))

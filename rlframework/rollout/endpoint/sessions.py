@@ -126,6 +126,12 @@ class Session:
         self.transcript.append({**message, "trained": True})
         self.completion = text_of(message)
 
+    def add_completion(self, prompt: str, completion: str) -> None:
+        """Record a completion of a text, which belongs to no conversation."""
+        self.transcript.append({"role": "user", "content": prompt, "trained": False})
+        self.transcript.append({"role": "assistant", "content": completion, "trained": True})
+        self.completion = completion
+
     def keep_response(self, name: str, messages: tuple[Message, ...]) -> None:
         """Keep the conversation that ends with the response `name`, and forget the oldest beyond `MOST_RESPONSES`."""
         self._responses[name] = messages

@@ -76,6 +76,51 @@ def test_a_token_that_is_given_is_not_printed(tmp_path: Path) -> None:
         assert process.returncode == 0
 
 
+def test_the_requests_of_lm_eval_are_answered_with_the_models_log_probabilities(tmp_path: Path) -> None:
+    """Recorded from `lm_eval --model local-completions --batch_size 2` of lm-eval 0.4.13, which is not installed here.
+
+    It reads `token_logprobs[context:-1]`, whose sum is the continuation's log-probability, and takes a continuation
+    for the greedy one if each value is the largest of its `top_logprobs`.
+    """
+    import httpx
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    token = "a-token-of-enough-characters"
+    with serve(tmp_path, "--token", token) as (_, printed):
+        tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").double()
+        context, rows = 4, [tokenizer("2+2= four")["input_ids"], tokenizer("abc x")["input_ids"]]
+        with torch.no_grad():
+            greedy_token = int(model(torch.tensor([rows[1][:-1]])).logits[0, -1].argmax())
+            rows[1] = [*rows[1][:-1], greedy_token]
+            logs = [model(torch.tensor([row])).logits[0].log_softmax(-1) for row in rows]
+
+        def answer(**body: Any) -> list[Any]:
+            sent = {"prompt": rows, "model": "policy", "temperature": 0, "seed": 1234, **body}
+            headers = {"Authorization": f"Bearer {token}"}
+            reply = httpx.post(f"{printed['base_url']}/completions", json=sent, headers=headers, trust_env=False)
+            return list(reply.raise_for_status().json()["choices"])
+
+        scored = answer(max_tokens=1, logprobs=1, echo=True)
+        for choice, row, log in zip(scored, rows, logs, strict=True):
+            got = choice["logprobs"]
+            assert len(got["token_logprobs"]) == len(got["top_logprobs"]) == len(row) + 1
+            own = [log[place - 1, row[place]].item() for place in range(1, len(row))]
+            assert got["token_logprobs"][1:-1] == pytest.approx(own, abs=1e-5)
+            greedy = [log[place - 1].argmax().item() == row[place] for place in range(context, len(row))]
+            pairs = zip(got["token_logprobs"][context:-1], got["top_logprobs"][context:-1], strict=True)
+            assert [value == max(top.values()) for value, top in pairs] == greedy
+        assert scored[1]["logprobs"]["token_logprobs"][4] == max(scored[1]["logprobs"]["top_logprobs"][4].values())
+
+        generated = answer(max_tokens=8, stop=["\n", "<eos>"])
+        for choice, row in zip(generated, rows, strict=True):
+            with torch.no_grad():
+                more = model.generate(torch.tensor([row]), do_sample=False, max_new_tokens=5)[0, len(row) :]
+            expected = tokenizer.decode(more, skip_special_tokens=True).partition("\n")[0]
+            assert choice["text"] == expected
+
+
 def test_answers_are_sent_without_waiting_for_acknowledgements() -> None:
     """Head and body of an answer are two writes; the second would wait for the client without TCP_NODELAY."""
 
