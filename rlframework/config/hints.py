@@ -99,13 +99,15 @@ def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:
 
     In order of preference: a key of the same name deeper in the same section (`policy.optimizer.lr` for `policy.lr`);
     a sibling that differs by a letter or two; a key of the same name anywhere; other similar keys. A key within a
-    section is not taken for one of another section, except for a name that only that one has.
+    section is not taken for one of another section, except for a name that only that one has, or that others have
+    deeper inside.
     """
     parent, name = path[:-1], path[-1]
     paths = dict.fromkeys(_as_written(key, path) for key in key_paths(model))
     known = [key for key in paths if key[0] not in FURTHER_POLICIES or key[0] == path[0] or len(key) == 1]
     if len(path) > 1 and any(key[0] == path[0] for key in known):
         same = [key for key in known if key[-1] == name and key[0] != path[0]]
+        same = [key for key in same if len(key) == min(map(len, same))]
         known = [key for key in known if key[0] == path[0]] + (same if len(same) == 1 else [])
 
     def rank(other: Path) -> tuple[float, float]:

@@ -126,6 +126,10 @@ _WORDS: Mapping[str, str] = {
     "algorithm.validation.every": "eval_steps test_freq val_period",
     "algorithm.validation.at_start": "val_at_start val_before_train",
     "algorithm.validation.samples": "max_val_samples",
+    "algorithm.validation.attempts": (
+        "num_generations_eval val_kwargs.n validation.n validation.num_generations validation.samples_per_prompt"
+    ),
+    "algorithm.validation.temperature": "val_kwargs.temperature",
     "checkpoints": "checkpointing",
     "checkpoints.every": "save_steps save_freq save_period checkpointing.enabled",
     "checkpoints.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
@@ -239,10 +243,6 @@ _RATIO = (
     "rlframework counts passes over the rows: set `policy.scheduler.warmup_steps` to this fraction of "
     "`algorithm.num_steps`, times `algorithm.epochs_per_batch` where there is such a key."
 )
-_GREEDY = (
-    "Validation has one greedy answer per prompt: remove the key. `rlframework evaluate RUN --attempts 4 --temperature "
-    "0.8` has pass@k."
-)
 _VLLM_TENSOR = (
     "With vLLM it is generation.vllm.tensor_parallel_size, the GPUs of an engine; the embedded engine has the "
     "whole model."
@@ -305,13 +305,11 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "precompute_ref_log_probs": "The reference scores each batch: remove the key.",
     "remove_unused_columns": "Reward functions get every column: remove the key.",
     "per_device_eval_batch_size": "`algorithm.validation.samples` is the number of validation samples: remove the key.",
+    "val_kwargs.do_sample": (
+        "In rlframework this is `algorithm.validation.temperature`: 0 for greedy answers, remove the key otherwise."
+    ),
     **dict.fromkeys(
-        (
-            "num_generations_eval",
-            "val_kwargs",
-            *(f"validation.{word}" for word in ("n", "num_generations", "samples_per_prompt", "temperature")),
-        ),
-        _GREEDY,
+        ("val_kwargs.top_k", "val_kwargs.top_p"), "Validation has the run's top_k and top_p: remove the key."
     ),
     "eval_strategy": "Set `algorithm.validation.every` to the steps between validations; 0: at the start and end only.",
     "save_strategy": "Set `checkpoints.every` to the steps between checkpoints.",

@@ -175,12 +175,24 @@ class EnvironmentConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Evaluation during the run: greedy completions of held-out prompts, or losses on held-out rows or pairs."""
+    """Evaluation during the run: answers to held-out prompts, or losses on held-out rows or pairs."""
 
     every: StepsOrZero = Field(0, description="steps between validations; 0: only at the start and end of the run")
     samples: Steps = Field(256, description="number of held-out prompts, rows or pairs to use, from the first")
+    attempts: Steps = Field(
+        1, description="answers to each prompt; several are reported as avg@k and pass@k, with intervals over prompts"
+    )
+    temperature: Temperature | None = Field(
+        None, description="sampling temperature; null: 0 (greedy) for one attempt, `generation.temperature` for several"
+    )
     at_start: bool = Field(True, description="validate before the first step")
     at_end: bool = Field(True, description="validate after the last step")
+
+    def temperature_of(self, generation: GenerationConfig) -> float:
+        """Return the temperature of validation in a run with `generation`."""
+        if self.temperature is not None:
+            return self.temperature
+        return generation.temperature if self.attempts > 1 else 0.0
 
 
 class EarlyStoppingConfig(Section):

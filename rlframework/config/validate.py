@@ -287,6 +287,10 @@ def _step_conflicts(config: RunConfig) -> Iterator[Problem]:
 
 def _generation_conflicts(config: RunConfig) -> Iterator[Problem]:
     workers, lora = config.generation.workers, config.policy.lora
+    validation = config.algorithm.validation
+    if validation.attempts > 1 and validation.temperature_of(config.generation) == 0.0:
+        message = "must be 1 at temperature 0, because all greedy answers to a prompt are the same"
+        yield Problem("algorithm.validation.attempts", message, "Set algorithm.validation.temperature, such as 1.")
     if workers is None:
         if lora is not None and lora.refit == "adapters":
             reason = "generation.workers is not set, and generation runs in the trainer's own processes"

@@ -23,7 +23,7 @@ from rlframework.algorithm import Parts
 from rlframework.configure import resolve_device
 from rlframework.errors import DataError, WriteError
 from rlframework.evaluation.plan import EvaluationPlan
-from rlframework.evaluation.report import Evaluation, pass_at_k
+from rlframework.evaluation.report import Evaluation
 from rlframework.files import writing
 from rlframework.interfaces.environment import Sample, Split
 from rlframework.logs import ProgressCallback, printable
@@ -32,6 +32,7 @@ from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import prompt_seeds
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.recording import plain_json
+from rlframework.training.validation import pass_rates
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def evaluate(
             batch = samples[start : start + batch_size]
             rows = [sample for sample in batch for _ in range(attempts)]
             seeds = prompt_seeds(parts.config.seed, start, len(batch), attempts)
-            _add(result, rollout(parts, rows, seeds, greedy=plan.greedy), plan, file)
+            _add(result, rollout(parts, rows, seeds, temperature=0.0 if plan.greedy else None), plan, file)
             progress(len(result.ids) * attempts, total)
     result.seconds = time.perf_counter() - started
     return result
@@ -120,11 +121,10 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
     def means(values: Tensor) -> list[float]:
         return values.double().view(-1, attempts).mean(1).tolist()
 
-    right = (scored.accuracies >= 1.0).view(-1, attempts).sum(1).tolist()
     columns = {
         **_own_metrics(scored, attempts),
         "accuracy": means(scored.accuracies),
-        **{f"pass@{k}": [pass_at_k(attempts, number, k) for number in right] for k in plan.ks},
+        **pass_rates(scored.accuracies, attempts, plan.ks),
         "reward": means(scored.rewards),
         "truncated_fraction": means(scored.truncated),
         "completion_length": means(scored.completion_lengths),

@@ -23,6 +23,7 @@ from rlframework.errors import ConfigError, UserError
 from rlframework.files import check_new_folder, check_writable
 from rlframework.huggingface.hub import is_path, require_available
 from rlframework.policy.checkpoint.saved import has_adapters, is_sharded, reject_native
+from rlframework.training.intervals import default_ks
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
@@ -174,7 +175,7 @@ def choose_attempts(
             f"--attempts {attempts}: all attempts at temperature 0 are the same; give --temperature, such as 1"
         )
     if not ks and attempts > 1:
-        ks = [*(2**power for power in range((attempts - 1).bit_length())), attempts]
+        ks = default_ks(attempts)
     return attempts, tuple(sorted(set(ks))), attempts == 1 and (not sampled or temperature == 0.0)
 
 

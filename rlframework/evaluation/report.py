@@ -11,16 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from math import comb, isnan
+from math import isnan
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rlframework.configure import dump_config
 from rlframework.errors import DataError
 from rlframework.observers.host import cpu_name, package_version
 from rlframework.secrets import hide_secrets
-from rlframework.training.intervals import LEVEL, wilson
+from rlframework.training.intervals import LEVEL, RESAMPLES, Estimate, estimate, resampled
 from rlframework.training.recording import plain_json
 from rlframework.workers.machine import cpu_count
 
@@ -30,23 +28,8 @@ if TYPE_CHECKING:
     from rlframework.algorithm import Parts
     from rlframework.evaluation.plan import EvaluationPlan, ModelSource
 
-RESAMPLES = 10_000
-_SEED = 2107
 _REPORTED_SECTIONS = {"seed", "device", "plugins", "policy", "environment", "generation", "worker_group"}
 _PACKAGES = {"rlframework": "rlframework-core", "torch": "torch", "transformers": "transformers", "numpy": "numpy"}
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over prompts with its interval at `LEVEL`, by `wilson` or `bootstrap`.
-
-    The interval is None for non-finite values, and for equal ones unless the mean is a proportion.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    method: str | None
 
 
 @dataclass
@@ -77,45 +60,13 @@ class Evaluation:
         self.ids += ids
 
 
-def pass_at_k(attempts: int, right: int, k: int) -> float:
-    """The probability that at least one of `k` attempts is right, if `right` of `attempts` were (arXiv:2107.03374).
-
-    1 - C(n - c, k) / C(n, k), the mean over all subsets of k attempts, in integers of any size.
-    """
-    return 1.0 - comb(attempts - right, k) / comb(attempts, k)
-
-
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Percentile interval of the mean from `RESAMPLES` resamples with replacement; deterministic."""
-    array = np.asarray(values, dtype=np.float64)
-    rng = np.random.default_rng(_SEED)
-    blocks = (rng.integers(0, len(array), (100, len(array))) for _ in range(RESAMPLES // 100))
-    means = np.concatenate([array[block].mean(axis=1) for block in blocks])
-    low, high = np.quantile(means, [(1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0])
-    return float(low), float(high)
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of one value per prompt, with Wilson's interval if all are 0 or 1, else the bootstrap's."""
-    if set(values) <= {0.0, 1.0}:
-        return Estimate(float(np.mean(values)), *wilson(sum(values), len(values)), "wilson")
-    return _resampled(values)
-
-
 def _present(values: Sequence[float]) -> list[float]:
     return [value for value in values if not isnan(value)]
 
 
 def paired_difference(first: Sequence[float], other: Sequence[float]) -> Estimate:
     """The mean of `other - first` over the prompts that have both values, with its bootstrap interval."""
-    return _resampled(_present([b - a for a, b in zip(first, other, strict=True)]))
-
-
-def _resampled(values: Sequence[float]) -> Estimate:
-    mean = float(np.mean(values)) if values else float("nan")
-    if not np.isfinite(mean) or max(values) - min(values) < 1e-12:  # all resamples are equal
-        return Estimate(mean, None, None, None)
-    return Estimate(mean, *bootstrap(values), "bootstrap")
+    return resampled(_present([b - a for a, b in zip(first, other, strict=True)]))
 
 
 def summary(source: ModelSource, parts: Parts, plan: EvaluationPlan, result: Evaluation) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def generate(
     greedy: bool = False,
 ) -> BatchedDataDict[Any]:
     """Complete each row of `data` on an `engine` without other requests. Input: `requests_of`, output: `batch_of`."""
-    requests = requests_of(data, config, stop_tokens, greedy=greedy)
+    requests = requests_of(data, config, stop_tokens, temperature=0.0 if greedy else None)
     names = [request.request_id for request in requests]
     results: dict[str, GenerationResult] = {}
     engine.submit(requests)
@@ -42,18 +42,24 @@ def generate(
 
 
 def requests_of(
-    data: BatchedDataDict[Any], config: GenerationConfig, stop_tokens: frozenset[int], *, greedy: bool = False
+    data: BatchedDataDict[Any],
+    config: GenerationConfig,
+    stop_tokens: frozenset[int],
+    *,
+    temperature: float | None = None,
 ) -> list[GenerationRequest]:
     """Return a request for each row, with ids that are unique in all processes.
 
     `data`: `input_ids [B, S]` of any integer dtype, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64, all
     64 bits significant; and `PackedTensor`s, the media of each row. `stop_tokens`: all tokens that end a completion.
+    `temperature`: None for that of `config`.
     Raises `BatchError` for missing seeds and an empty prompt.
     """
     prompts, seeds = _unpadded_prompts(data)
     packed = {name: value.tensors for name, value in data.items() if isinstance(value, PackedTensor)}
     media = [{name: rows[row] for name, rows in packed.items() if rows[row] is not None} for row in range(len(seeds))]
-    sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, stop_tokens)
+    used = config.temperature if temperature is None else temperature
+    sampling = SamplingParams(used, config.top_k, config.top_p, stop_tokens)
     batch = uuid.uuid4().hex
     return [
         GenerationRequest(f"{batch}:{row}", prompt, seed, config.max_new_tokens, sampling, media=media[row])

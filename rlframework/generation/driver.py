@@ -98,15 +98,18 @@ class Generation:
         run_in_loop(self.client.drain())
         return all(all(engine.call("finish_generation")) for engine in self.client.engines)
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(
+        self, data: BatchedDataDict[Any], greedy: bool = False, *, temperature: float | None = None
+    ) -> BatchedDataDict[Any]:
         """Complete each row; input as in `rlframework.generation.batch.requests_of`, output as in `batch_of`.
 
-        The engines get contiguous shards of nearly equal size, so adjacent equal prompts are mostly prefilled once.
-        Raises a `BatchError`, before an engine gets anything, for prompts that are not as described there, and a
-        `RefitError` for tokens sampled with other weights than those of `weights_version`.
+        `temperature`: None for that of the run. The engines get contiguous shards of nearly equal size, so adjacent
+        equal prompts are mostly prefilled once. Raises a `BatchError`, before an engine gets anything, for prompts
+        that are not as described there, and a `RefitError` for tokens sampled with other weights than those of
+        `weights_version`.
         """
         self._limits.check_prompts(data)
-        requests = requests_of(data, self.config, self._stop_tokens, greedy=greedy)
+        requests = requests_of(data, self.config, self._stop_tokens, temperature=0.0 if greedy else temperature)
         results = run_in_loop(self._complete(requests))
         require_version({span.version for result in results for span in result.spans}, self.weights_version)
         return batch_of(results, [request.prompt_ids for request in requests], self._pad_id)
@@ -115,19 +118,21 @@ class Generation:
     async def completions(
         self,
         *,
-        greedy: bool = False,
+        temperature: float | None = None,
         stop_token_ids: Collection[int] = (),
         kind: type[Completions] = Completions,
     ) -> AsyncIterator[Completions]:
         """Context with `Completions` of single prompts, in the event loop of `run_in_loop`.
 
-        `stop_token_ids`: tokens that end a completion besides those of the run, such as the end of a turn.
+        `temperature`: None for that of the run. `stop_token_ids`: tokens that end a completion besides those of the
+        run, such as the end of a turn.
         Call `prepare_for_generation` before and `finish_generation` after it. Raises a `RefitError` at its end, unless
         an error ends it, for tokens sampled with other weights than those of `weights_version`, unless `kind` allows
         several versions.
         """
         config, stops = self.config, self._stop_tokens.union(stop_token_ids)
-        sampling = SamplingParams(0.0 if greedy else config.temperature, config.top_k, config.top_p, stops)
+        used = config.temperature if temperature is None else temperature
+        sampling = SamplingParams(used, config.top_k, config.top_p, stops)
         completions = kind(
             self.client, sampling, max_new_tokens=config.max_new_tokens, positions=self._limits.positions
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -212,7 +213,8 @@ class MlflowObserver:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+        named = {re.sub(r"[^\w.\- :/]", "_", name): value for name, value in metrics.items()}  # no @, as of pass@4
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in named.items()])
         if samples:
             self._client.log_dict(self._id, _table(samples), f"samples/step-{step:06d}.json")
 

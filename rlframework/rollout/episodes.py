@@ -31,7 +31,9 @@ _SHOWN = 3
 """Different failures of a rollout that are logged."""
 
 
-def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
+def play_episodes(
+    parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None
+) -> Rollout:
     """Play an episode of each of `samples`, with `seeds [E]` int64, and return their rows and scores.
 
     Its tokens depend on the sample, its seed, the weights and the environment, not on the other episodes; on these, the
@@ -61,7 +63,7 @@ def play_episodes(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, gre
         return [played[number] for number in range(len(tasks))]
 
     async def serve() -> list[PlayedEpisode]:
-        async with generation.completions(greedy=greedy, stop_token_ids=chat.turn_end_ids) as completions:
+        async with generation.completions(temperature=temperature, stop_token_ids=chat.turn_end_ids) as completions:
             bridge = Bridge(completions, config.gather_timeout)
             generation.client.gather = bridge.gather
             try:

@@ -34,18 +34,18 @@ def complete(
     prompts: Sequence[Sequence[int]],
     seeds: Tensor,
     *,
-    greedy: bool = False,
+    temperature: float | None = None,
     media: Mapping[str, Any] = NO_MEDIA,
 ) -> tuple[BatchedDataDict[Any], list[str]]:
     """Generate a completion of each of `prompts [B]`, given as token ids, with `seeds [B]` and the columns `media`.
 
-    Returns the output of `Generation.generate`, and the completions as text.
+    `temperature`: None for that of the run. Returns the output of `Generation.generate`, and the completions as text.
     """
     input_ids, lengths = pad_rows(prompts, tokenizer.pad_token_id)
     rows = {"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds}
     data: BatchedDataDict[Any] = BatchedDataDict({**rows, **media})
     generation.prepare_for_generation()
-    output = generation.generate(data, greedy=greedy)
+    output = generation.generate(data, temperature=temperature)
     generation.finish_generation()  # not after a failure, as a second error would hide the first
     ends = output["unpadded_sequence_lengths"].tolist()
     spans = zip(output["output_ids"].tolist(), lengths.tolist(), ends, strict=True)
@@ -80,7 +80,7 @@ def training_rows(output: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
 
 def scored_turns(
-    parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False
+    parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None
 ) -> tuple[BatchedDataDict[Any], list[str], list[StepOutcome]]:
     """Generate one completion for each of `samples` and score them in the environment.
 
@@ -90,7 +90,7 @@ def scored_turns(
     media = NO_MEDIA
     if parts.images is not None:
         media = media_of(parts, samples, pad_rows(prompts, parts.tokenizer.pad_token_id)[0])
-    output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, greedy=greedy, media=media)
+    output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, temperature=temperature, media=media)
     return output, texts, score_turns(parts, samples, texts)
 
 
@@ -111,9 +111,11 @@ def score_turns(parts: Parts, samples: Sequence[Sample], texts: Sequence[str]) -
     return outcomes
 
 
-def single_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
+def single_turns(
+    parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None
+) -> Rollout:
     """Return the completions of `scored_turns` as a `Rollout`."""
-    output, texts, outcomes = scored_turns(parts, samples, seeds, greedy=greedy)
+    output, texts, outcomes = scored_turns(parts, samples, seeds, temperature=temperature)
     result = rollout_of_turns(samples, output, texts, outcomes, torch.zeros(len(samples), dtype=torch.bool))
     result.data.update(media_of(parts, samples, result.data["input_ids"]))
     return result

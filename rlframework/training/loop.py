@@ -15,14 +15,13 @@ import torch
 
 from rlframework.algorithm import Algorithm, Parts, RunResult
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import DataError
+from rlframework.errors import ConfigError, DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.observers.timeline import TRAINER, Timeline
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.result import LIMITS
-from rlframework.rollout.rollouts import validate
 from rlframework.training.checkpoints import Checkpoints, RunState, restore_random_states
 from rlframework.training.early_stopping import EarlyStopping
 from rlframework.training.garbage import collecting_what_is_new
@@ -31,6 +30,7 @@ from rlframework.training.interrupts import raise_if_ended
 from rlframework.training.performance import performance_metrics
 from rlframework.training.recording import Recorder, profiling
 from rlframework.training.sampling_check import SamplingCheck
+from rlframework.training.validation import validate
 
 _LOG = logging.getLogger(__name__)
 
@@ -115,7 +115,18 @@ class StepLoop(Algorithm):
         self._noted_truncated = False
         validation = self.config.validation
         if validation.at_start or validation.at_end or validation.every:
+            self._reject_attempts()
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
+
+    def _reject_attempts(self) -> None:
+        """Raise `ConfigError` for settings of sampling if validation samples nothing, as it then measures losses."""
+        validation, environment = self.config.validation, self.parts.config.environment.name
+        for key in () if self.parts.environment.scores else ("attempts", "temperature"):
+            if (value := getattr(validation, key)) != type(validation).model_fields[key].default:
+                raise ConfigError(
+                    f"algorithm.validation.{key}={value}: environment {environment!r} does not score answers, so "
+                    "validation samples none; remove the key, or choose another environment"
+                )
 
     def check_validation(self, samples: Sequence[Sample]) -> None:
         """Check that `validate` can use `samples`; by default the environment must score answers."""
@@ -127,7 +138,7 @@ class StepLoop(Algorithm):
         self.inputs.prompts("validation", samples)
 
     def validate(self, step: int) -> StepResult:
-        """Return metrics over held-out samples (by default of greedy answers), and some samples to inspect."""
+        """Return metrics over held-out samples (by default of answers to them), and some samples to inspect."""
         return validate(self.parts, step)
 
     @abstractmethod

@@ -24,7 +24,7 @@ class Generation:
     def finish_generation(self) -> None:
         pass
 
-    def generate(self, data: Any, *, greedy: bool) -> dict[str, torch.Tensor]:
+    def generate(self, data: Any, *, temperature: float | None) -> dict[str, torch.Tensor]:
         rows = len(data["input_ids"])
         return {
             "output_ids": torch.tensor([[2, 3]] * rows),

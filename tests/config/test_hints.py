@@ -122,8 +122,9 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("written", "hint"),
     [
-        ("generation.val_kwargs={n: 4}", "Validation has one greedy answer per prompt"),
-        ("algorithm.validation.n=4", "Validation has one greedy answer per prompt"),
+        ("generation.val_kwargs={top_p: 0.9}", "Validation has the run's top_k and top_p"),
+        ("generation.val_kwargs={do_sample: true}", "`algorithm.validation.temperature`: 0 for greedy answers"),
+        ("algorithm.validation.n=4", "In rlframework this is `algorithm.validation.attempts`."),
         ("generation.tensor_model_parallel_size=2", "With vLLM it is generation.vllm.tensor_parallel_size"),
         ("rollout.tensor_model_parallel_size=2", "With vLLM it is generation.vllm.tensor_parallel_size"),
         ("generation.enforce_eager=true", "With vLLM it is generation.vllm.enforce_eager."),
@@ -227,7 +228,7 @@ def test_a_pasted_tree_has_a_line_for_each_key_that_has_a_hint() -> None:
         f"actor_rollout_ref={{rollout: {{val_kwargs: {{n: 4}}, max_prompt_length: 9}}, {many}}}",
     )
     lines = message.splitlines()
-    assert lines[1].startswith("    `rollout.val_kwargs`: Validation has one greedy answer")
+    assert lines[1] == "    `rollout.val_kwargs.n`: `algorithm.validation.attempts`."
     assert lines[2].startswith("    `rollout.max_prompt_length`: Prompts are not truncated")
     assert lines[3] == "    `s0.n`: `algorithm.samples_per_prompt`."
     assert (len(lines), lines[-1]) == (42, "    and 7 more")

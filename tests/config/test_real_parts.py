@@ -69,6 +69,10 @@ def test_a_run_on_a_backend_that_is_not_installed(config_file: Path) -> None:
             "(algorithm.prompts_per_step=32 x samples_per_prompt=8), not a multiple of the global batch size 100",
         ),
         ("generation.temperature=0", "greedy completions of a prompt are all identical"),
+        (
+            "algorithm.validation={attempts: 4, temperature: 0}",
+            "`algorithm.validation.attempts`: must be 1 at temperature 0",
+        ),
         ("generation.top_k=20", "`generation.top_k`: 20 samples from a truncated distribution, but"),
         ("generation.top_p=0.9", "`generation.top_p`: 0.9 samples from a truncated distribution, but"),
         (

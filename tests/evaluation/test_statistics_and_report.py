@@ -11,17 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.errors import ConfigError, DataError
-from rlframework.evaluation import report
 from rlframework.evaluation.plan import choose_attempts
-from rlframework.evaluation.report import (
-    Evaluation,
-    bootstrap,
-    differences,
-    estimate,
-    paired_difference,
-    pass_at_k,
-    wilson,
-)
+from rlframework.evaluation.report import Evaluation, differences, paired_difference
+from rlframework.training import intervals
+from rlframework.training.intervals import bootstrap, estimate, pass_at_k, wilson
 
 
 @pytest.mark.slow
@@ -65,7 +58,7 @@ def test_the_bootstrap_is_the_same_each_time_and_disturbs_no_other_random_state(
 def test_the_bootstrap_of_two_values_by_hand(monkeypatch):
     """Means of two draws of 0 and 1 are 0, 1/2 and 1 with probability 1/4, 1/2, 1/4: the percentiles are 0 and 1."""
     assert bootstrap([0.0, 1.0]) == (0.0, 1.0)
-    monkeypatch.setattr(report, "LEVEL", 0.4)  # from 0.3 to 0.7
+    monkeypatch.setattr(intervals, "LEVEL", 0.4)  # from 0.3 to 0.7
     assert bootstrap([0.0, 1.0]) == (0.5, 0.5)
 
 

@@ -40,7 +40,7 @@ def test_each_row_becomes_a_request():
 
 
 def test_greedy_requests_have_temperature_zero():
-    assert all(request.sampling.greedy for request in requests_of(rows(), GenerationConfig(), STOPS, greedy=True))
+    assert all(request.sampling.greedy for request in requests_of(rows(), GenerationConfig(), STOPS, temperature=0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])

@@ -318,12 +318,16 @@ def test_breakdowns_of_profiled_steps_and_of_the_step_with_the_highest_peak() ->
 def test_every_metric_has_a_chart_in_one_group() -> None:
     names = ["step", "time", "time/train", "time/step", "train/reward", "validation/reward", "train/lr",
              "train/entropy", "train/completion_length", "memory/rss_mb", "my/own", "time/refit", "refit/version",
-             "refit/probe_error", "validation/refit_seconds"]  # fmt: skip
+             "refit/probe_error", "validation/refit_seconds", "validation/pass@4", "validation/pass@4_low",
+             "validation/pass@4_high", "train/clip_high"]  # fmt: skip
     arranged = {key: [chart.names for chart in charts] for key, _, charts in arrange(names)}
     assert arranged == {
-        "outcome": [["train/reward", "validation/reward"]],
+        "outcome": [
+            ["train/reward", "validation/reward"],
+            ["validation/pass@4", "validation/pass@4_high", "validation/pass@4_low"],
+        ],
         "optimisation": [["train/lr"]],
-        "policy": [["train/entropy"]],
+        "policy": [["train/entropy"], ["train/clip_high"]],
         "completions": [["train/completion_length"]],
         "speed": [["time/step"], ["memory/rss_mb"]],
         "refit": [["refit/probe_error"], ["refit/version"], ["validation/refit_seconds"], ["time/refit"]],

@@ -43,7 +43,7 @@ def tell(run: RunInfo, *, error: type[BaseException] | None = None) -> None:
     try:
         with Observers(run.config.observers, run) as observers:
             observers.step_finished(1, {"train/loss": 0.5, "train/kl": float("nan")}, [SAMPLE])
-            observers.step_finished(2, {"train/loss": 0.25})
+            observers.step_finished(2, {"train/loss": 0.25, "validation/pass@4": 0.5})
             observers.checkpoint_saved(2, run.output_dir / "model")
             if error is not None:
                 raise error
@@ -207,6 +207,7 @@ def test_mlflow_stores_and_resumes_the_run(tmp_path, monkeypatch, caplog):
     assert seen.data.tags["checkpoint.path"] == str(run.output_dir / "model")
     history = client.get_metric_history(seen.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
+    assert seen.data.metrics["validation/pass_4"] == 0.5  # MLflow allows no @
     folder = Path(seen.info.artifact_uri.removeprefix("file://"))
     table = json.loads((folder / "samples" / "step-000001.json").read_text())
     assert table["data"] == [[1, "train", "1+1=", "2", 1.0]]

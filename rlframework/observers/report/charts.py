@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ GROUPS = (
     ("async", "Asynchronous training", r"^async/"),
     ("refit", "Refits of the generation engines", r"^(refit/|time/refit$|refit_seconds$)"),
     ("speed", "Speed and memory", r"^(throughput|memory|time)/"),
-    ("outcome", "Reward and accuracy", r"reward|accuracy|pass[@_]|score|return|win_rate|correct"),
+    ("outcome", "Reward and accuracy", r"reward|accuracy|(pass|avg)[@_]|score|return|win_rate|correct"),
     ("optimisation", "Optimisation", r"loss|grad|(^|/|_)lr$|learning_rate|skipped|non_finite|weight_norm"),
     ("policy", "Policy", r"kl|entropy|clip|ratio|logprob|advantage|importance"),
     (
@@ -86,7 +86,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of all metrics (`train/x`, `validation/x`) of one quantity."""
+    """A chart of all metrics (`train/x`, `validation/x`) of one quantity, with the bounds of its interval."""
 
     quantity: str
     title: str
@@ -108,17 +108,25 @@ def phase_of(name: str) -> str | None:
     return found[1] if found else None
 
 
+def _without_bound(name: str, names: Collection[str]) -> str:
+    """The metric whose confidence interval `name` is a bound of (`NAME_low`, `NAME_high`); else `name` itself."""
+    measured, _, bound = name.rpartition("_")
+    return measured if bound in ("low", "high") and measured in names else name
+
+
 def arrange(names: Iterable[str]) -> list[tuple[str, str, list[Chart]]]:
     """Identifier, heading and charts of each non-empty group, in the order of the page."""
     quantities: dict[str, list[str]] = {}
-    for name in sorted(set(names) - {"step", "time"} - BROKEN_DOWN):
+    names = set(names)
+    for name in sorted(names - {"step", "time"} - BROKEN_DOWN):
         if phase_of(name) is None or name == "time/refit":
-            quantities.setdefault(name.removeprefix(f"{split_of(name)}/"), []).append(name)
+            measured = _without_bound(name, names)
+            quantities.setdefault(measured.removeprefix(f"{split_of(name)}/"), []).append(name)
     groups: dict[str, list[Chart]] = {}
     for quantity in sorted(quantities, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
         words = re.sub(r"[_/]+", " ", quantity).strip() or quantity
         title = TITLES.get(quantity, words[:1].upper() + words[1:])
-        percent = re.search(r"accuracy|fraction|mfu$|rate$|pass[@_]", quantity) is not None
+        percent = re.search(r"accuracy|fraction|mfu$|rate$|(pass|avg)[@_]", quantity) is not None
         planned = re.search(r"(^|/|_)lr$|learning_rate", quantity) is not None
         group = next(key for key, _, pattern in GROUPS if re.search(pattern, quantity))
         groups.setdefault(group, []).append(Chart(quantity, title, quantities[quantity], percent, planned))

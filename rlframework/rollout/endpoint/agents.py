@@ -45,7 +45,7 @@ _GRACE = 1.0
 """Seconds that an agent has to end after its deadline, when it is cancelled."""
 
 
-def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greedy: bool = False) -> Rollout:
+def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:
     """Have the environment's agent attempt each of `samples`, with `seeds [E]` int64; return its rows and rewards.
 
     The tokens depend on the seed, the weights, and the requests, in any order: see `Session.seeds`.
@@ -69,7 +69,7 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, greed
 
     async def serve() -> list[PlayedEpisode]:
         ends = ChatFormat(parts.tokenizer).turn_end_ids
-        async with generation.completions(greedy=greedy, stop_token_ids=ends) as completions:
+        async with generation.completions(temperature=temperature, stop_token_ids=ends) as completions:
             bridge = Bridge(completions, config.gather_timeout)
             client.gather = bridge.gather
             try:

@@ -1,0 +1,136 @@
+"""Validation with one and with several attempts, whose metrics are calculated by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlframework.config.sections import GenerationConfig, ValidationConfig
+from rlframework.errors import ConfigError
+from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
+from rlframework.rollout.seeds import row_seeds
+from rlframework.training.loop import StepLoop
+from rlframework.training.validation import attempt_metrics, validate
+
+
+class Generation:
+    """Answers every prompt of one token with `b`, and records what it was asked for."""
+
+    def prepare_for_generation(self) -> None:
+        pass
+
+    def finish_generation(self) -> None:
+        pass
+
+    def generate(self, data: Any, *, temperature: float | None) -> dict[str, torch.Tensor]:
+        self.asked = (temperature, data["seeds"].tolist())
+        rows = len(data["input_ids"])
+        return {
+            "output_ids": torch.tensor([[2, 3]] * rows),
+            "unpadded_sequence_lengths": torch.full((rows,), 2),
+            "generation_lengths": torch.ones(rows, dtype=torch.long),
+            "truncated": torch.zeros(rows, dtype=torch.bool),
+            "logprobs": torch.zeros(rows, 2),
+        }
+
+
+class Graded(Environment):
+    """Has these samples and outcomes."""
+
+    def __init__(self, samples: list[Sample], outcomes: list[StepOutcome]) -> None:
+        self._samples, self._outcomes = samples, outcomes
+
+    def samples(self, split: Split) -> Sequence[Sample]:
+        return self._samples
+
+    def step(self, samples: Any, conversations: Any) -> list[StepOutcome]:
+        return self._outcomes
+
+
+def validated(accuracies: list[float], **settings: Any) -> tuple[dict[str, float], Any, list[str]]:
+    """The metrics of a validation of two samples, what it asked for, and the ids of its records."""
+    samples = [Sample(name, ({"role": "user", "content": "a"},), "b") for name in ("one", "two", "three")]
+    section = ValidationConfig(samples=2, **settings)
+    config = SimpleNamespace(
+        seed=5,
+        environment=SimpleNamespace(name="mine"),
+        algorithm=SimpleNamespace(validation=section),
+        generation=GenerationConfig(temperature=0.7),
+        observers=SimpleNamespace(samples=8),
+    )
+    outcomes = [StepOutcome(value, metrics={"accuracy": value}) for value in accuracies]
+    parts: Any = SimpleNamespace(
+        tokenizer=character_tokenizer("ab"),
+        generation=Generation(),
+        environment=Graded(samples, outcomes),
+        config=config,
+        images=None,
+        timeline=None,
+        models={},
+    )
+    metrics, records = validate(parts, 1)
+    return metrics, parts.generation.asked, [record.sample for record in records]
+
+
+def test_one_greedy_attempt_by_default() -> None:
+    metrics, asked, records = validated([1.0, 0.0])
+    assert asked == (0.0, row_seeds(5, 0, 2).tolist())
+    assert records == ["one", "two"]
+    assert metrics == {
+        "validation/accuracy": 0.5,
+        "validation/reward": 0.5,
+        "validation/completion_length": 1.0,
+        "validation/truncated_fraction": 0.0,
+        "validation/samples": 2.0,
+    }
+
+
+def test_several_attempts_are_adjacent_and_sampled_with_seeds_of_their_own() -> None:
+    metrics, asked, records = validated([1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], attempts=4)
+    assert asked == (0.7, row_seeds(5, 0, 8).tolist())
+    assert records == ["one"] * 4 + ["two"] * 4
+    assert (metrics["validation/samples"], metrics["validation/accuracy"]) == (2.0, 0.25)
+    assert metrics["validation/avg@4"] == 0.25
+
+
+@pytest.mark.parametrize(("attempts", "temperature"), [(1, 0.3), (2, 1.5)])
+def test_the_temperature_of_validation(attempts: int, temperature: float) -> None:
+    _, asked, _ = validated([0.0] * (2 * attempts), attempts=attempts, temperature=temperature)
+    assert asked[0] == temperature
+
+
+def test_metrics_of_attempts_by_hand() -> None:
+    """Prompts with 2 and 0 of 4 right.
+
+    pass@2 of the first is 1 - C(2, 2) / C(4, 2) = 5/6. Bootstraps of two prompts are from one value to the other, as
+    each mean of equal draws has a quarter. pass@4, 1 of 2, has Wilson's interval: z^2 = 3.841459, half
+    1.959964 * sqrt(0.125 + z^2 / 16) / (1 + z^2 / 2) = 0.405469.
+    """
+    metrics = attempt_metrics(torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5, 0.0, 0.0]), 4)
+    assert metrics == pytest.approx(
+        {
+            "avg@4": (0.5 + 0.125) / 2, "avg@4_low": 0.125, "avg@4_high": 0.5,
+            "pass@2": 5 / 12, "pass@2_low": 0.0, "pass@2_high": 5 / 6,
+            "pass@4": 0.5, "pass@4_low": 0.5 - 0.405469, "pass@4_high": 0.5 + 0.405469,
+        },
+        abs=1e-6,
+    )  # fmt: skip
+
+
+def test_equal_partial_accuracies_have_no_interval() -> None:
+    metrics = attempt_metrics(torch.tensor([0.5, 0.5, 0.25, 0.75]), 2)
+    assert set(metrics) == {"avg@2", "pass@2", "pass@2_low", "pass@2_high"}
+
+
+@pytest.mark.parametrize("setting", ["attempts", "temperature"])
+def test_settings_of_sampling_are_rejected_where_nothing_is_sampled(setting: str) -> None:
+    environment = SimpleNamespace(name="rows")
+    parts = SimpleNamespace(config=SimpleNamespace(environment=environment), environment=SimpleNamespace(scores=False))
+    made: Any = SimpleNamespace(parts=parts, config=SimpleNamespace(validation=ValidationConfig(**{setting: 2})))
+    with pytest.raises(ConfigError, match=f"algorithm.validation.{setting}=2"):
+        StepLoop._reject_attempts(made)
