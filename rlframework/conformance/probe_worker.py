@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,10 @@ class ProbeWorker:
     def give_back(self, value: Any) -> Any:
         """Return the argument."""
         return value
+
+    def apply(self, function: Callable[[int], int], value: int) -> int:
+        """Return `function(value)`."""
+        return function(value)
 
     def spoil(self, numbers: list[int], tensor: Any) -> int:
         """Modify the arguments in place."""

@@ -102,6 +102,8 @@ class WorkerGroup(ABC):
     has too few GPUs. An rlframework error raised by a worker is re-raised with its own class, so that a user's mistake
     is reported as such.
 
+    Arguments are sent as copies; functions and classes that workers cannot import, as those of a notebook, by value.
+
     Invalid calls reach no worker and leave the group usable: positional arguments, and arguments that cannot be sent to
     another process, raise `TypeError`; shards that do not match their axis raise `BatchError`; an unknown axis raises
     `ValueError`. (If only one worker's shard cannot be sent, the group may shut down instead.)

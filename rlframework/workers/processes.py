@@ -2,8 +2,9 @@
 
 They are forked from a process that has already imported torch and transformers (multiprocessing's fork server), so a
 group of small workers starts within a second. More workers than cores are allowed. The driver's program must guard its
-entry point (`if __name__ == "__main__":`), as always with multiprocessing, and everything sent to workers must be
-picklable, which a lambda is not. Not supported: other machines, other Python executables, restarts.
+entry point (`if __name__ == "__main__":`), as always with multiprocessing; a notebook has none. Functions and classes
+that a worker cannot import, such as the loss of a notebook, are sent by value, as Ray sends them. Not supported: other
+machines, other Python executables, restarts.
 
 One thread per worker (`Peer`) starts the process, sends it one call at a time and receives the results. A worker can
 therefore never block the driver, which waits for futures with a deadline.
@@ -27,6 +28,8 @@ from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import BaseContext
 from queue import SimpleQueue
 from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
 
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import dispatch, machine
@@ -159,8 +162,10 @@ def _start_method() -> BaseContext:
 
 
 def _pickled(value: Any) -> bytes:
+    """`value` as a pickle, with what is defined in `__main__` or in a function by value."""
     try:
-        return pickle.dumps(value, protocol=5)
+        pickled: bytes = cloudpickle.dumps(value, protocol=5)
+        return pickled
     except Exception as error:
         raise TypeError(
             f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,56 @@ def test_an_own_loss_in_other_processes_with_a_reference(run_config) -> None:
     keys = f"{{name: '{OWN_LOSS}', weight: 2.0, kl_coef: 0.5}}"
     config = run_config("grpo", f"algorithm.loss={keys}", "algorithm.num_steps=1", "worker_group.name=processes")
     assert run(config).metrics["train/weight_seen"] == pytest.approx(2.0, rel=1e-5)
+
+
+NOTEBOOK = """
+import sys
+from pydantic import Field
+from probe_own_losses import Weighted
+from rlframework import load_config, run
+from rlframework.algorithms.sft import SFT
+
+FACTOR = 2.0
+
+class Doubled(Weighted):
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        loss, metrics = super().__call__(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+        return FACTOR * loss, {"weight_seen": FACTOR * metrics["weight_seen"], "half": halved(self.weight)}
+
+class Settings(SFT.config_model):
+    weight: float = Field(description="of the loss")
+
+class Own(SFT):
+    config_model = Settings
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.loss = Doubled(parts.config.algorithm.weight)
+
+def halved(value):
+    return value / 2
+
+source = sys.argv[1]
+given = run(load_config(source, ["algorithm.loss={name: '__main__:Doubled', weight: 1.5}"])).history[1]
+made = run(load_config(source, ["algorithm.name=__main__:Own", "algorithm.weight=1.5", "output_dir=own"])).history[1]
+print([round(given["train/loss"] / made["train/loss"], 5), 3.6 < given["train/loss"] / 3 < 4.3])
+"""
+
+
+def test_a_loss_and_an_algorithm_of_a_notebook(run_config, tmp_path: Path) -> None:
+    """A `__main__` without a file, which no worker can import; a random model of 51 tokens: -log p is some ln(51)."""
+    config = run_config("sft", "algorithm.num_steps=1", "worker_group.name=processes", f"output_dir={tmp_path / 'run'}")
+    (tmp_path / "run.yaml").write_text(config_yaml(config))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, "run.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.stdout.splitlines()[-1:] == ["[1.0, True]"], done.stderr
 
 
 def test_a_run_of_own_parts_goes_on_with_the_numbers_of_one_that_was_not_stopped(run_config, tmp_path: Path) -> None:

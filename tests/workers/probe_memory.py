@@ -68,7 +68,3 @@ class Memory:
 
     def pid(self):
         return os.getpid()
-
-    def calls_of_a_class(self, value):
-        """Call a function that the driver's program defines."""
-        return value(self.context.rank)

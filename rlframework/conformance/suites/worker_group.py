@@ -213,6 +213,20 @@ class _Values:
                 harness.exact(f"the tensor of rank {rank}", got, sent[rank])
 
     @holds(1, data_parallel=2)
+    def test_what_workers_cannot_import_is_sent_by_value(self, harness: WorkerGroupHarness) -> None:
+        """Workers must get an object of a class that only the driver's program has, such as the loss of a notebook."""
+
+        class Plus:
+            def __init__(self, added: int) -> None:
+                self.added = added
+
+            def __call__(self, value: int) -> int:
+                return value + self.added
+
+        size = harness.layout.workers
+        harness.equal("results", harness.ask(harness.group(), "apply", function=Plus(3), value=4), [7] * size)
+
+    @holds(1, data_parallel=2)
     def test_workers_cannot_change_what_the_driver_holds(self, harness: WorkerGroupHarness) -> None:
         """A worker in another process must get copies; modifying its arguments must not affect the driver's."""
         numbers, tensor = [3, 4], torch.tensor([1.5, 2.5])

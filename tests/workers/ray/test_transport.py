@@ -128,11 +128,6 @@ def test_results_are_read_in_place_too(group):
     assert lines["Anonymous"] == 0
 
 
-def test_functions_of_the_drivers_program_can_be_sent(group):
-    factor = 7
-    assert ask(group, "calls_of_a_class", value=lambda rank: rank * factor) == [0, 7]
-
-
 def through(value):
     """A round trip as in Ray: with separate buffers, read-only at the receiver."""
     buffers = []

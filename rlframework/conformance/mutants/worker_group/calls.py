@@ -130,6 +130,11 @@ def unpicklable_as_none(given: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def by_reference(value: Any) -> Any:
+    """Send the value as plain pickles do: its class by the name under which it can be imported."""
+    return pickle.loads(pickle.dumps(value))  # noqa: S301 - pickled in the same line
+
+
 def shared_memory(part: Any) -> type:
     """Let a worker's writes to a tensor show in the driver."""
 
@@ -316,6 +321,13 @@ MUTANTS = (
         "Arguments that cannot be pickled arrive as None.",
         ("test_arguments_that_cannot_be_sent_are_refused",),
         single_call_with(unpicklable_as_none),
+        TWO,
+    ),
+    Mutant(
+        "classes_by_reference",
+        "Objects of a class that only the driver's program has cannot be sent.",
+        ("test_what_workers_cannot_import_is_sent_by_value",),
+        single_call_with(values(by_reference)),
         TWO,
     ),
 )
