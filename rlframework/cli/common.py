@@ -28,6 +28,8 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 _NARROWEST, _WIDEST = 20, 1000
 """Columns of a table, whatever COLUMNS says."""
+_ELSEWHERE = 120
+"""Columns of a table where there is no terminal: in logs."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -133,10 +135,9 @@ def with_old_overrides(overrides: Sequence[str], old: Sequence[str] | None) -> l
 
 
 def print_table(table: Any) -> None:
-    """Print a rich table as wide as the terminal or as COLUMNS; without either, 200 characters wide."""
+    """Print a rich table as wide as the terminal, also into a pipe, or as COLUMNS; without either, `_ELSEWHERE`."""
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal and not os.environ.get("COLUMNS"):
-        console = Console(width=200)
-    Console(width=min(max(console.width, _NARROWEST), _WIDEST)).print(table)
+    known = os.environ.get("COLUMNS") or any(map(os.isatty, range(3)))
+    width = Console().width if known else _ELSEWHERE
+    Console(width=min(max(width, _NARROWEST), _WIDEST)).print(table)
