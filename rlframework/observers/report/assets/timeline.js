@@ -20,7 +20,7 @@ function timelinePlot(run, paint) {
   const { steps, seconds: span, activities, lanes } = run.timeline;
   const [width, high, gap, top] = [innerWidth < 760 ? 330 : 720, 20, 6, 18];
   const longest = Math.max(...lanes.map(({ name }) => name.length));
-  const [left, right, bottom] = [Math.max(66, 14 + 7 * longest), 44, 22];
+  const [left, right, bottom] = [Math.max(66, 14 + 6.5 * longest), 44, 22];
   const height = top + lanes.length * (high + gap) + bottom;
   const plot = svg("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `What trainer, engines and refits of ${run.name} did in steps ${steps[0][0]} to ${steps.at(-1)[0]}` });
   const x = (at) => left + Math.min(Math.max(at / (span || 1), 0), 1) * (width - left - right);
