@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import sys
@@ -21,10 +22,14 @@ from rlframework.files import writing
 from rlframework.logs import log_to_stderr, printable
 from rlframework.secrets import hide_in_text
 
+_LOG = logging.getLogger(__name__)
+
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 _NARROWEST, _WIDEST = 20, 1000
 """Columns of a table, whatever COLUMNS says."""
+_ELSEWHERE = 120
+"""Columns of a table where there is no terminal: in logs."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -101,6 +106,9 @@ Config = Annotated[str, Argument(help="YAML file that configures the run.")]
 Overrides = Annotated[
     list[str] | None, Argument(help="Settings to override, such as policy.backend=dtensor; ~a.b removes a key.")
 ]
+OldOverrides = Annotated[
+    list[str] | None, Option("--set", metavar="a.b=value", hidden=True, help="Accepted until the next release.")
+]
 TrustRun = Annotated[
     bool,
     Option("--trust-run", help="Let the run's own files decide what runs code (see SECURITY.md); not for downloads."),
@@ -119,11 +127,17 @@ def root(debug: Debug = False, version: Version = False) -> None:
     """RL post-training of language models, with pluggable training backends."""
 
 
+def with_old_overrides(overrides: Sequence[str], old: Sequence[str] | None) -> list[str]:
+    """`overrides` and those that were written with `--set`, as `generate` and `serve` took them; warns of these."""
+    if old:
+        _LOG.warning("warning: --set will be removed: write %s without it, as for the other commands", " ".join(old))
+    return [*overrides, *(old or ())]
+
+
 def print_table(table: Any) -> None:
-    """Print a rich table as wide as the terminal or as COLUMNS; without either, 200 characters wide."""
+    """Print a rich table as wide as the terminal, also into a pipe, or as COLUMNS; without either, `_ELSEWHERE`."""
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal and not os.environ.get("COLUMNS"):
-        console = Console(width=200)
-    Console(width=min(max(console.width, _NARROWEST), _WIDEST)).print(table)
+    known = os.environ.get("COLUMNS") or any(map(os.isatty, range(3)))
+    width = Console().width if known else _ELSEWHERE
+    Console(width=min(max(width, _NARROWEST), _WIDEST)).print(table)

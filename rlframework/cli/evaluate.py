@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from rlframework.cli.common import Debug, Json, TrustRun, app, print_table
+from rlframework.cli.common import Debug, Json, OldOverrides, TrustRun, app, print_table, with_old_overrides
 from rlframework.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,7 +74,13 @@ def evaluate(
 @app.command()
 def generate(
     name: Annotated[str, Argument(metavar="RUN_OR_MODEL", help="A run's output_dir, or a model directory or name.")],
-    prompts: Annotated[list[str] | None, Argument(metavar="PROMPT", help="Prompts. Default: lines of stdin.")] = None,
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="PROMPT|a.b=value",
+            help="Prompts. Default: lines of stdin. Also settings; a prompt that reads like one: in --file.",
+        ),
+    ] = None,
     file: Annotated[
         str | None,
         Option(metavar="FILE", help="Text file with one prompt per line, or JSONL with `prompt` or `messages`."),
@@ -85,9 +91,7 @@ def generate(
     greedy: Annotated[bool, Option("--greedy", help="Always choose the most likely token.")] = False,
     raw: Annotated[bool, Option("--raw", help="Do not apply the chat template.")] = False,
     seed: Annotated[int | None, Option(min=0, help="Random seed. Default: the run's, or 0.")] = None,
-    changes: Annotated[
-        list[str] | None, Option("--set", metavar="a.b=value", help="Override a setting. Repeatable.")
-    ] = None,
+    old_overrides: OldOverrides = None,
     trust_run: TrustRun = False,
     as_json: Annotated[bool, Option("--json", help="Print one line of JSON per completion.")] = False,
     best_of: Annotated[
@@ -112,10 +116,13 @@ def generate(
     \b
     rlframework generate runs/quickstart "3+4=" "12+9="
     rlframework generate runs/quickstart --file prompts.jsonl --samples 4 --json > answers.jsonl
-    rlframework generate HuggingFaceTB/SmolLM2-135M-Instruct --greedy
+    rlframework generate HuggingFaceTB/SmolLM2-135M-Instruct policy.precision=bfloat16 --greedy
     echo "Once upon a time" | rlframework generate models/base --raw --max-new-tokens 50
     rlframework generate runs/quickstart --best-of 8 --min-reward 1 --out best.jsonl
     """
+    from rlframework.evaluation.plan import generation_config, plan_best_of, split_words
+
+    overrides, prompts = split_words(words or ())
     if best_of is None and (out, min_reward, split, limit, config) != (None, None, "train", None, None):
         raise UserError("--out, --min-reward, --split, --limit and --config are options of --best-of; give it too")
     if best_of is not None and (prompts or file is not None or samples != 1 or greedy or raw or as_json):
@@ -124,14 +131,12 @@ def generate(
         )
     if prompts and file is not None:
         raise UserError("give either prompts or --file, not both")
-    from rlframework.evaluation.plan import generation_config, plan_best_of
-
     plan = None
     if best_of is not None:
         plan = plan_best_of(best_of, out, split=split, limit=limit, min_reward=min_reward)
     loaded = generation_config(
         name,
-        overrides=changes or (),
+        overrides=with_old_overrides(overrides, old_overrides),
         config=config,
         samples=samples,
         best_of=best_of,
@@ -148,7 +153,7 @@ def generate(
     from rlframework.runner.parts import build_generation
 
     typed = not prompts and file is None and sys.stdin.isatty()
-    given = [] if typed else read_prompts(prompts or (), file or "-")
+    given = [] if typed else read_prompts(prompts, file or "-")
     with build_generation(loaded) as (tokenizer, _, generation):
         answerer = Answerer(loaded, tokenizer, generation, samples=samples, raw=raw, as_json=as_json)
         if typed:

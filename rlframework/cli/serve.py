@@ -7,13 +7,14 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from rlframework.cli.common import Debug, TrustRun, app
+from rlframework.cli.common import Debug, OldOverrides, Overrides, TrustRun, app, with_old_overrides
 from rlframework.errors import UserError
 
 
 @app.command()
 def serve(
     name: Annotated[str, Argument(metavar="RUN_OR_MODEL", help="A run's output_dir, or a model directory or name.")],
+    overrides: Overrides = None,
     host: Annotated[
         str, Option(help="Address to listen on. Others than loopback are open to the network.")
     ] = "127.0.0.1",
@@ -22,9 +23,7 @@ def serve(
         str | None,
         Option(envvar="RLFRAMEWORK_TOKEN", help="Bearer token that clients need. Default: a random one, printed."),
     ] = None,
-    changes: Annotated[
-        list[str] | None, Option("--set", metavar="a.b=value", help="Override a setting. Repeatable.")
-    ] = None,
+    old_overrides: OldOverrides = None,
     trust_run: TrustRun = False,
     debug: Debug = False,
 ) -> None:
@@ -32,13 +31,13 @@ def serve(
 
     \b
     rlframework serve runs/quickstart
-    rlframework serve HuggingFaceTB/SmolLM2-135M-Instruct --port 9000 --set generation.max_new_tokens=512
+    rlframework serve HuggingFaceTB/SmolLM2-135M-Instruct generation.max_new_tokens=512 --port 9000
     """
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token):
         raise UserError("--token: give at least 16 printable ASCII characters without spaces, or leave it out")
     from rlframework.evaluation.plan import generation_config
 
-    config = generation_config(name, overrides=changes or (), trust_run=trust_run)
+    config = generation_config(name, overrides=with_old_overrides(overrides or (), old_overrides), trust_run=trust_run)
     from rlframework.rollout.endpoint.serving import serve as serve_model
     from rlframework.runner.parts import build_generation, open_images
 
@@ -50,7 +49,7 @@ def serve(
         print(
             f"requests without their own are answered with temperature={sampling.temperature:g}, "
             f"top_p={sampling.top_p:g} and at most {sampling.max_new_tokens} tokens, which is also the most; "
-            "--set generation.temperature=... and generation.max_new_tokens=... change that"
+            "generation.temperature=... and generation.max_new_tokens=... change that"
         )
         print("Ctrl-C ends it", flush=True)
 

@@ -41,9 +41,9 @@ def compose(source: Source, overrides: Sequence[str] = ()) -> Tree:
     """Merge and interpolate `source` and `overrides`.
 
     Later layers override earlier ones: first the files in `defaults: [a.yaml, b.yaml]`, in order (paths are relative
-    to the file, or to the working directory for a mapping); then the source itself; then the overrides, `a.b=value`
-    with the value in YAML, or `~a.b` to remove a key. In a file, `~b:` removes the key `b` that it inherits. Mappings are merged, everything else is replaced. `${a.b}` is
-    replaced by the value of another key.
+    to the file, or to the working directory for a mapping); then the source itself, where `~b:` removes the inherited
+    key `b`; then the overrides, `a.b=value` with the value in YAML, or `~a.b` to remove a key. Mappings are merged,
+    everything else is replaced. `${a.b}` is replaced by the value of another key.
     """
     merged = OmegaConf.create({})
     origins: dict[Keys, str] = {}
@@ -238,8 +238,8 @@ def _remove_marked(old: Any, layer: Tree, values: dict[Any, Any], origins: dict[
         _forget(origins, (*above, name))
     for key, value in values.items():
         if isinstance(value, dict):
-            inside = isinstance(old, DictConfig) and key in old.keys() and not OmegaConf.is_interpolation(old, key)
-            _remove_marked(old[key] if inside else None, layer, value, origins, (*above, key))
+            merges = isinstance(old, DictConfig) and key in old and not OmegaConf.is_interpolation(old, key)
+            _remove_marked(old[key] if merges else None, layer, value, origins, (*above, key))
 
 
 def _written(layer: Tree, keys: Keys) -> str:

@@ -78,6 +78,8 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
     for part in (schema, *schema["$defs"].values()):
         if "properties" in part:
             part["properties"] = {name: _or_interpolation(value) for name, value in part["properties"].items()}
+            if part.get("additionalProperties") is False:
+                part["patternProperties"] = {"^~": {"type": "null"}}  # removes an inherited key
     schema["properties"]["defaults"] = _DEFAULTS
     definitions = {**schema.pop("$defs"), _INTERPOLATION: {"type": "string", "pattern": r"\$\{"}}
     head = {"$schema": DIALECT, "title": "rlframework", "description": "A run of rlframework."}

@@ -66,7 +66,9 @@ def token(context: Context) -> Iterator[Finding]:
             yield ok(f"Ray's token authentication is on; the token is in {source}")
         path = Path(source)
         if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            yield warning(f"other users can read Ray's token in {path}", f"chmod 600 {path}")
+            # Ray itself writes the one in the home directory so: without a cluster that is no mistake of the user's
+            concern = note if where is None and not os.environ.get("RAY_AUTH_TOKEN_PATH") else warning
+            yield concern(f"other users can read Ray's token in {path}", f"chmod 600 {path}")
     elif where is None:
         text = "no token yet: the local Ray instance of a run creates one, but `ray start` runs without"
         yield note(text, "Before `ray start`, run: ray get-auth-token --generate > /dev/null")

@@ -38,6 +38,9 @@ PLACES: dict[Place, str] = {"device": "GPU", "host": "RAM"}
 MARGIN = 1.1
 """Factor on the memory estimate before it is compared with free memory: measured peaks exceed it by up to this."""
 
+LITTLE = 0.1
+"""Fraction of free memory or disk below which a run does not print what it needs."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -113,25 +116,39 @@ class Estimate:
         return "host" if self.device == "cpu" else "device"
 
     def lines(self) -> list[str]:
-        """The lines that a run prints at its start."""
+        """The lines that a run prints at its start: of memory and disk where they are not a small part of it."""
+        disk = ", ".join(f"{name} {gib(size)}" for name, size in self.disk.items())
+        lines = [f"a step {self._step}", *self.notes]
+        if _is_much(sum(self.disk.values()), self.free_disk):
+            lines.insert(0, f"disk in GiB: {disk}")
+        if self._memory_is_much:
+            lines[:0] = [
+                self._needs,
+                *self._engine_lines(),
+                *(f"{name}: {each._needs}" for name, each in self.further.items()),
+            ]
+        return [f"estimate: {line}" for line in lines]
+
+    @property
+    def _memory_is_much(self) -> bool:
+        free = min((gpu.free_bytes for gpu in self.gpus), default=None)
+        on_gpus = self.device != "cpu" and _is_much(max(self.needed_bytes, self.engine_bytes), free)
+        return on_gpus or _is_much(self.host_bytes, self.free_memory)
+
+    @property
+    def _needs(self) -> str:
+        """The parameters and the peak of a worker, in words."""
         parts = ", ".join(f"{part.name} {gib(part.bytes)}" for part in self.memory if part.place == self._place)
         most = gib(peak(self.memory, self._place))
         workers = self.config.worker_group.num_workers
         several = f" ({workers} workers)" if workers > 1 else ""
-        disk = ", ".join(f"{name} {gib(size)}" for name, size in self.disk.items())
-        return [
-            f"estimate: {self.parameters:,} parameters; a worker{several} needs about {most} GiB at its peak: {parts}",
-            f"estimate: disk in GiB: {disk}; a step {self._step}",
-            *self._engine_lines(),
-            *(f"estimate: {note}" for note in self.notes),
-            *(f"estimate: {name}: {each.lines()[0].partition(': ')[2]}" for name, each in self.further.items()),
-        ]
+        return f"{self.parameters:,} parameters; a worker{several} needs about {most} GiB at its peak: {parts}"
 
     def _engine_lines(self) -> list[str]:
         if self.engines is None:
             return []
         place: Place = self._place
-        return [f"estimate: {self.engines}: each needs at least {gib(peak(self.engines.memory, place))} GiB"]
+        return [f"{self.engines}: each needs at least {gib(peak(self.engines.memory, place))} GiB"]
 
     @property
     def _step(self) -> str:
@@ -265,6 +282,11 @@ class Estimate:
                 table.add_row(f"{each} of an engine: {part.name}", ", ".join(part.phases), gib(part.bytes))
         table.add_row(f"{each} of an engine, at least", "", gib(peak(self.engines.memory, place)))
         table.add_row("rows that an engine decodes together, at most", f"{self.engines.rows:,}", "")
+
+
+def _is_much(size: int, free: int | None) -> bool:
+    """Whether `size` is more than a small part of what is free, or that is not known."""
+    return free is None or size >= LITTLE * free
 
 
 def estimate(

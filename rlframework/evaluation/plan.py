@@ -159,6 +159,17 @@ def plan_evaluation(
     return EvaluationPlan(models, configs, folder, chosen_split, samples, *chosen)
 
 
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate the arguments of `rlframework generate` into overrides, by the first name of their key, and prompts."""
+    from rlframework.config.sections import RunConfig
+
+    names = RunConfig.model_fields
+    overrides = [
+        word for word in words if _OVERRIDE.fullmatch(word) and re.split(r"[.=]", word.lstrip("~"))[0] in names
+    ]
+    return overrides, [word for word in words if word not in overrides]
+
+
 def choose_attempts(
     temperature: float, attempts: int | None, ks: Sequence[int], sampled: bool
 ) -> tuple[int, tuple[int, ...], bool]:

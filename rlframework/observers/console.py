@@ -32,6 +32,8 @@ DISPLAYED_METRICS = {
     "throughput/mfu": "MFU {:.1%}",
     "memory/peak_mb": "peak worker memory {:,.0f} MiB",  # of the worker with the highest peak
 }
+PARTS = 4
+"""Maximum number of the reward's parts in a line."""
 WINDOW = 20
 """Number of recent steps over which the pace is averaged."""
 FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
@@ -158,10 +160,17 @@ def describe(metrics: Mapping[str, float], best_metric: str = "") -> list[str]:
         shown.pop("throughput/tokens_per_second_per_worker", None)
     if "validation/accuracy" in shown:
         shown.pop("validation/loss", None)
-    texts = [DISPLAYED_METRICS[name].format(value) for name, value in shown.items()]
+    texts = [DISPLAYED_METRICS[name].format(value) + _parts(name, metrics) for name, value in shown.items()]
     if best_metric in metrics and best_metric not in shown:
         texts.append(f"{best_metric} {metrics[best_metric]:.4g}")
     return texts
+
+
+def _parts(name: str, metrics: Mapping[str, float]) -> str:
+    """The parts of the reward in brackets, if `name` is the reward and it has several."""
+    parts = [each for each in metrics if each.startswith(f"{name}/")] if name == "train/reward" else []
+    texts = [f"{each.removeprefix(name)[1:]} {metrics[each]:.3g}" for each in parts[:PARTS]]
+    return f" ({', '.join(texts)}{', ...' if len(parts) > PARTS else ''})" if len(parts) > 1 else ""
 
 
 def _steps(count: int) -> str:

@@ -87,11 +87,22 @@ def test_tables_have_the_width_of_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", str(columns))
     assert call("plugins") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) == (columns or 200)
+    assert max(map(len, lines)) == (columns or 120)
+
+
+def test_a_table_in_a_pipe_has_the_width_of_the_terminal_behind_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 2)
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((90, 30)))
+    assert call("plugins") == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) == 90
 
 
 @pytest.mark.slow

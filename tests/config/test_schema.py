@@ -57,6 +57,7 @@ def test_every_resolved_configuration_is_accepted(schema: dict[str, Any], manage
         {"defaults": "base.yaml"},
         {"defaults": ["a.yaml", "b.yaml"], "algorithm": {"num_steps": 5}},
         {"policy": {"optimizer": {"lr": 1e-5}}},
+        {"~generation": None, "environment": {"~path": None}},
         {"policy": {"train_global_batch_size": "${policy.train_micro_batch_size}"}},
         {"algorithm": {"name": "climb", "loss": {"clip": "${seed}"}}},
         {"algorithm": "${other}"},
@@ -84,6 +85,7 @@ def test_a_part_that_inherits_the_rest_is_accepted(schema: dict[str, Any], part:
         {"worker_group": {"name": "inline", "num_wrkers": 3}},
         {"device": "gpu"},
         {"defaults": 3},
+        {"~generation": 3},
     ],
 )
 def test_what_does_not_load_is_refused(schema: dict[str, Any], wrong: Any) -> None:

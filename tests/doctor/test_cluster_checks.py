@@ -121,10 +121,15 @@ def test_tokens_and_their_modes(found, monkeypatch, token):
     assert levels(found("cluster", "token")) == [Level.WARNING]
 
 
-def test_a_token_that_others_can_read(found, token):
+def test_a_token_that_others_can_read(found, monkeypatch, token):
     path = token(0o644)
     _, finding = found("cluster", "token")
     assert finding.remedy == f"chmod 600 {path}"
+    assert finding.level == Level.NOTE  # Ray wrote it
+    for name, value in (("RAY_AUTH_TOKEN_PATH", str(path)), ("RAY_ADDRESS", "10.0.0.1:6379")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert found("cluster", "token")[1].level == Level.WARNING
     assert "0123456789abcdef" not in str(found("cluster", "token"))
 
 

@@ -150,6 +150,22 @@ def test_a_run_says_it_before_its_first_step_and_warns(run_config, capsys, caplo
     assert any(message.startswith("warning: the run may need ") for message in caplog.messages)
 
 
+def test_a_run_prints_of_memory_and_disk_what_is_not_little(run_config):
+    config = run_config("sft")
+    found = estimate_rows(config, _backend(config), Rows(16, 8.0, 8), reference=False)
+    memory, disk = found.host_bytes, sum(found.disk.values())
+    for free, words in (
+        ((11 * memory, 11 * disk), ["a step"]),
+        ((10 * memory, 11 * disk), [f"{found.parameters:,} parameters", "a step"]),
+        ((11 * memory, 10 * disk), ["disk in GiB", "a step"]),
+        ((None, None), [f"{found.parameters:,} parameters", "disk in GiB", "a step"]),
+    ):
+        lines = replace(found, free_memory=free[0], free_disk=free[1]).lines()
+        assert [line.startswith(f"estimate: {word}") for line, word in zip(lines, words, strict=True)] == [True] * len(
+            words
+        )
+
+
 def test_a_model_that_cannot_be_sized_does_not_end_the_run(run_config, caplog, monkeypatch):
     def fail(*arguments):
         raise KeyError("hidden_size")

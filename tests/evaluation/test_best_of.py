@@ -120,7 +120,7 @@ def test_the_best_of_a_model(tiny_llama, folder, capsys):
         assert row["answer"] == str(sum(map(int, row["id"].split("+"))))
         assert row["reward"] == float(row["completion"].strip() == row["answer"])
         assert row["candidates"] == 8
-    assert call("generate", *words, "--out", "again.jsonl", "--set", "generation.batch_size=9") == 0
+    assert call("generate", *words, "--out", "again.jsonl", "generation.batch_size=9") == 0
     assert rows_of(folder / "again.jsonl") == rows
     assert call("generate", *words, "--out", "other.jsonl", "--seed", 4) == 0
     assert rows_of(folder / "other.jsonl") != rows

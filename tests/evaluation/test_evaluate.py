@@ -16,6 +16,8 @@ import psutil
 import pytest
 from probe_runs import call, rows_of
 
+from rlframework.evaluation.plan import split_words
+
 pytestmark = pytest.mark.slow
 
 ADDITION = ["environment.name=addition", "environment.digits=1", "environment.validation_samples=10"]
@@ -299,7 +301,19 @@ def test_the_seed_counts(tiny_llama, capsys):
     assert len({row["completion"] for row in first}) == 3
     assert answers(capsys, *words) == first
     assert answers(capsys, *words, "--seed", 7) != first
-    assert answers(capsys, *words, "--set", "generation.batch_size=1") == first
+    assert answers(capsys, *words, "generation.batch_size=1") == first
+
+
+def test_settings_are_told_from_prompts():
+    settings = ["seed=1", "policy.precision=float32", "~environment.name", "generation.stop=['=']"]
+    prompts = ["1+1=", "x=2", "a.b=c", "seed", "is policy.x=1?", "~", "policy .x=1"]
+    assert split_words([*prompts, *settings]) == (settings, prompts)
+
+
+def test_the_old_form_of_settings_is_accepted_with_a_warning(tiny_llama, capsys, caplog):
+    words = [tiny_llama, "1+1=", "--max-new-tokens", 2]
+    assert answers(capsys, *words, "--set", "seed=3") == answers(capsys, *words, "seed=3")
+    assert caplog.messages == ["warning: --set will be removed: write seed=3 without it, as for the other commands"]
 
 
 def test_prompts_of_files_and_of_stdin(tiny_llama, folder, capsys, monkeypatch):
@@ -330,7 +344,7 @@ def test_the_chat_template_is_used_unless_raw(tiny_llama, folder, capsys):
 
 
 def test_prompts_are_those_of_the_runs_environment_unless_raw(trained, capsys):
-    asked = [trained, "1+1=", "--greedy", "--set", "environment.system_prompt='0'"]
+    asked = [trained, "1+1=", "--greedy", "environment.system_prompt='0'"]
     (row,) = answers(capsys, *asked)
     system, user = {"role": "system", "content": "0"}, {"role": "user", "content": "1+1="}
     assert row["prompt"] == [system, user]
@@ -370,7 +384,7 @@ def test_typed_lines_are_answered_until_the_end(tiny_llama, capsys, monkeypatch)
         (["1", "--greedy", "--samples", "2"], "all greedy completions of a prompt are the same"),
         (["1", "--greedy", "--temperature", "1"], "contradict each other"),
         (["1", "1" * 128], "prompt 2 has 128 tokens, which leaves no room for an answer"),
-        (["1", "--set", "policy.precisionn=float32"], "Did you mean `policy.precision`?"),
+        (["1", "policy.precisionn=float32"], "Did you mean `policy.precision`?"),
     ],
 )
 def test_a_mistake_in_generate_is_one_message(tiny_llama, folder, capsys, words, message):

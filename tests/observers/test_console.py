@@ -88,6 +88,11 @@ def test_the_metric_that_chooses_the_best_checkpoint_is_always_shown(tmp_path, c
     assert validated == "step 0/60  validation accuracy 0.000  validation/reward -0.1235"
     assert end.endswith("  validation/reward 0.5")
     losses = {"validation/loss": 2.5, "validation/accuracy": 0.5}
+    rewards = {"train/reward": 0.5, "train/reward/answer": 0.375, "train/reward/format": 1.0}
+    assert describe(rewards) == ["reward 0.500 (answer 0.375, format 1)"]
+    assert describe(dict(list(rewards.items())[:2])) == ["reward 0.500"]
+    more = rewards | {f"train/reward/part{number}": 0.0 for number in range(3)}
+    assert describe(more) == ["reward 0.500 (answer 0.375, format 1, part0 0, part1 0, ...)"]
     assert describe(losses, "validation/loss") == ["validation accuracy 0.500", "validation/loss 2.5"]
 
 

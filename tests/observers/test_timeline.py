@@ -173,9 +173,15 @@ def test_the_page_has_the_timeline(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
 def test_the_script_draws_a_lane_for_each_part(folder: Path, tmp_path: Path) -> None:
-    """With a document that only keeps what is made: the rectangles of each lane lie where the seconds say."""
+    """With a document that only keeps what is made: the rectangles of each lane lie where the seconds say.
+
+    An activity has the colour that it has among the phases, and the names of lanes have room.
+    """
     data = content([read_run(folder, "r")], 1)
     assert "function timelinePlot" in render(data)
+    run = data["runs"][0]
+    run["phases"] = {"names": ["train", "generate", "other"]}
+    run["timeline"]["lanes"][-1]["name"] = "environment"
     assets = Path(__file__).parents[2] / "rlframework/observers/report/assets"
     program = (
         "const make = (tag) => ({ tag, at: {}, nodes: [], setAttribute(k, v) { this.at[k] = v; },"
@@ -184,12 +190,18 @@ def test_the_script_draws_a_lane_for_each_part(folder: Path, tmp_path: Path) -> 
         f" getElementById: () => ({{ textContent: {json.dumps(json.dumps(data))} }}) }};"
         + (assets / "base.js").read_text()
         + (assets / "timeline.js").read_text()
-        + "const plot = timelinePlot(data.runs[0], (n) => `p${n}`);"
-        "const drawn = plot.nodes.filter((n) => n.tag === 'rect').map(({ at }) => [at.x, at.y, at.width]);"
+        + "const { activities } = data.runs[0].timeline;"
+        "const plot = timelinePlot(data.runs[0], (n) => paintOf(activities[n]));"
+        "const drawn = plot.nodes.filter((n) => n.tag === 'rect').map(({ at }) => [at.x, at.y, at.width, at.class]);"
         "console.log(JSON.stringify(drawn));"
     )
     drawn = json.loads(subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout)
-    spans = [(lane, span) for lane, each in enumerate(data["runs"][0]["timeline"]["lanes"]) for span in each["spans"]]
-    # 720 wide, of which 66 and 44 are margins, for 10 seconds; lanes are 26 apart, from 18
-    expected = [(66 + 61 * start, 18 + 26 * lane, 61 * (end - start)) for lane, (_, start, end) in spans]
-    assert [tuple(map(float, each)) for each in drawn] == [pytest.approx(each, abs=0.01) for each in expected]
+    spans = [(lane, span) for lane, each in enumerate(run["timeline"]["lanes"]) for span in each["spans"]]
+    # 720 wide, of which 44 and 14 + 6.5 for each letter of "environment" are margins, for 10 seconds
+    expected = [(85.5 + 59.05 * start, 18 + 26 * lane, 59.05 * (end - start)) for lane, (_, start, end) in spans]
+    assert [tuple(map(float, each[:3])) for each in drawn] == [pytest.approx(each, abs=0.01) for each in expected]
+    colours = {run["timeline"]["activities"][span[0]]: each[3] for (_, span), each in zip(spans, drawn, strict=True)}
+    assert colours == {
+        "wait": "phase c-rest", "train": "phase p0", "generate": "phase p1", "checkpoint": "phase p2",
+        "refit": "phase p3",
+    }  # fmt: skip

@@ -19,7 +19,7 @@ from rlframework.observers.report.content import phases_of
 from rlframework.observers.report.runs import Run
 
 COLOURS = ("#0067a8", "#cf5200", "#007a58", "#a8447e", "#6b4e00", "#5a35c9", "#6d7884", "#a3283a")
-PHASES = ("#2f8ca3", "#e0a030", "#8062b5", "#6f9a3d", "#c5656f", "#51688c")
+PHASES = ("#2f8ca3", "#e0a030", "#8062b5", "#6f9a3d", "#c5656f", "#51688c", "#3f9b7a", "#96693d")
 OTHER = "#b4bcc6"
 MARKERS = ("o", "s", "^", "D")
 ACROSS = 3

@@ -46,8 +46,8 @@ class ImageReader:
         """Return an image part. Raises an `ApiError` that begins with `where` unless it is an image in a data URI."""
         if self.config is None:
             raise ApiError(
-                f"{where} is an image, and this endpoint serves text only; set environment.images (with rlframework "
-                "serve: --set environment.images={}) for a vision-language model"
+                f"{where} is an image, and this endpoint serves text only; set environment.images (rlframework serve "
+                "RUN_OR_MODEL environment.images={}) for a vision-language model"
             )
         picture = Picture(_bytes_of(_address_of(part, where), where), where, self.config.max_pixels)
         if picture.digest not in self.kept:

@@ -28,7 +28,7 @@ def serve(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], di
     """The process and what it prints, for a model of random weights."""
     model = make_llama(folder / "model", character_tokenizer(ALPHABET), hidden=32, layers=1)
     command = [sys.executable, "-m", "rlframework.cli", "serve", str(model), "--port", "0", *words]
-    limits = ["--set", "generation.max_new_tokens=5"]
+    limits = ["generation.max_new_tokens=5"]
     with subprocess.Popen([*command, *limits], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -26,6 +26,10 @@ function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** The activities of all charts: one colour for each, whatever the chart and the run. */
+const ACTIVITIES = [...new Set([...data.runs.flatMap((run) => run.phases?.names ?? []), ...data.runs.flatMap((run) => run.timeline?.activities ?? [])])].filter((name) => !["other", "wait"].includes(name));
+const paintOf = (name) => (ACTIVITIES.includes(name) ? `p${ACTIVITIES.indexOf(name) % 8}` : "c-rest");
+
 const colour = (index) => `c${index % COLOURS}`;
 
 function shapePath(shape, x, y, r) {

@@ -2,9 +2,7 @@
 function phases() {
   const runs = data.runs.map((run, index) => ({ run, index })).filter(({ run }) => run.phases);
   if (!runs.length) return null;
-  const names = [...new Set(runs.flatMap(({ run }) => run.phases.names))].filter((name) => name !== "other");
-  const paint = (name) => (name === "other" ? "c-rest" : `p${names.indexOf(name) % 6}`);
-  const cards = runs.map(({ run, index }) => phaseCard(run, index, paint));
+  const cards = runs.map(({ run, index }) => phaseCard(run, index, paintOf));
   listeners.runs.push(() => runs.forEach(({ index }, i) => { cards[i].hidden = !state.shown[index]; }));
   return el("section", { id: "time" }, el("h2", {}, "Time of a step"), el("div", { class: "grid" }, cards));
 }

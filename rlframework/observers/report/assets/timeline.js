@@ -8,7 +8,7 @@ function timeline() {
 
 function timelineCard(run, index) {
   const { activities, shares, hint, hidden } = run.timeline;
-  const paint = (n) => (activities[n] === "wait" ? "c-rest" : `p${n % 6}`);
+  const paint = (n) => paintOf(activities[n]);
   const share = new Map(shares);
   const keys = activities.map((name, n) => el("span", {}, el("span", { class: `sw ${paint(n)}` }), `${name} `, share.has(name) ? el("b", {}, number(share.get(name), true)) : null));
   const more = hidden ? el("p", { class: "note" }, `${hidden} more engines are not drawn.`) : null;
@@ -19,7 +19,8 @@ function timelineCard(run, index) {
 function timelinePlot(run, paint) {
   const { steps, seconds: span, activities, lanes } = run.timeline;
   const [width, high, gap, top] = [innerWidth < 760 ? 330 : 720, 20, 6, 18];
-  const [left, right, bottom] = [66, 44, 22];
+  const longest = Math.max(...lanes.map(({ name }) => name.length));
+  const [left, right, bottom] = [Math.max(66, 14 + 6.5 * longest), 44, 22];
   const height = top + lanes.length * (high + gap) + bottom;
   const plot = svg("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `What trainer, engines and refits of ${run.name} did in steps ${steps[0][0]} to ${steps.at(-1)[0]}` });
   const x = (at) => left + Math.min(Math.max(at / (span || 1), 0), 1) * (width - left - right);
