@@ -27,7 +27,7 @@ def serve(
     trust_run: TrustRun = False,
     debug: Debug = False,
 ) -> None:
-    """Serve a model with OpenAI's chat completions and Responses, until Ctrl-C.
+    """Serve a model with OpenAI's chat completions, completions and Responses, until Ctrl-C.
 
     \b
     rlframework serve runs/quickstart

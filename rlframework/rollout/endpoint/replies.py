@@ -1,4 +1,4 @@
-"""What the server needs of a reply, of each API."""
+"""The interface of replies that the server sends, of each API."""
 
 from __future__ import annotations
 
