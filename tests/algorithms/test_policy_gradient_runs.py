@@ -52,14 +52,19 @@ def test_dynamic_sampling_gives_up_after_its_rounds(run_config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "noted"), [("normalize_std=true", [1, 2]), ("normalize_std=false", []), ("name=ppo", [])]
+    ("keys", "noted"),
+    [
+        (["algorithm.normalize_std=true"], [1, 2]),
+        (["algorithm.normalize_std=false"], []),
+        (["algorithm.name=ppo", "critic={}"], []),
+    ],
 )
 def test_spreads_count_where_deviations_of_groups_are_divided_out(
-    run_config: Any, monkeypatch: pytest.MonkeyPatch, key: str, noted: list[int]
+    run_config: Any, monkeypatch: pytest.MonkeyPatch, keys: list[str], noted: list[int]
 ) -> None:
     steps = list[int]()
     monkeypatch.setattr(RewardSpread, "note", lambda self, step, result: steps.append(step))
-    run(run_config("grpo", f"algorithm.{key}", *TWO_STEPS))
+    run(run_config("grpo", *keys, *TWO_STEPS))
     assert steps == noted
 
 

@@ -15,7 +15,7 @@ from rlframework.rollout.special_tokens import with_special_tokens
 
 TOKENIZER = character_tokenizer("ab")
 PAD, EOS = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
-A, B = TOKENIZER.convert_tokens_to_ids(["a", "b"])
+A, B = (TOKENIZER.convert_tokens_to_ids(token) for token in "ab")
 SHOWN_PAD, SHOWN_EOS = TOKENIZER.pad_token, TOKENIZER.eos_token
 
 
