@@ -13,9 +13,9 @@ from rlframework.interfaces.environment import Sample
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.special_tokens import with_special_tokens
 
-TOKENIZER = character_tokenizer("ab")
+TOKENIZER: Any = character_tokenizer("ab")
 PAD, EOS = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
-A, B = (TOKENIZER.convert_tokens_to_ids(token) for token in "ab")
+A, B = TOKENIZER.convert_tokens_to_ids(["a", "b"])
 SHOWN_PAD, SHOWN_EOS = TOKENIZER.pad_token, TOKENIZER.eos_token
 
 
