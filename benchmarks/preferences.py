@@ -121,7 +121,7 @@ def answered(model: Path, seed: int, folder: Path) -> float:
     }
     with build_parts(load_config(source)) as parts:
         samples: Sequence[Sample] = parts.environment.samples("validation")
-        result = rollout(parts, samples, row_seeds(seed, 0, len(samples)), greedy=True)
+        result = rollout(parts, samples, row_seeds(seed, 0, len(samples)), temperature=0.0)
     return float(result.rewards.mean())
 
 

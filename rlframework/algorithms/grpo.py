@@ -16,6 +16,7 @@ from rlframework.algorithm import Parts, RunResult
 from rlframework.algorithms.advantages import add_advantages
 from rlframework.algorithms.dynamic_sampling import sample_groups
 from rlframework.algorithms.losses import ClippedPGLoss
+from rlframework.algorithms.reward_spread import RewardSpread
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
@@ -69,6 +70,7 @@ class GRPO(StepLoop):
             self.rollouts = AsynchronousRollouts(parts, self.config.asynchronous, *size, self.config.num_steps)
         self.loader = self.rollouts
         self._noted_equal_groups = False
+        self._reward_spread = RewardSpread(self.config.samples_per_prompt)
         self.loss = policy_loss(self.config, parts.config.generation.max_new_tokens)
         self.own_advantage = None if self.config.advantage is None else load_advantage(self.config.advantage)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
@@ -101,6 +103,8 @@ class GRPO(StepLoop):
                 self._add_logprobs(result.data)
         metrics = self.rollouts.take(step) | self.add_advantages(result, timer)
         self._note_equal_groups(step, result, metrics)
+        if "train/zero_variance_groups" in metrics and self._divides_by_deviation:
+            self._reward_spread.note(step, result)
         metrics |= self.train_on(step, result, timer)
         metrics["train/tokens"] = float(result.data["input_lengths"].sum())
         return metrics, result.records(step, "train", self.parts.config.observers.samples, self.parts.tokenizer)
@@ -138,6 +142,13 @@ class GRPO(StepLoop):
                 rounds=self.config.dynamic_sampling,
                 pad_id=self.parts.tokenizer.pad_token_id or 0,
             )
+
+    @property
+    def _divides_by_deviation(self) -> bool:
+        """Whether small differences within a group become advantages of the usual size."""
+        config = self.config
+        divides = bool(config.normalize_std) or config.batch_normalization != "none"
+        return divides and config.group_baseline and self.own_advantage is None
 
     def _note_equal_groups(self, step: int, result: Rollout, metrics: Mapping[str, float]) -> None:
         """Log, once a run, that no group of the rollout has different rewards."""

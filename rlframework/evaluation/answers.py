@@ -19,6 +19,7 @@ from rlframework.huggingface.model_directories import model_positions
 from rlframework.logs import printable
 from rlframework.rollout.seeds import prompt_seeds
 from rlframework.rollout.single_turn import complete
+from rlframework.rollout.special_tokens import with_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,9 +130,13 @@ class Answerer:
             rows = [rendered[n] for n in batch for _ in range(self._samples)]
             output, texts = complete(self._tokenizer, self._generation, rows, seeds)
             lengths, truncated = output["generation_lengths"].tolist(), output["truncated"].tolist()
+            ends = output["unpadded_sequence_lengths"].tolist()
             for row, text in enumerate(texts):
                 number, prompt = row % self._samples, prompts[start + row // self._samples]
                 facts = {"sample": number, "completion": text, "tokens": lengths[row], "truncated": truncated[row]}
+                ids = output["output_ids"][row, ends[row] - lengths[row] : ends[row]].tolist()
+                if hidden := with_special_tokens(self._tokenizer, ids, ended=not truncated[row]):
+                    facts["model_output"] = hidden
                 self._print(prompt, facts, alone=len(prompts) == 1)
             cut += sum(truncated)
         if cut:
@@ -174,3 +179,5 @@ class Answerer:
         number = f"[{facts['sample'] + 1}] " if self._samples > 1 else ""
         ending = "\n" if not alone and facts["sample"] == self._samples - 1 else ""
         print(printable(f"{number}{facts['completion']}{ending}"), flush=True)
+        if hidden := facts.get("model_output"):
+            print(printable(f"(with special tokens: {hidden})"), file=sys.stderr, flush=True)

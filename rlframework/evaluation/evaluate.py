@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from rlframework.rollout.seeds import prompt_seeds
 from rlframework.training.input_checks import InputCheck
 from rlframework.training.recording import plain_json
 from rlframework.training.validation import pass_rates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,7 +65,8 @@ def evaluate(
             batch = samples[start : start + batch_size]
             rows = [sample for sample in batch for _ in range(attempts)]
             seeds = prompt_seeds(parts.config.seed, start, len(batch), attempts)
-            _add(result, rollout(parts, rows, seeds, temperature=0.0 if plan.greedy else None), plan, file)
+            scored = rollout(parts, rows, seeds, temperature=0.0 if plan.greedy else None)
+            _add(result, scored, plan, file, parts.tokenizer)
             progress(len(result.ids) * attempts, total)
     result.seconds = time.perf_counter() - started
     return result
@@ -94,7 +98,9 @@ def prompts_at_a_time(parts: Parts, attempts: int) -> int:
     return max(1, rows_of_worker * parts.policy.data_parallel_size // attempts)
 
 
-def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO) -> None:
+def _add(
+    result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Write the completions of `scored`, in which the rows of a prompt are adjacent, and add their values."""
     attempts = plan.attempts
     lines = [
@@ -108,6 +114,7 @@ def _add(result: Evaluation, scored: Rollout, plan: EvaluationPlan, file: TextIO
             "accuracy": round(float(scored.accuracies[row]), 6),
             "tokens": int(scored.completion_lengths[row]),
             "truncated": bool(scored.truncated[row]),
+            **({"model_output": hidden} if (hidden := scored.model_output(row, tokenizer)) else {}),
             **({"metrics": dict(scored.parts[row])} if scored.parts and scored.parts[row] else {}),
             **({"turns": scored.turns(row, training=False)} if scored.transcripts else {}),
             **({"failure": scored.failures[row]} if scored.failures and scored.failures[row] else {}),

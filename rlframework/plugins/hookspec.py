@@ -51,7 +51,8 @@ class SampleRecord:
     `images`: those of the prompt, each an `rlframework.interfaces.pictures.Picture`. `sample`: the id of its
     `rlframework.interfaces.environment.Sample`. `metrics`: what its reward consists of, by name, without weights.
     `truncated`: whether a limit cut the answer or the episode. `model_input`: the text that the answer or the first
-    turn continues, as the chat template writes it, also of tools.
+    turn continues, as the chat template writes it, also of tools. `model_output`: the text of the completion's tokens
+    with special ones, only where `completion` leaves out more than the token that ended it.
     """
 
     prompt: str
@@ -66,6 +67,7 @@ class SampleRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     truncated: bool = False
     model_input: str = ""
+    model_output: str = ""
 
 
 class TimeSpan(NamedTuple):

@@ -17,6 +17,7 @@ from rlframework.interfaces.generation import WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.outcomes import outcome_metrics
+from rlframework.rollout.special_tokens import with_special_tokens
 from rlframework.rollout.trajectory import TrainingRow
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class Rollout:
     ) -> list[SampleRecord]:
         """Return at most `count` of the samples for logging: evenly spaced, and one that failed if there is any.
 
-        `tokenizer`: decodes what the answer or the first turn continues; None: it is left out.
+        `tokenizer`: decodes what the answer or the first turn continues, and special tokens of the answer or the last
+        turn; None: they are left out.
         """
         some = count and self.scored
         rows = list(range(0, len(self.samples), -(-len(self.samples) // count))) if some else []
@@ -109,6 +111,7 @@ class Rollout:
             "metrics": self.parts[row] if self.parts else {},
             "truncated": bool(self.truncated[row]),
             "model_input": self._model_input(row, tokenizer),
+            "model_output": self.model_output(row, tokenizer),
         }
         if not self.transcripts:
             images, asked = pictures_of(sample.messages), text_of(sample.messages[-1])
@@ -125,6 +128,24 @@ class Rollout:
         if tokenizer is None or not len(sampled):
             return ""
         return str(tokenizer.decode(self.data["input_ids"][first, : int(sampled[0])].tolist()))
+
+    def model_output(self, row: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
+        """The completion of an episode with its special tokens, if its text hides any; see `with_special_tokens`.
+
+        The text of a turn with tool calls or reasoning always leaves some out, and hides nothing.
+        """
+        transcript = self.transcripts[row] if self.transcripts else ()
+        last: Mapping[str, Any] = next((turn for turn in reversed(transcript) if turn["trained"]), {})
+        if tokenizer is None or last.get("tool_calls") or last.get("reasoning_content"):
+            return ""
+        final = int((self.episode_of == row).nonzero()[-1])
+        places = (self.data["token_mask"][final] != 0).nonzero().flatten()
+        if not len(places):
+            return ""
+        gaps = (places.diff() > 1).nonzero().flatten().tolist()  # between turns
+        turn = places[gaps[-1] + 1 if gaps else 0 :]
+        ended = bool(self.transcripts) or not bool(self.truncated[row])
+        return with_special_tokens(tokenizer, self.data["input_ids"][final, turn].tolist(), ended=ended)
 
 
 def _asked(sample: Sample) -> str:

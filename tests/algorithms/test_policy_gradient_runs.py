@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from rlframework import run
+from rlframework.algorithms.reward_spread import RewardSpread
 from rlframework.config.algorithm_presets import AlgorithmName
 
 pytestmark = pytest.mark.slow
@@ -48,6 +49,23 @@ def test_dynamic_sampling_gives_up_after_its_rounds(run_config: Any) -> None:
     assert [row["train/sampling_rounds"] for row in rows] == [3.0, 3.0]
     assert [row["train/sampled_groups_kept"] for row in rows] == [0.0, 0.0]
     assert [row["train/grad_norm"] for row in rows] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "noted"),
+    [
+        (["algorithm.normalize_std=true"], [1, 2]),
+        (["algorithm.normalize_std=false"], []),
+        (["algorithm.name=ppo", "critic={}"], []),
+    ],
+)
+def test_spreads_count_where_deviations_of_groups_are_divided_out(
+    run_config: Any, monkeypatch: pytest.MonkeyPatch, keys: list[str], noted: list[int]
+) -> None:
+    steps = list[int]()
+    monkeypatch.setattr(RewardSpread, "note", lambda self, step, result: steps.append(step))
+    run(run_config("grpo", *keys, *TWO_STEPS))
+    assert steps == noted
 
 
 LAYOUTS = {

@@ -294,6 +294,14 @@ def answers(capsys, *words: object) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_special_tokens_that_a_text_hides_are_shown(tiny_llama, capsys):
+    """Each token of the tokenizer is a character or special; the end of an answer is not shown by itself."""
+    rows = answers(capsys, tiny_llama, "1+1=", "--samples", 12, "--max-new-tokens", 6)
+    hiding = [len(row["completion"]) < row["tokens"] - (not row["truncated"]) or not row["completion"] for row in rows]
+    assert ["model_output" in row for row in rows] == hiding
+    assert set(hiding) == {True, False}
+
+
 def test_the_seed_counts(tiny_llama, capsys):
     words = [tiny_llama, "1+1=", "--samples", 3, "--max-new-tokens", 8]
     first = answers(capsys, *words)
