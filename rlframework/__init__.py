@@ -1,7 +1,8 @@
 """RL post-training of language models with pluggable training backends.
 
 `load_config` and `run` are what the command line calls; `build_parts` builds a run's policy, generation engine,
-environment and other components for your own code. All names are imported on first use.
+environment and other components for your own code, and `Session` for the cells of a notebook. All names are imported on
+first use.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rlframework.runner.data import with_data
     from rlframework.runner.launch import resume, run
     from rlframework.runner.parts import build_parts
+    from rlframework.runner.session import Session, loop_config
 
 __all__ = [
     "Parts",
@@ -27,6 +29,7 @@ __all__ = [
     "RLFrameworkError",
     "RunConfig",
     "RunResult",
+    "Session",
     "UserError",
     "__version__",
     "build_parts",
@@ -34,6 +37,7 @@ __all__ = [
     "config_yaml",
     "create_manager",
     "load_config",
+    "loop_config",
     "resume",
     "run",
     "with_data",
@@ -45,12 +49,14 @@ _MODULES = {
     "RLFrameworkError": "errors",
     "RunConfig": "config.sections",
     "RunResult": "algorithm",
+    "Session": "runner.session",
     "UserError": "errors",
     "build_parts": "runner.parts",
     "config_schema": "configure",
     "config_yaml": "configure",
     "create_manager": "plugins.manager",
     "load_config": "configure",
+    "loop_config": "runner.session",
     "resume": "runner.launch",
     "run": "runner.launch",
     "with_data": "runner.data",

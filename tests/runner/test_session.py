@@ -1,0 +1,44 @@
+"""Sessions, and configurations of a loop that uses neither algorithm nor environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlframework import Session, loop_config
+from rlframework.errors import ConfigError, WorkerError
+from rlframework.huggingface.model_directories import make_llama
+from rlframework.huggingface.tokenizer import character_tokenizer
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> dict[str, object]:
+    make_llama(str(tmp_path / "tiny"), character_tokenizer("ab="), hidden=16, layers=1, heads=2)
+    return {"policy": {"model_name": str(tmp_path / "tiny")}, "output_dir": str(tmp_path / "run")}
+
+
+def test_a_loop_may_leave_out_algorithm_and_environment(source) -> None:
+    assert loop_config(source).policy.model_name == source["policy"]["model_name"]
+    named = loop_config(source, ["algorithm={name: grpo, num_steps: 7}", "environment={name: dataset, check: exact}"])
+    assert (named.algorithm.name, named.algorithm.num_steps, named.environment.name) == ("grpo", 7, "dataset")
+    assert loop_config(source, ["algorithm.num_steps=7"]).algorithm.num_steps == 7
+    with pytest.raises(ConfigError, match=r"Did you mean `policy\.optimizer"):
+        loop_config(source, ["policy.optimiser.lr=1"])
+
+
+@pytest.mark.slow
+def test_a_session_is_open_until_it_is_closed(source, tmp_path: Path) -> None:
+    session = Session(source)
+    assert session.policy.get_info()
+    name = source["policy"]["model_name"]
+    assert repr(session) == f"<Session of {name}: dtensor, 1 x inline, open>"
+    session.close()
+    session.close()
+    assert repr(session) == f"<Session of {name}: dtensor, 1 x inline, closed>"
+    with pytest.raises(WorkerError, match="shut down"):
+        session.policy.get_info()
+    with pytest.raises(ZeroDivisionError), Session(source) as session:
+        1 / 0  # noqa: B018 - an error of the loop
+    assert repr(session).endswith("closed>")
+    assert not (tmp_path / "run").exists()
