@@ -1,4 +1,4 @@
-"""What `train` returns of the tokens that were sampled, of several global batches."""
+"""The result of `train` for sampled tokens of several global batches."""
 
 from __future__ import annotations
 
