@@ -333,7 +333,7 @@ def _without_defaults_of_others(tree: Tree, selected: Mapping[str, Registered], 
 
 def _says_nothing(tree: Tree, keys: Keys, others: Collection[str], defaults: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the value at `keys`, of one of the `others` by its last key, is null or a default that nobody wrote."""
-    key, value = keys[-1], tree.get(keys)
+    key, value = str(keys[-1]), tree.get(keys)
     if value is None:
         return key in others
     return keys not in tree.overridden and any(key in each and each[key] == value for each in defaults)

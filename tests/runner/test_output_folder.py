@@ -141,7 +141,14 @@ def test_what_a_report_wrote_is_replaced_with_its_run(finished):
     assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
-FOREIGN = ["notes.txt", "report-figures/thesis.tex", "data/rows.jsonl", "tensorboard/notes.txt", "model/thesis.tex", "checkpoints/notes/a.txt"]
+FOREIGN = [
+    "notes.txt",
+    "report-figures/thesis.tex",
+    "data/rows.jsonl",
+    "tensorboard/notes.txt",
+    "model/thesis.tex",
+    "checkpoints/notes/a.txt",
+]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
