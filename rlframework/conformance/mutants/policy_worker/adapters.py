@@ -63,9 +63,11 @@ def all_linear_of_attention(engine_class: Any) -> Any:
 
     class Broken(engine_class):  # type: ignore[misc]
         def build(self, *, init_optimizer: bool) -> None:
-            if self.config.lora is not None and self.config.lora.adapts_all_linear:
-                lora = self.config.lora.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")})
-                self.config = self.config.model_copy(update={"lora": lora})
+            engine: Any = self
+            lora = engine.config.lora
+            if lora is not None and lora.adapts_all_linear:
+                lora = lora.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")})
+                engine.config = engine.config.model_copy(update={"lora": lora})
             super().build(init_optimizer=init_optimizer)
 
     return Broken
