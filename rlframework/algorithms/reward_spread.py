@@ -79,7 +79,7 @@ class RewardSpread:
 
 
 def _parts(result: Rollout) -> Iterator[tuple[str, Tensor]]:
-    """What a reward may consist of, by name, with a value for each episode: its parts, then what penalties count."""
+    """Yield what a reward may consist of, by name, with a value for each episode: its parts, then penalties."""
     for name in dict.fromkeys(name for parts in result.parts for name in parts):
         yield f"its part `{name}`", torch.tensor([parts.get(name, 0.0) for parts in result.parts])
     if result.transcripts:

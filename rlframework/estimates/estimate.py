@@ -115,13 +115,13 @@ class Estimate:
     def _place(self) -> Place:
         return "host" if self.device == "cpu" else "device"
 
-    def lines(self) -> list[str]:
-        """The lines that a run prints at its start: of memory and disk where they are not a small part of it."""
+    def lines(self, *, brief: bool = False) -> list[str]:
+        """The estimate as lines of text; `brief`: as a run prints them, memory and disk only where they matter."""
         disk = ", ".join(f"{name} {gib(size)}" for name, size in self.disk.items())
-        lines = [f"a step {self._step}", *self.notes]
-        if _is_much(sum(self.disk.values()), self.free_disk):
-            lines.insert(0, f"disk in GiB: {disk}")
-        if self._memory_is_much:
+        shows_disk = not brief or _is_much(sum(self.disk.values()), self.free_disk)
+        step = f"a step {self._step}"
+        lines = [f"disk in GiB: {disk}; {step}" if shows_disk else step, *self.notes]
+        if not brief or self._memory_is_much:
             lines[:0] = [
                 self._needs,
                 *self._engine_lines(),
@@ -398,6 +398,6 @@ def print_estimate(
         _LOG.warning("no estimate of memory and disk: %s: %s", type(error).__name__, error)
         return
     if parts.config.observers.console:
-        print(*found.lines(), sep="\n", flush=True)
+        print(*found.lines(brief=True), sep="\n", flush=True)
     for warning in found.warnings():
         _LOG.warning("%s", warning)

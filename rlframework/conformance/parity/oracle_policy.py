@@ -149,7 +149,7 @@ class StoredGeneration:
         """Return True: there is nothing to free."""
         return True
 
-    def generate(self, data: Batch, greedy: bool = False) -> Batch:
+    def generate(self, data: Batch, greedy: bool = False, *, temperature: float | None = None) -> Batch:
         """See `Generation.generate`."""
         prompts = [row[:size] for row, size in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)]
         results = [self._answer(seed) for seed in data["seeds"].tolist()]
