@@ -168,6 +168,11 @@ class LoraConfig(Section):
         return ALL_LINEAR in self.target_modules
 
     @property
+    def selects_by_name(self) -> bool:
+        """Whether PEFT selects the layers by `target_modules`, instead of by the path of each layer."""
+        return self.part == "all" and not self.adapts_all_linear
+
+    @property
     def scale(self) -> float:
         """The factor of the product B A: alpha / rank."""
         return self.alpha / self.rank

@@ -22,24 +22,25 @@ _LOG = logging.getLogger(__name__)
 _READS_TYPE = re.compile(r"""'type'|"type"|\.type\b""")
 """Matches where a template may tell parts of a content by their type."""
 
-_PROBE = "7305186249"
-"""A content, to find out whether a template writes texts: in no template's own text."""
+PROBE = "7305186249"
+"""A content and an argument that templates leave as they are, and that is in no template's own text."""
 _PROBE_TOOL: ToolSpec = {
     "type": "function",
-    "function": {"name": f"f{_PROBE}", "description": "", "parameters": {"type": "object", "properties": {}}},
+    "function": {"name": f"f{PROBE}", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
 _PROBE_CALL: ToolCall = {
     "id": "probe0000",
     "type": "function",
-    "function": {"name": f"f{_PROBE}", "arguments": "{}"},
+    "function": {"name": f"f{PROBE}", "arguments": "{}"},
 }
-_ASKED: Message = {"role": "user", "content": "a"}
+ASKED: Message = {"role": "user", "content": "a"}
+"""The first message of the conversations that a template is tried with."""
 
 
 def _calling(call: ToolCall) -> tuple[Message, ...]:
     """A conversation with one call."""
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return _ASKED, turn, {"role": "tool", "content": "b", "tool_call_id": call["id"]}
+    return ASKED, turn, {"role": "tool", "content": "b", "tool_call_id": call["id"]}
 
 
 def apply_template(
@@ -176,7 +177,7 @@ def _writes_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     if not _READS_TYPE.search(template):
         return True
     try:
-        return _PROBE in _apply(tokenizer, [{"role": "user", "content": _PROBE}], (), prompt=False)
+        return PROBE in _apply(tokenizer, [{"role": "user", "content": PROBE}], (), prompt=False)
     except Exception:  # noqa: BLE001 - a template that rejects this conversation may take others
         return True
 
@@ -190,16 +191,16 @@ def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     texts = [
         _tried(tokenizer, template, called, [_PROBE_TOOL]),
         _tried(tokenizer, template, called, [_PROBE_TOOL], mappings=False),
-        _tried(tokenizer, template, [_ASKED], [_PROBE_TOOL]),
+        _tried(tokenizer, template, [ASKED], [_PROBE_TOOL]),
     ]
-    return any(_PROBE in (text or "") for text in texts) or texts == [None] * len(texts)
+    return any(PROBE in (text or "") for text in texts) or texts == [None] * len(texts)
 
 
 @lru_cache(maxsize=16)
 def _writes_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether arguments that are no JSON object are in what the template writes."""
-    call: ToolCall = {**_PROBE_CALL, "function": {"name": "f", "arguments": f"{{{_PROBE}"}}
-    return _PROBE in (_tried(tokenizer, template, _calling(call), []) or "")
+    call: ToolCall = {**_PROBE_CALL, "function": {"name": "f", "arguments": f"{{{PROBE}"}}
+    return PROBE in (_tried(tokenizer, template, _calling(call), []) or "")
 
 
 def _tried(

@@ -53,12 +53,17 @@ def object_of(call: ToolCall) -> dict[str, Any]:
     if len(text) > MAX_ARGUMENT_CHARACTERS:
         raise RejectedCall(f"the arguments of {name!r} have {len(text)} characters; at most {MAX_ARGUMENT_CHARACTERS}")
     try:
-        found = json.loads(text, parse_constant=_no_number) if text.strip() else {}
+        found = json_value(text) if text.strip() else {}
     except (ValueError, RecursionError) as error:
         raise RejectedCall(f"the arguments of {name!r} are not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise RejectedCall(f"the arguments of {name!r} are not a JSON object, but {text.strip()[:80]}")
     return found
+
+
+def json_value(text: str | bytes | bytearray) -> Any:
+    """Return the value of JSON `text`. Raises a `ValueError` also for NaN and infinity, which JSON does not have."""
+    return json.loads(text, parse_constant=_no_number)
 
 
 def names_of(tools: Collection[ToolSpec]) -> tuple[str, ...]:

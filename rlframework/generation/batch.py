@@ -52,8 +52,7 @@ def requests_of(
 
     `data`: `input_ids [B, S]` of any integer dtype, right-padded prompts; `input_lengths [B]`; `seeds [B]` int64, all
     64 bits significant; and `PackedTensor`s, the media of each row. `stop_tokens`: all tokens that end a completion.
-    `temperature`: None for that of `config`.
-    Raises `BatchError` for missing seeds and an empty prompt.
+    `temperature`: None for that of `config`. Raises `BatchError` for missing seeds and an empty prompt.
     """
     prompts, seeds = _unpadded_prompts(data)
     packed = {name: value.tensors for name, value in data.items() if isinstance(value, PackedTensor)}

@@ -125,10 +125,10 @@ class Generation:
         """Context with `Completions` of single prompts, in the event loop of `run_in_loop`.
 
         `temperature`: None for that of the run. `stop_token_ids`: tokens that end a completion besides those of the
-        run, such as the end of a turn.
-        Call `prepare_for_generation` before and `finish_generation` after it. Raises a `RefitError` at its end, unless
-        an error ends it, for tokens sampled with other weights than those of `weights_version`, unless `kind` allows
-        several versions.
+        run, such as the end of a turn. Call `prepare_for_generation` before and `finish_generation` after it.
+
+        Raises a `RefitError` at its end, unless an error ends it, for tokens sampled with other weights than those of
+        `weights_version`, unless `kind` allows several versions.
         """
         config, stops = self.config, self._stop_tokens.union(stop_token_ids)
         used = config.temperature if temperature is None else temperature

@@ -31,12 +31,11 @@ def inject(model: Any, lora: LoraConfig) -> None:
     import peft
 
     layers = adapted_layers(model, lora)
-    named = lora.part == "all" and not lora.adapts_all_linear
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # floats work too
         lora_dropout=0.0,
-        target_modules=list(lora.target_modules) if named else layers,
+        target_modules=list(lora.target_modules) if lora.selects_by_name else layers,
         bias="none",
         init_lora_weights=False,
     )

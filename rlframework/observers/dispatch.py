@@ -61,6 +61,7 @@ class Observers:
         self._relays = [self._core.hook] if hook is None else [self._core.hook, hook]
         self._names: set[str] = set()
         """The names of metrics so far."""
+        self._noted_names = False
         self._finished = False
         self.last_step = 0
         """The last finished step; 0 before the first."""
@@ -130,8 +131,6 @@ class Observers:
                     "environment or an agent put data into the names of its metrics?", MOST_METRICS, name,
                 )  # fmt: skip
         return MappingProxyType(numbers)
-
-    _noted_names = False
 
     def _add(self, name: str, target: str) -> None:
         self._core.register(load_target(target)(), name=name)

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rlframework.datasets.chat_template import apply_template, knows_tools, template_text, without_template_warnings
+from rlframework.datasets.chat_template import (
+    ASKED,
+    PROBE,
+    apply_template,
+    knows_tools,
+    template_text,
+    without_template_warnings,
+)
 from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolSpec
 from rlframework.rollout.chat_text import ChatText
@@ -26,11 +33,8 @@ if TYPE_CHECKING:
 _OPENED = re.compile(r"[<\[][^<>\[\]\s]*$")
 """Matches a mark at the end of a text that is not closed."""
 
-_ASKED: Message = {"role": "user", "content": "a"}
-_PROBE = "7305186249"
-"""In no template's own text."""
-_NAME = f"f{_PROBE}"
-_ARGUMENTS = {"count": int(_PROBE), "word": f"w{_PROBE}"}
+_NAME = f"f{PROBE}"
+_ARGUMENTS = {"count": int(PROBE), "word": f"w{PROBE}"}
 _TOOL: ToolSpec = {
     "type": "function",
     "function": {
@@ -88,7 +92,7 @@ def _reader(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Complet
         if _recovers(parser, written):
             return CompletionReader(split, parser)
     what = f"it writes a call as {written.strip()!r:.300}, in a form that is not parsed"
-    if _PROBE not in written:
+    if PROBE not in written:
         what = "it does not write the calls of earlier turns"
     return CompletionReader(split, None, _problem(tokenizer, what))
 
@@ -111,8 +115,8 @@ def parse_response(tokenizer: PreTrainedTokenizerBase) -> Parser:
 
 def _written_call(tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of an assistant turn with one call, without what a prompt has already and without its end."""
-    prompt = apply_template(tokenizer, [_ASKED], [_TOOL], prompt=True)
-    whole = apply_template(tokenizer, [_ASKED, _CALLING], [_TOOL])
+    prompt = apply_template(tokenizer, [ASKED], [_TOOL], prompt=True)
+    whole = apply_template(tokenizer, [ASKED, _CALLING], [_TOOL])
     common = _OPENED.sub("", common_prefix(prompt, whole))  # `<think>` and `<tool_call>` begin with the same letters
     text = whole[len(common) :]
     for end in ChatText(tokenizer).turn_ends:

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rlframework.datasets.chat_template import apply_template, template_text
+from rlframework.datasets.chat_template import ASKED, PROBE, apply_template, template_text
 from rlframework.datasets.rendering import encode_texts
 from rlframework.datasets.tools_as_text import tools_as_text
 from rlframework.errors import DataError
@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 _MARK = "\ue002"
 """Inserted after the first character of a spelled special token. Anywhere else it is ordinary text."""
 
-_PROBE = "7305186249"
-"""A content and an argument that templates leave as it is."""
 _PROBE_CALL: ToolCall = {
     "id": "probe0000",
     "type": "function",
-    "function": {"name": "f", "arguments": f'{{"a": "{_PROBE}"}}'},
+    "function": {"name": "f", "arguments": f'{{"a": "{PROBE}"}}'},
 }
 
 
@@ -110,24 +108,23 @@ class ChatText:
     @cached_property
     def turn_ends(self) -> frozenset[str]:
         """The special tokens that the template puts at the end of the last turn, an answer or a tool call."""
-        user: Message = {"role": "user", "content": "a"}
-        answer: Message = {"role": "assistant", "content": _PROBE}
+        answer: Message = {"role": "assistant", "content": PROBE}
         call: Message = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
-        return frozenset(filter(None, (self._end_of([user, answer], last=True), self._end_of([user, call], last=True))))
+        ends = (self._end_of([ASKED, last], last=True) for last in (answer, call))
+        return frozenset(filter(None, ends))
 
     @cached_property
     def ends(self) -> frozenset[str]:
         """As `turn_ends`, and the special token at the end of an answer that another message follows."""
-        user: Message = {"role": "user", "content": "a"}
-        answer: Message = {"role": "assistant", "content": _PROBE}
-        return self.turn_ends | frozenset(filter(None, [self._end_of([user, answer, user], last=False)]))
+        answer: Message = {"role": "assistant", "content": PROBE}
+        return self.turn_ends | frozenset(filter(None, [self._end_of([ASKED, answer, ASKED], last=False)]))
 
     @cached_property
     def takes_several_calls(self) -> bool:
         """Whether the template renders a turn with several tool calls; Llama 3's raises an error."""
         calls: Message = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL, _PROBE_CALL]}
         try:
-            return self.template is None or bool(self.render([{"role": "user", "content": "a"}, calls]))
+            return self.template is None or bool(self.render([ASKED, calls]))
         except DataError:
             return False
 
@@ -139,7 +136,7 @@ class ChatText:
             text = self.render(messages)
         except DataError:  # a template without such messages has no end for them
             return None
-        _, probed, rest = text.rpartition(_PROBE)
+        _, probed, rest = text.rpartition(PROBE)
         found = self.special.findall(rest) if probed else []
         return found[-1 if last else 0] if found else None
 

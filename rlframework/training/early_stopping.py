@@ -50,7 +50,7 @@ class EarlyStopping:
         """Whether `value` is better than the best by more than `min_change`; NaN never is."""
         assert self._config is not None
         if self._best is None:
-            return value == value
+            return not math.isnan(value)
         change = value - self._best if self._config.best == "highest" else self._best - value
         return change > self._config.min_change
 

@@ -19,7 +19,7 @@ class NoiseBound:
     """
 
     def __init__(self, limit: float, headroom: float | None = None, dtype: str = "float32") -> None:
-        """`headroom`: None if measured noise does not count. `dtype`: what the limit is that of, for messages."""
+        """`headroom`: None if measured noise does not count. `dtype`: the one that `limit` belongs to, for messages."""
         self._limit, self._headroom, self.dtype = limit, headroom, dtype
         self._noise: float | None = None
 

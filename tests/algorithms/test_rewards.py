@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stub_engines import AnswersB
 
 from rlframework.algorithms.advantages import group_advantages
 from rlframework.errors import UserError
@@ -15,33 +16,13 @@ from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutco
 from rlframework.rollout.single_turn import single_turns
 
 
-class Generation:
-    """Answers every prompt of one token with `b`."""
-
-    def prepare_for_generation(self) -> None:
-        pass
-
-    def finish_generation(self) -> None:
-        pass
-
-    def generate(self, data: Any, *, temperature: float | None) -> dict[str, torch.Tensor]:
-        rows = len(data["input_ids"])
-        return {
-            "output_ids": torch.tensor([[2, 3]] * rows),
-            "unpadded_sequence_lengths": torch.full((rows,), 2),
-            "generation_lengths": torch.ones(rows, dtype=torch.long),
-            "truncated": torch.zeros(rows, dtype=torch.bool),
-            "logprobs": torch.zeros(rows, 2),
-        }
-
-
 def rolled(outcomes: list[StepOutcome]) -> Any:
     """The rollout of two samples, in an environment that answers with `outcomes`."""
     config = SimpleNamespace(environment=SimpleNamespace(name="mine"))
     environment = SimpleNamespace(step=lambda samples, conversations: outcomes)
     parts: Any = SimpleNamespace(
         tokenizer=character_tokenizer("ab"),
-        generation=Generation(),
+        generation=AnswersB(),
         environment=environment,
         config=config,
         images=None,

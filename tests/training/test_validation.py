@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from stub_engines import AnswersB
 
 from rlframework.config.sections import GenerationConfig, ValidationConfig
 from rlframework.errors import ConfigError
@@ -16,27 +17,6 @@ from rlframework.interfaces.environment import Environment, Sample, Split, StepO
 from rlframework.rollout.seeds import row_seeds
 from rlframework.training.loop import StepLoop
 from rlframework.training.validation import attempt_metrics, validate
-
-
-class Generation:
-    """Answers every prompt of one token with `b`, and records what it was asked for."""
-
-    def prepare_for_generation(self) -> None:
-        pass
-
-    def finish_generation(self) -> None:
-        pass
-
-    def generate(self, data: Any, *, temperature: float | None) -> dict[str, torch.Tensor]:
-        self.asked = (temperature, data["seeds"].tolist())
-        rows = len(data["input_ids"])
-        return {
-            "output_ids": torch.tensor([[2, 3]] * rows),
-            "unpadded_sequence_lengths": torch.full((rows,), 2),
-            "generation_lengths": torch.ones(rows, dtype=torch.long),
-            "truncated": torch.zeros(rows, dtype=torch.bool),
-            "logprobs": torch.zeros(rows, 2),
-        }
 
 
 class Graded(Environment):
@@ -66,7 +46,7 @@ def validated(accuracies: list[float], **settings: Any) -> tuple[dict[str, float
     outcomes = [StepOutcome(value, metrics={"accuracy": value}) for value in accuracies]
     parts: Any = SimpleNamespace(
         tokenizer=character_tokenizer("ab"),
-        generation=Generation(),
+        generation=AnswersB(),
         environment=Graded(samples, outcomes),
         config=config,
         images=None,

@@ -41,7 +41,6 @@ def write_adapter(
     tensors = {PREFIX + name: tensor.detach().float().cpu().contiguous() for name, tensor in adapters}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
-    named = lora.part == "all" and not lora.adapts_all_linear
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -49,7 +48,7 @@ def write_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.target_modules) if named else sorted(layers),
+        "target_modules": list(lora.target_modules) if lora.selects_by_name else sorted(layers),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rlframework.environments.tool_calls import json_value
 from rlframework.rollout.endpoint.errors import ApiError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Incoming:
         if large:
             raise ApiError(f"the body has more than {most} bytes", status=413, code="too_large")
         try:
-            body = json.loads(parts, parse_constant=_no_number)
+            body = json_value(parts)
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
@@ -74,7 +75,3 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     from starlette.responses import Response
 
     return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
