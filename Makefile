@@ -65,7 +65,7 @@ soak: $(VENV)/.installed-dev  ## attack it: faults, fuzzed inputs, leaks, secret
 conformance: PYTEST_ARGS = -n 2 --dist loadgroup # layouts have up to four workers
 conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes docs/results/conformance.json and .md
 	rm -f $(VENV)/conformance.json $(VENV)/conformance_vllm.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -o timeout=900 tests/conformance/all_parts.py \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -o timeout=900 plugins/conformance/tests/all_parts.py \
 		--conformance-layout all --conformance-json $(VENV)/conformance.json; status=$$?; \
 	test -f $(VENV)/conformance.json || { echo "nothing was run, so docs/results is as it was" >&2; exit $$status; }; \
 	if test -x $(VLLM_ENV)/bin/rlframework; then \
@@ -73,9 +73,9 @@ conformance: $(VENV)/.installed-dev  ## all parts in all their layouts; writes d
 	else echo "vllm is not tested: \`make vllm\` makes its environment" >&2; fi; \
 	for report in conformance.json conformance_vllm.json; do \
 		test ! -f $(VENV)/$$report || \
-		$(BIN)/python -m rlframework.conformance.markdown --shorten $(VENV)/$$report docs/results/$$report || exit 1; \
+		$(BIN)/python -m rlframework_conformance.markdown --shorten $(VENV)/$$report docs/results/$$report || exit 1; \
 	done; \
-	$(BIN)/python -m rlframework.conformance.markdown docs/results/conformance*.json docs/results/conformance.md && \
+	$(BIN)/python -m rlframework_conformance.markdown docs/results/conformance*.json docs/results/conformance.md && \
 	exit $$status
 
 # Each command runs whatever the others found; OUT has their logs and figures. Tests that measure rates run alone.

@@ -29,9 +29,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # look for GPUs when they are imported, and CUDA cannot be used in a process forked from one that did.
 if not Path("/dev/nvidia0").exists():
     processes.PRELOADED = (
-        "rlframework.conformance.inspected_worker",
-        "rlframework.conformance.mutants",
-        "rlframework.conformance.probe_worker",
+        "rlframework_conformance.inspected_worker",
+        "rlframework_conformance.mutants",
+        "rlframework_conformance.probe_worker",
         "rlframework.plugins.builtin",
         "rlframework_dtensor.worker",
         "rlframework_deepspeed.worker",

@@ -47,13 +47,13 @@ from work import as_batch, make_policy, matrix_product_flops
 from rlframework import create_manager
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.policies import run_config
 from rlframework.generation.driver import Generation, RemoteGeneration
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.policy.client import Policy
 from rlframework.policy.head import chunks, logprobs
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.policies import run_config
 
 Row = list[str]
 

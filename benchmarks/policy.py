@@ -55,7 +55,7 @@ from work import (
 )
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance.sections import parse_section
+from rlframework_conformance.sections import parse_section
 
 MODES = ("padded", "dynamic", "packed")
 LOOPS = {PADDED: "padded", SORTED: "sorted"}

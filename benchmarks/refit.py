@@ -49,7 +49,6 @@ from interleave import Timings, interleave, machine, table, write_json
 from refit_floors import BROADCAST, CHECKED, CHUNK, COPIES, WRITE, Floor, broadcasting, copying
 
 from rlframework import create_manager, load_config
-from rlframework.conformance.policies import InspectedEngines
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationEngine, SamplingParams
@@ -59,12 +58,13 @@ from rlframework.weight_sync.calls import RefitCalls
 from rlframework.weight_sync.coordinator import Refitter
 from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import ProbeRequests, Probes
+from rlframework_conformance.policies import InspectedEngines
 
 IPC, COLLECTIVE = "refit, ipc", "refit, collective"
 PROVEN, PROBES = "proven refit, ipc", "probes"
 FORWARD = "one forward"
 COUNT = 6  # probes
-HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
+HELD = "rlframework_conformance.suites.policy_worker.inspection:held_weights"
 PAIRS = (
     *((IPC, order) for order in (*COPIES, WRITE, CHECKED)),
     (CHECKED, WRITE),
@@ -111,7 +111,7 @@ def refitting(path: Path, tokenizer: Any, transport: str) -> Iterator[tuple[Poli
 
 def check_weights(policy: Policy, engines: InspectedEngines, folder: Path) -> None:
     """Check that the engine's weights after a refit equal the saved ones bit for bit."""
-    from rlframework.conformance.policies import weights_of
+    from rlframework_conformance.policies import weights_of
 
     held = engines.inspect(HELD)[0]
     for name, weight in weights_of(policy, folder).items():

@@ -10,7 +10,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlframework import moved
+
 __version__ = "0.2.0"
+
+moved.install()
 
 if TYPE_CHECKING:
     from rlframework.algorithm import Parts, RunResult

@@ -29,14 +29,13 @@ from rlframework.config.validate import check_further_policies, check_run, valid
 from rlframework.config.yaml_text import Keys, Tree, to_yaml
 from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
+from rlframework.plugins.loading import extras, install_command
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
 from rlframework.plugins.types import (
-    OWN_BACKENDS,
     RECORD_TYPES,
     Capability,
     PolicyWorkerRecord,
     Record,
-    install_command,
 )
 from rlframework.secrets import secrets_of_environment
 
@@ -343,10 +342,10 @@ def _keys_of_others(selected: Mapping[str, Registered], manager: PluginManager) 
     """Hints for keys that belong to plugins which are not selected or not installed."""
     hints: dict[Keys, str] = {
         (section, name): (
-            f"This is the section of the backend `{name}`, which is not installed. Install it with "
+            f"If this is the section of a backend: `{name}` is not installed. Install it with "
             f"{install_command(name, '`')}, or remove the section."
         )
-        for name in OWN_BACKENDS
+        for name in extras() - {row.name for row in manager.listing()}
         for section in ("policy", *FURTHER_POLICIES)
     }
     owners: dict[tuple[str, str], list[str]] = {}

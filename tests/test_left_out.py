@@ -8,9 +8,9 @@ from pathlib import Path
 from left_out_cases import SAMPLED
 from left_out_suites import SUITES
 
-from rlframework import conformance
-from rlframework.conformance.layouts import select_layouts
+import rlframework_conformance as conformance
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance.layouts import select_layouts
 
 ROOT = Path(__file__).parents[1]
 PROOF = ROOT / "rlframework" / "conformance" / "mutants" / "proof.py"

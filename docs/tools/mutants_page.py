@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pieces import page as page_of
 from pieces import table
 
-from rlframework.conformance import suite_of
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.mutants import Mutant, mutants_of
+from rlframework_conformance import suite_of
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.mutants import Mutant, mutants_of
 
 KINDS = ("policy_worker", "data_processor", "worker_group", "generation_engine", "environment")
 _TEXT = """A mutant is a part that is broken on purpose: one bug that occurs in real training stacks. Each mutant names

@@ -19,8 +19,8 @@ from typing import Any
 from pieces import page as page_of
 from pieces import table
 
-from rlframework.conformance.report import machine
 from rlframework.files import write_atomically
+from rlframework_conformance.report import machine
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _COLUMNS = ("attack", "outcome", "inputs", "seconds", "seed")

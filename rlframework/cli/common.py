@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import logging
 import os
@@ -9,8 +10,9 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import cached_property
 from io import TextIOWrapper
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -21,6 +23,9 @@ from rlframework.errors import RLFrameworkError, UserError, WriteError
 from rlframework.files import writing
 from rlframework.logs import log_to_stderr, printable
 from rlframework.secrets import hide_in_text
+
+if TYPE_CHECKING:
+    from rlframework.plugins.manager import PluginManager
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +55,38 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 class _Group(TyperGroup):
-    """Turns exceptions of commands into a message and an exit code."""
+    """Core's commands and those of plugins. Turns exceptions of commands into a message and an exit code."""
+
+    @cached_property
+    def _manager(self) -> PluginManager:
+        from rlframework.plugins.manager import create_manager
+
+        return create_manager()
+
+    @cached_property
+    def _of_plugins(self) -> dict[str, Any]:
+        from rlframework.cli.plugin_commands import collect_commands
+
+        return collect_commands(self._manager, self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of this name, or None."""
+        return super().get_command(ctx, cmd_name) or self._of_plugins.get(cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands: first core's."""
+        return [*super().list_commands(ctx), *self._of_plugins]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the command that `args` begins with. Raises `UserError` if there is none."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            from rlframework.cli.plugin_commands import why_missing
+
+            near = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
+            what_to_do = f" Did you mean {near[0]!r}?" if near else why_missing(name, self._manager)
+            raise UserError(f"there is no command {name!r}.{what_to_do}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command of `ctx`."""

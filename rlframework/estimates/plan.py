@@ -19,8 +19,9 @@ from rlframework.config.yaml_text import Tree
 from rlframework.configure import load_elsewhere, manager_of
 from rlframework.errors import ConfigError
 from rlframework.estimates.hardware import PlannedGpus
+from rlframework.plugins.loading import extra_of, install_command
 from rlframework.plugins.manager import PluginManager
-from rlframework.plugins.types import OWN_ENGINES, GenerationEngineRecord, install_command
+from rlframework.plugins.types import GenerationEngineRecord
 
 ENGINE = GenerationEngineRecord.kind
 
@@ -102,7 +103,7 @@ def gpus_of_engine(tree: Tree, manager: PluginManager) -> int:
     found = manager.registered(ENGINE).get(name if isinstance(name, str) else "")
     if found is None:
         degree = tree.get(("generation", "vllm", "tensor_parallel_size"))
-        return degree if name in OWN_ENGINES and isinstance(degree, int) else 1
+        return degree if isinstance(degree, int) else 1
     record: Any = found.record
     try:
         section: GenerationConfig = (record.config_model or record.section).model_validate(tree.values["generation"])
@@ -116,7 +117,7 @@ def _engine_elsewhere(
 ) -> tuple[PlannedGpus, list[str], list[str]]:
     """For an engine of ours whose plugin is not installed: overrides with core's own in its place, and a note."""
     name = tree.get(("generation", "name"))
-    if name not in OWN_ENGINES or any(row.name == name for row in manager.listing()):
+    if not isinstance(name, str) or extra_of(name) is None or any(row.name == name for row in manager.listing()):
         return gpus, [], []
     swapped = ["generation.name=transformers"]
     if tree.get(("generation", name)) is not NOT_GIVEN:

@@ -26,10 +26,9 @@ from rlframework import __version__
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import ConfigError
 from rlframework.files import replacing_directory
+from rlframework.plugins.loading import extra_of
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import (
-    OWN_BACKENDS,
-    OWN_ENGINES,
     RECORD_TYPES,
     GenerationEngineRecord,
     PolicyWorkerRecord,
@@ -124,7 +123,7 @@ def _taken(name: str, kind: str) -> str | None:
             return (
                 f"it is used by {row.distribution} {row.version}; choose another name, or uninstall that distribution"
             )
-    if name in (*OWN_BACKENDS, *OWN_ENGINES):
+    if extra_of(name) is not None:
         return "it is the name of one of rlframework's own distributions; choose another name"
     package, distribution = (_words(name, kind)[key] for key in ("package", "distribution"))
     if find_spec(package) is not None:

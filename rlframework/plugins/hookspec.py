@@ -1,7 +1,7 @@
 """The hooks that a plugin can implement, and the markers `hookspec` and `hookimpl`.
 
-Six registration hooks return records, one hook per interface; the configuration selects records by name. Four observer
-hooks are notified of events. No hook changes behavior: exactly one engine is active, the one that is selected by name.
+Six hooks are a registry: they return records, one hook per interface, and the configuration selects records by name.
+The others act: they add commands, or are notified of events of a run.
 
 An implementation takes the arguments of its specification under the same names, without default values; it may omit
 some. It must be lightweight, because it also runs for `rlframework plugins`, which never imports torch.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pluggy
+import typer
 
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.types import (
@@ -83,7 +84,7 @@ class TimeSpan(NamedTuple):
     end: float
 
 
-# Registration hooks. Each specification returns nothing: pluggy never calls it.
+# The registry. Each specification returns nothing: pluggy never calls it.
 
 
 @hookspec
@@ -166,6 +167,25 @@ def rlframework_algorithms() -> Iterable[AlgorithmRecord]:
     ...     return [AlgorithmRecord("mine", "my_package.algorithm:MyAlgorithm", api_version=1)]
     """
     return ()
+
+
+# Hooks that act.
+
+
+@hookspec
+def rlframework_commands(app: typer.Typer) -> None:
+    """Add commands to the command line. Called when the command or a list of commands is asked for.
+
+    `rlframework.cli.common` has the options that commands share. A command whose name another plugin uses, too, can
+    be used by neither. Import what is heavy inside the command.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_commands(app):
+    ...     @app.command()
+    ...     def hello(name: str) -> None:
+    ...         print("hello", name)
+    """
 
 
 # Observer hooks. They run in the driver, and their return values are ignored.

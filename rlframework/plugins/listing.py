@@ -68,7 +68,7 @@ class PluginTable:
         wide = options.max_width >= WIDE
         longest = [max(len(row.name) for row in self.rows) + 2, max(len(_origin(row)) for row in self.rows), 8]
         for kind, rows in groupby(self.rows, lambda row: row.kind):
-            heading = f"{kind} ({RECORD_TYPES[kind].key})" if kind else "plugins that could not be loaded"
+            heading = f"{kind} ({RECORD_TYPES[kind].key})" if kind else "plugins without parts"
             yield Text(heading, style="bold")
             table = Table(box=None, show_header=False, expand=True, pad_edge=False, padding=(0, 2, 0, 0))
             for width in longest:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from operator import attrgetter
 from typing import Any
@@ -165,6 +165,33 @@ def check_model(record: Record) -> None:
             f"config_model of the {record.kind} {record.name!r} must be a class derived from "
             f"{base.__module__}.{base.__name__}, not {model!r}"
         )
+
+
+@cache
+def extras() -> frozenset[str]:
+    """The extras of rlframework-core that bring what a configuration or the command line can name."""
+    try:
+        names = metadata.metadata(CORE).get_all("Provides-Extra") or ()
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
+        names = ()
+    return frozenset(names) - {"all", "dev", "docs"}
+
+
+def extra_of(name: str) -> str | None:
+    """The extra of rlframework-core that is called as the part or command `name`, or None."""
+    extra = name.replace("_", "-")
+    return extra if extra in extras() else None
+
+
+def install_command(extra: str, quote: str = "") -> str:
+    """Return the command that installs an extra of rlframework-core, with `quote` around it."""
+    command = f"{quote}pip install 'rlframework-core[{extra}]'{quote}"
+    return f"{command} (from the wheels of a release: with --find-links WHEELS)"
+
+
+def install_hint(name: str) -> str:
+    """Return the command that installs what `name` may belong to: the extra of that name, else all extras."""
+    return install_command(extra_of(name) or "all")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -22,22 +22,21 @@ from rlframework.plugins.loading import (
     UNVERSIONED,
     Plugin,
     did_you_mean,
+    extra_of,
+    extras,
     find_plugins,
+    install_command,
     load_target,
     make_current_directory_importable,
     new_pluggy,
     one_line,
 )
 from rlframework.plugins.types import (
-    OWN_BACKENDS,
-    OWN_ENGINES,
     RECORD_TYPES,
     AlgorithmRecord,
     EnvironmentRecord,
-    GenerationEngineRecord,
     PolicyWorkerRecord,
     Record,
-    install_command,
 )
 from rlframework.plugins.user_defined import algorithm_record, environment_record
 
@@ -46,9 +45,6 @@ _USER_DEFINED = {EnvironmentRecord.kind: environment_record, AlgorithmRecord.kin
 
 _NOUNS = {PolicyWorkerRecord.kind: "backend"}
 """Words for kinds whose name is not the word that users know."""
-
-_OWN = {PolicyWorkerRecord.kind: OWN_BACKENDS, GenerationEngineRecord.kind: OWN_ENGINES}
-"""Names of records that extras of rlframework-core install, by kind."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,17 @@ class PluginManager:
     def hook(self) -> pluggy.HookRelay:
         """The hooks of all active plugins, for calling observer hooks."""
         return self._pluggy.hook
+
+    def callers(self, hook: str) -> Iterator[tuple[str, pluggy.HookCaller]]:
+        """Yield, in pluggy's order, `distribution version` of each plugin that implements `hook`, and its caller.
+
+        A caller calls the implementation of that plugin alone, so that its errors can be reported with its name.
+        """
+        plugins = [plugin for plugin in self._plugins if plugin.status == "active"]
+        blame = {plugin.name: str(plugin) for plugin in plugins}
+        for implementation in reversed(getattr(self.hook, hook).get_hookimpls()):
+            others = [plugin.loaded for plugin in plugins if plugin.loaded is not implementation.plugin]
+            yield blame[implementation.plugin_name], self._pluggy.subset_hook_caller(hook, others)
 
     def registered(self, kind: str) -> dict[str, Registered]:
         """Return the selectable records by name: not broken, not disabled and not duplicated."""
@@ -191,12 +198,11 @@ class PluginManager:
                 yield "Choose another one, or remove the name from that variable."
                 return
         installed = self.registered(kind)
-        own = _OWN.get(kind, ())
-        near = next(iter(difflib.get_close_matches(name, [*installed, *own], n=1)), "")
+        near = next(iter(difflib.get_close_matches(name, [*installed, *extras()], n=1)), "")
         yield f"{key}: there is no {_NOUNS.get(kind, kind.replace('_', ' '))} {name!r}."
         meaning = value_hint(key, name)
         near = "" if meaning else near
-        if meaning or (near and name not in own):
+        if meaning or (near and extra_of(name) is None):
             yield meaning or f"Did you mean {near!r}?"
         of_each = dict[str, list[str]]()
         for known, entry in installed.items():
@@ -206,14 +212,9 @@ class PluginManager:
         for plugin in self._plugins:
             if plugin.status != "active":
                 yield f"{plugin.name} of {plugin} is {plugin.status}: {plugin.reason}."
-        wanted = name if name in own else near
-        if wanted in own and wanted not in installed:
-            yield (
-                f"To install {wanted}: {install_command(wanted)}, or in a clone of the repository: pip install -e "
-                f"plugins/{wanted}."
-            )
-            if wanted in OWN_ENGINES:
-                yield f"Or remove {key} for the built-in engine."
+        wanted = extra_of(name) or extra_of(near)
+        if wanted is not None and near not in installed:
+            yield f"To install {wanted}: {install_command(wanted)}."
         else:
             yield (
                 f"If {name!r} comes from a plugin, install its distribution with pip, or name its module under "

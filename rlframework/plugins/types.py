@@ -98,19 +98,6 @@ CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
 }
 """The capability that each axis of parallelism needs: the axes of `policy.parallelism`, and `data`."""
 
-OWN_BACKENDS = ("dtensor", "deepspeed", "megatron")
-"""The backends that extras of rlframework-core install."""
-
-OWN_ENGINES = ("vllm",)
-"""The generation engines that extras of rlframework-core install."""
-
-
-def install_command(extra: str, quote: str = "") -> str:
-    """Return the command that installs an extra of rlframework-core, with `quote` around it."""
-    command = f"{quote}pip install 'rlframework-core[{extra}]'{quote}"
-    return f"{command} (from the wheels of a release: with --find-links WHEELS)"
-
-
 CAPABILITY_OF_FORM: Mapping[str, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINTS,
     "native": Capability.NATIVE_CHECKPOINTS,

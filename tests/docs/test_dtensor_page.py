@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.conformance import cases, oracle
+from rlframework_conformance import cases, oracle
 from rlframework_dtensor.config import DTensorConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "dtensor.md").read_text(encoding="utf-8")

@@ -213,8 +213,8 @@ def test_the_example_of_the_readme(tmp_path: Path) -> None:
 
 
 def test_the_readme_counts_tests_and_mutants() -> None:
-    from rlframework.conformance import suite_of
-    from rlframework.conformance.mutants import mutants_of
+    from rlframework_conformance import suite_of
+    from rlframework_conformance.mutants import mutants_of
 
     kinds = ("policy_worker", "data_processor", "worker_group", "generation_engine", "environment")
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")

@@ -17,9 +17,9 @@ import pytest
 from probe_shell import run_shell
 from ruff import find_ruff_bin
 
-from rlframework.conformance import PolicyWorkerSuite
 from rlframework.plugins.types import Capability
 from rlframework.policy.engine import Engine
+from rlframework_conformance import PolicyWorkerSuite
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ddp_backend"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlframework import load_config
-from rlframework.conformance import PolicyWorkerSuite
 from rlframework.errors import ConfigError
+from rlframework_conformance import PolicyWorkerSuite
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.conformance import cases
 from rlframework.errors import DataError
 from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import empty_model, load_config, load_model, pretrained_weights, require_vocabulary
+from rlframework_conformance import cases
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -12,11 +12,11 @@ from rlframework import create_manager, load_config
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import PolicyConfig
-from rlframework.conformance import cases
-from rlframework.conformance.suites.policy_worker.losses import ScorePairsLoss, ScoresLoss, ValuesLoss
 from rlframework.errors import BatchError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.policy.client import Policy
+from rlframework_conformance import cases
+from rlframework_conformance.suites.policy_worker.losses import ScorePairsLoss, ScoresLoss, ValuesLoss
 
 
 @pytest.fixture

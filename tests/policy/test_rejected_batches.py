@@ -12,11 +12,11 @@ from rlframework import create_manager, load_config
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.conformance.suites.policy_worker.losses import FailingLoss
 from rlframework.errors import BatchError, NotSupported
 from rlframework.generation.driver import start_generation
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.policy.client import Policy
+from rlframework_conformance.suites.policy_worker.losses import FailingLoss
 
 LOSS = ClippedPGLoss(ClippedPGLossConfig(kl_coef=0.1))
 

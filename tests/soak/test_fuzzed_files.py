@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from rlframework import run
-from rlframework.conformance.parity.recorded_step import read_step
 from rlframework.datasets.reward_data import RewardData
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.errors import UserError
@@ -35,6 +34,7 @@ from rlframework.policy.checkpoint.saved import native_files
 from rlframework.policy.checkpoint.shared_directory import save_native
 from rlframework.runner.parts import build_parts
 from rlframework.training.checkpoints import Checkpoints, newest_checkpoint
+from rlframework_conformance.parity.recorded_step import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

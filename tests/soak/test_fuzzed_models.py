@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.conformance import cases
 from rlframework.errors import UserError
 from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions, quiet_transformers
@@ -30,6 +29,7 @@ from rlframework.models.file_weights import FileLayout, by_file_names
 from rlframework.models.loading import empty_model, load_config, load_model, pretrained_weights, require_vocabulary
 from rlframework.models.probing import probe_packing
 from rlframework.policy.checkpoint.pretrained import write_config
+from rlframework_conformance import cases
 
 REMOVED: Any = object()
 HOSTILE: tuple[Any, ...] = (

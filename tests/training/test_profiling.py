@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from rlframework import run
-from rlframework.conformance.policies import read_weights
 from rlframework.errors import NotSupported, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy import profiling
 from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.profiling import trace_span
 from rlframework.policy.reporting import Reporting
+from rlframework_conformance.policies import read_weights
 
 pytestmark = pytest.mark.slow
 

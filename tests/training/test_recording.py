@@ -12,16 +12,16 @@ from rlframework import run
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.conformance.parity.command import replay
-from rlframework.conformance.parity.compare import compare_with_oracle
-from rlframework.conformance.parity.outcome import UPDATE, Candidate
-from rlframework.conformance.parity.recorded_step import read_step, recorded_scenario
-from rlframework.conformance.policies import read_weights
 from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.loss import LossInput, LossType
 from rlframework.plugins.manager import create_manager
 from rlframework.policy.client import Policy
 from rlframework.training.recording import describe_loss
+from rlframework_conformance.parity.command import replay
+from rlframework_conformance.parity.compare import compare_with_oracle
+from rlframework_conformance.parity.outcome import UPDATE, Candidate
+from rlframework_conformance.parity.recorded_step import read_step, recorded_scenario
+from rlframework_conformance.policies import read_weights
 
 pytestmark = pytest.mark.slow
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.policies import InspectedEngines, InspectedPolicy, run_config
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework.weight_sync.buffers import checksum, read_weight, write_weight
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.policies import InspectedEngines, InspectedPolicy, run_config
 
-HELD = "rlframework.conformance.suites.policy_worker.inspection:held_weights"
-GATHERED = "rlframework.conformance.suites.policy_worker.inspection:gathered_weights"
+HELD = "rlframework_conformance.suites.policy_worker.inspection:held_weights"
+GATHERED = "rlframework_conformance.suites.policy_worker.inspection:gathered_weights"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

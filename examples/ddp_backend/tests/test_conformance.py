@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlframework.conformance import PolicyWorkerSuite
+from rlframework_conformance import PolicyWorkerSuite
 
 
 class TestPolicyWorker(PolicyWorkerSuite):

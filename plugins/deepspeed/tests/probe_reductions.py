@@ -10,8 +10,8 @@ from collectives import Collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_conformance import cases
 from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
 WORLD = 4

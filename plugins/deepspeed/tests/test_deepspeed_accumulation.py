@@ -10,8 +10,8 @@ from probe_forked import run_forked
 from probe_reductions import count
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_conformance import cases
 from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.oracle import Oracle
-from rlframework.conformance.policies import InspectedPolicy, run_config
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.oracle import Oracle
+from rlframework_conformance.policies import InspectedPolicy, run_config
 from rlframework_deepspeed.checks import COMPILERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -1,6 +1,6 @@
 """A step of several workers beside the oracle's, for each stage of ZeRO and each way to split a model.
 
-The whole suite in these layouts is in `make conformance` (tests/conformance/all_parts.py).
+The whole suite in these layouts is in `make conformance` (plugins/conformance/tests/all_parts.py).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from rlframework.conformance import PolicyWorkerSuite, cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.suites.policy_worker.images import first_image_step
 from rlframework.models.forward import HeadShard, ranges
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance import PolicyWorkerSuite, cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.suites.policy_worker.images import first_image_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed layouts")]  # processes serve one test after another
 

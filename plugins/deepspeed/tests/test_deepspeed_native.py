@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import PolicyWorkerSuite, cases
-from rlframework.conformance.layouts import Layout
 from rlframework.errors import DataError, NotSupported
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance import PolicyWorkerSuite, cases
+from rlframework_conformance.layouts import Layout
 from rlframework_deepspeed import environment
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from waiting_calls import waits_of_a_step
 
-from rlframework.conformance import cases
+from rlframework_conformance import cases
 from rlframework_deepspeed.worker import DeepSpeedPolicyWorker
 
 

@@ -10,9 +10,9 @@ import torch
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.conformance.oracle import Oracle
-from rlframework.conformance.policies import read_weights
 from rlframework.errors import DataError
+from rlframework_conformance.oracle import Oracle
+from rlframework_conformance.policies import read_weights
 
 STAGES = (0, 1, 2, 3)
 WORDS = "0123456789abcdefghijklmnopqrstuvwxyz+=?"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.conformance.oracle import Oracle
+from rlframework_conformance.oracle import Oracle
 
 WORD_COUNT = 40
 

@@ -14,10 +14,10 @@ import torch
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
-from rlframework.conformance import cases
 from rlframework.generation.batch import generate
 from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_conformance import cases
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 ENGINE = "rlframework.generation.transformers_engine:TransformersEngine"

@@ -9,8 +9,8 @@ from typing import Any
 import counting_device
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_conformance import cases
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 

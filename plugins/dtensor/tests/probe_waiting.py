@@ -14,9 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.microbatches import on_demand
+from rlframework_conformance import cases
 from rlframework_dtensor import experts
 from rlframework_dtensor.worker import DTensorPolicyWorker
 

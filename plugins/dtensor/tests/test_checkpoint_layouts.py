@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.policies import run_config
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.client import Policy
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.policies import run_config
 
 CHAIN = ("data=1", "data=2,tensor=2", "context=2", "tensor=2", "data=2", "data=1")
 """A vocabulary of 41, which two and four workers cut in pieces of unequal size."""

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.conformance import cases
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_conformance import cases
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 WORKERS, LAYERS, HIDDEN, MLP, HEADS, KV_HEADS = 4, 3, 32, 64, 4, 2

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import PolicyWorkerSuite, cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.oracle import Oracle
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance import PolicyWorkerSuite, cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.oracle import Oracle
 from rlframework_dtensor import model_builder
 from rlframework_dtensor.config import COMPILERS
 from rlframework_dtensor.model_builder import compile_blocks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlframework.conformance import PolicyWorkerSuite
-from rlframework.conformance.mutants.proof import MutantProof
+from rlframework_conformance import PolicyWorkerSuite
+from rlframework_conformance.mutants.proof import MutantProof
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dtensor suite")]  # its processes serve one test after another
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.conformance import PolicyWorkerSuite, cases
-from rlframework.conformance.layouts import Layout
 from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models.forward import QueryBlock, query_blocks, ranges
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance import PolicyWorkerSuite, cases
+from rlframework_conformance.layouts import Layout
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.model_builder import build_model

@@ -8,8 +8,8 @@ import pytest
 from probe_device import compare
 from probe_forked import run_forked
 
-from rlframework.conformance import cases
 from rlframework.huggingface.model_directories import make_llama
+from rlframework_conformance import cases
 
 
 @pytest.mark.slow

@@ -10,10 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.config.policy import PolicyConfig
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.oracle import Oracle
-from rlframework.conformance.policies import InspectedPolicy, read_weights, run_config
 from rlframework.errors import ConfigError, UserError
 from rlframework.generation.driver import Generation
 from rlframework.generation.engine_model import EngineModel
@@ -26,6 +22,10 @@ from rlframework.models.file_weights import FileWeight
 from rlframework.models.load_balancing import real_tokens
 from rlframework.plugins.manager import create_manager
 from rlframework.workers import process_groups
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.oracle import Oracle
+from rlframework_conformance.policies import InspectedPolicy, read_weights, run_config
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.experts import require_experts
 from rlframework_dtensor.mesh import Sizes

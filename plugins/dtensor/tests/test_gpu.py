@@ -13,14 +13,14 @@ import torch
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.oracle import Oracle
-from rlframework.conformance.policies import InspectedPolicy, run_config
 from rlframework.generation.batch import generate
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.manager import create_manager
 from rlframework.policy import profiling
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.oracle import Oracle
+from rlframework_conformance.policies import InspectedPolicy, run_config
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,10 +10,10 @@ import torch
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.conformance import cases
-from rlframework.conformance.oracle import Oracle
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_conformance import cases
+from rlframework_conformance.oracle import Oracle
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.conformance import cases
 from rlframework.errors import DataError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import loading
 from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import empty_model, load_config, load_model
 from rlframework.workers import process_groups
+from rlframework_conformance import cases
 from rlframework_dtensor import model_builder
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.lora_oracle import LoraOracle
-from rlframework.conformance.policies import InspectedPolicy, run_config
-from rlframework.conformance.suites.policy_worker.harness import loss_function
-from rlframework.conformance.suites.policy_worker.saving import prompts
 from rlframework.errors import ConfigError, NotSupported, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.lora_oracle import LoraOracle
+from rlframework_conformance.policies import InspectedPolicy, run_config
+from rlframework_conformance.suites.policy_worker.harness import loss_function
+from rlframework_conformance.suites.policy_worker.saving import prompts
 
 pytestmark = pytest.mark.slow
 

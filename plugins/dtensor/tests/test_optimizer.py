@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlframework.config.policy import OptimizerConfig
-from rlframework.conformance import cases
 from rlframework.policy.optimization import layer_matrices
+from rlframework_conformance import cases
 from rlframework_dtensor.optimizer import MuonWithAdamW, muon_update
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from rlframework.conformance import PolicyWorkerSuite, cases
-from rlframework.conformance.layouts import Layout
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance import PolicyWorkerSuite, cases
+from rlframework_conformance.layouts import Layout
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.model_builder import build_model

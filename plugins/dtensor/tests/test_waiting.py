@@ -8,9 +8,9 @@ import pytest
 from probe_forked import run_forked
 from probe_waiting import exchange, move, swap, train
 
-from rlframework.conformance import cases
-from rlframework.conformance.oracle import Oracle
 from rlframework.huggingface.model_directories import make_llama
+from rlframework_conformance import cases
+from rlframework_conformance.oracle import Oracle
 
 
 @pytest.fixture(scope="module")

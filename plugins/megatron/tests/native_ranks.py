@@ -18,10 +18,10 @@ import torch.distributed as dist
 from forked_ranks import tell
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
 from rlframework_megatron.worker import MegatronPolicyWorker
 
 WORLD = 2

@@ -1,13 +1,13 @@
 """The backend against its contract with one worker, where it is quick.
 
-The other layouts, and the distributed optimizer, are in `make conformance` (tests/conformance/all_parts.py).
+The other layouts, and the distributed optimizer, are in `make conformance` (plugins/conformance/tests/all_parts.py).
 """
 
 from __future__ import annotations
 
 import pytest
 
-from rlframework.conformance import PolicyWorkerSuite
+from rlframework_conformance import PolicyWorkerSuite
 
 pytestmark = pytest.mark.slow
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.oracle import Oracle
-from rlframework.conformance.policies import InspectedPolicy, run_config
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.manager import create_manager
 from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.oracle import Oracle
+from rlframework_conformance.policies import InspectedPolicy, run_config
 from rlframework_megatron import cpu
 from rlframework_megatron.config import compiles
 from rlframework_megatron.worker import MegatronPolicyWorker

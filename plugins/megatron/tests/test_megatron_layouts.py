@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.oracle import Oracle
-from rlframework.conformance.policies import run_config, weights_of
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework.policy.client import Policy
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.oracle import Oracle
+from rlframework_conformance.policies import run_config, weights_of
 
 pytestmark = pytest.mark.slow
 

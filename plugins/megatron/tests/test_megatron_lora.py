@@ -11,14 +11,14 @@ from causal_kinds import KINDS, tiny_model
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
 from rlframework.config.policy import LoraConfig
-from rlframework.conformance import cases
-from rlframework.conformance.layouts import Layout
-from rlframework.conformance.lora_oracle import LoraOracle
-from rlframework.conformance.policies import InspectedPolicy, run_config, weights_of
-from rlframework.conformance.suites.policy_worker.harness import loss_function
 from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
+from rlframework_conformance import cases
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.lora_oracle import LoraOracle
+from rlframework_conformance.policies import InspectedPolicy, run_config, weights_of
+from rlframework_conformance.suites.policy_worker.harness import loss_function
 from rlframework_megatron.adapter_weights import (
     adapter_weights,
     kind_of,

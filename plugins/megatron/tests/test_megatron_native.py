@@ -12,9 +12,9 @@ import pytest
 import torch
 from forked_ranks import complaints
 
-from rlframework.conformance import cases
 from rlframework.errors import DataError, NotSupported
 from rlframework.policy.engine import Moments
+from rlframework_conformance import cases
 
 pytestmark = pytest.mark.slow
 

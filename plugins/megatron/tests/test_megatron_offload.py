@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.host_buffers import HostBuffers
+from rlframework_conformance import cases
 from rlframework_megatron.offload import OffloadableMemory, main_weights, move_state, storages
 from rlframework_megatron.worker import MegatronPolicyWorker
 

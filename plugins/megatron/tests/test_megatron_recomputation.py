@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.conformance import cases
+from rlframework_conformance import cases
 from rlframework_megatron.worker import MegatronPolicyWorker
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")

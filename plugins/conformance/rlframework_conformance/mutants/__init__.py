@@ -1,0 +1,96 @@
+"""Mutants: deliberately broken parts, each with one bug that occurs in real training stacks.
+
+They prove that the suites work: each mutant names the tests that must fail on it, and at least one mutant names each
+test. A test must fail with a `ConformanceFailure`, so a mutant that crashes in set-up proves nothing. Importing this
+package imports none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+
+from rlframework_conformance.mutants.mutant import Mutant
+
+__all__ = ["MODULES", "Mutant", "find_mutant", "mutants_of"]
+
+MODULES: Mapping[str, tuple[str, ...]] = {
+    "policy_worker": (
+        "policy_worker.conventions",
+        "policy_worker.grouping",
+        "policy_worker.row_groups",
+        "policy_worker.kinds",
+        "policy_worker.images",
+        "policy_worker.context",
+        "policy_worker.tensor",
+        "policy_worker.training",
+        "policy_worker.clipping",
+        "policy_worker.sampled_tokens",
+        "policy_worker.token_sets",
+        "policy_worker.experts",
+        "policy_worker.scores",
+        "policy_worker.state",
+        "policy_worker.memory",
+        "policy_worker.saving",
+        "policy_worker.refit",
+        "policy_worker.checkpoints",
+        "policy_worker.muon",
+        "policy_worker.adapters",
+        "policy_worker.sharded",
+        "policy_worker.native",
+        "policy_worker.failures",
+    ),
+    "data_processor": (
+        "data_processor.counts",
+        "data_processor.grouping",
+        "data_processor.row_groups",
+        "data_processor.contents",
+    ),
+    "worker_group": ("worker_group.calls", "worker_group.results", "worker_group.lifecycle"),
+    "generation_engine": (
+        "generation_engine.scores",
+        "generation_engine.samples",
+        "generation_engine.decoding",
+        "generation_engine.results",
+        "generation_engine.requests",
+        "generation_engine.weights",
+        "generation_engine.updates",
+        "generation_engine.refit",
+        "generation_engine.images",
+    ),
+    "environment": ("environment", "episodes", "episode_rows"),
+}
+"""Kind of part to the modules of its mutants."""
+
+
+def mutants_of(kind: str) -> dict[str, Mutant]:
+    """Return the mutants of a kind of part by name, in the order of their modules.
+
+    Raises ValueError if two share a name.
+    """
+    found = [mutant for module in MODULES[kind] for mutant in _mutants_in(module)]
+    named = {mutant.name: mutant for mutant in found}
+    if len(named) != len(found):
+        raise ValueError(f"two mutants of {kind} have the same name")
+    return named
+
+
+def find_mutant(kind: str, name: str) -> Mutant:
+    """Return the mutant `name` of a kind of part, importing only its module; raises KeyError if it does not exist.
+
+    A module is imported if its source contains the name in quotes.
+    """
+    for module in MODULES[kind]:
+        source = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        if f'"{name}"' in source:
+            for mutant in _mutants_in(module):
+                if mutant.name == name:
+                    return mutant
+    raise KeyError(name)
+
+
+def _mutants_in(module: str) -> Iterator[Mutant]:
+    """Yield the values of a module, and of its table `MUTANTS` if it has one, that are mutants."""
+    values = vars(import_module(f"{__name__}.{module}"))
+    yield from (value for value in (*values.values(), *values.get("MUTANTS", ())) if isinstance(value, Mutant))

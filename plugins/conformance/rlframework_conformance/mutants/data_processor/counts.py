@@ -1,0 +1,92 @@
+"""Mutants of global batches: wrong rows and wrong counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlframework_conformance.mutants.data_processor.base import batch_with, broken_global_batch
+from rlframework_conformance.mutants.mutant import mutant
+
+
+@mutant(
+    "first_batch_again",
+    "Every global batch is the first one.",
+    "test_a_global_batch_is_its_own_rows_in_their_order",
+    "test_a_global_batch_is_as_long_as_the_driver_dealt_it",
+)
+@broken_global_batch
+def _always_first_batch(sound: Any, *args: Any, batch_idx: int, **where: Any) -> Any:
+    return sound(*args, batch_idx=0, **where)
+
+
+@mutant(
+    "dealt_batches_cut_evenly",
+    "Shards with uneven numbers of rows per global batch are sliced by the batch size.",
+    "test_a_global_batch_is_as_long_as_the_driver_dealt_it",
+)
+@broken_global_batch
+def _sliced_by_batch_size(sound: Any, data: Any, *args: Any, **where: Any) -> Any:
+    plain = batch_with(data)
+    plain.elem_counts_per_gb = plain.micro_batch_indices = plain.micro_batch_lengths = None
+    return sound(plain, *args, **where)
+
+
+@mutant(
+    "first_token_counted",
+    "The first token of a row is counted, although nothing predicts it.",
+    "test_targets_of_rows_that_count_are_counted",
+)
+@broken_global_batch
+def _first_token_counted(sound: Any, data: Any, *args: Any, **where: Any) -> Any:
+    found: dict[str, Any] = sound(data, *args, **where)
+    batch = found["batch"]
+    return found | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
+
+
+@mutant(
+    "masked_rows_counted",
+    "Tokens of rows whose `sample_mask` is 0 are counted.",
+    "test_targets_of_rows_that_count_are_counted",
+    "test_counts_of_nothing_are_zero",
+)
+@broken_global_batch
+def _masked_rows_counted(sound: Any, data: Any, *args: Any, **where: Any) -> Any:
+    found: dict[str, Any] = sound(data, *args, **where)
+    return found | {"global_valid_toks": found["batch"]["token_mask"][:, 1:].sum()}
+
+
+@mutant("counts_of_this_rank", "Each rank divides by the counts of its own rows.", "test_counts_are_summed_over_ranks")
+@broken_global_batch
+def _this_rank_only(sound: Any, data: Any, loss_fn: Any, dp_group: Any, **where: Any) -> Any:
+    return sound(data, loss_fn, None, **where)
+
+
+@mutant(
+    "counts_never_zero",
+    "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch.",
+    "test_counts_of_nothing_are_zero",
+)
+@broken_global_batch
+def _never_zero(sound: Any, *args: Any, **where: Any) -> Any:
+    found = sound(*args, **where)
+    return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in found.items()}
+
+
+@mutant("counts_are_integers", "The counts are int64.", "test_counts_are_scalars_in_fp32")
+@broken_global_batch
+def _integer_counts(sound: Any, *args: Any, **where: Any) -> Any:
+    found = sound(*args, **where)
+    return {name: value.long() if name.startswith("global_valid") else value for name, value in found.items()}
+
+
+@mutant(
+    "masks_made_up",
+    "A missing `sample_mask` is replaced by ones.",
+    "test_masks_that_are_missing_or_do_not_fit_are_refused",
+)
+@broken_global_batch
+def _missing_mask_is_ones(sound: Any, data: Any, *args: Any, **where: Any) -> Any:
+    ones = {} if "sample_mask" in data else {"sample_mask": torch.ones(len(data["input_ids"]))}
+    return sound(batch_with(data, **ones), *args, **where)

@@ -1,0 +1,123 @@
+"""Mixtures of experts: violations of contracts 2, 3 and 5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rlframework_conformance.layouts import Layout
+from rlframework_conformance.mutants.mutant import mutant
+from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, module_of
+
+EXPERTS = Layout(data=2, expert=2)
+LEARN = "test_experts_learn_as_the_oracles"
+ROUTERS = "test_the_router_loss_is_of_the_whole_batch"
+NAMES = "test_experts_are_saved_by_the_names_of_files"
+RESUMES = "test_experts_go_on_from_a_checkpoint"
+
+
+def _scaled_gradients(fragment: str, factor: float) -> Any:
+    """Multiply the gradients of parameters whose name contains `fragment` by `factor`."""
+
+    @in_engine
+    def break_it(engine_class: Any) -> Any:
+        class Broken(engine_class):  # type: ignore[misc]
+            def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
+                for name, parameter in module_of(self).named_parameters():
+                    if fragment in name and parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+                return super().clip_and_step(max_grad_norm, lr)
+
+        return Broken
+
+    return break_it
+
+
+experts_gradient_of_each_rank = mutant(
+    "experts_gradient_of_each_rank",
+    "Expert gradients, already summed over all ranks' tokens, are multiplied by the number of ranks.",
+    LEARN,
+    layout=EXPERTS,
+)(_scaled_gradients(".experts.", 2.0))
+
+routers_that_do_not_learn = mutant(
+    "routers_that_do_not_learn", "The weights of the chosen experts pass no gradient to the router.", LEARN, ROUTERS
+)(_scaled_gradients(".mlp.gate.", 0.0))
+
+
+@mutant("router_loss_left_out", "The configured weight of the load-balancing loss is ignored.", ROUTERS)
+@in_engine
+def router_loss_left_out(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            engine: Any = self
+            engine.config = engine.config.model_copy(update={"router_aux_loss_coef": 0.0})
+            super().build(init_optimizer=init_optimizer)
+
+    return Broken
+
+
+@mutant(
+    "router_loss_of_a_microbatch",
+    "The load-balancing loss uses the expert shares of the first microbatch only.",
+    ROUTERS,
+)
+@in_engine
+def router_loss_of_a_microbatch(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def build(self, *, init_optimizer: bool) -> None:
+            super().build(init_optimizer=init_optimizer)
+            routers = self.router_loss
+            if routers is not None:
+                whole = routers.measure_load
+
+                def measure_load(microbatches: Any, forward: Any) -> Any:
+                    first, all_ = whole(microbatches[:1], forward), whole(microbatches, forward)
+                    return type(all_)(first.load, all_.tokens)
+
+                routers.measure_load = measure_load
+
+    return Broken
+
+
+def _exchanged(name: str) -> str:
+    """Exchange an expert's `gate_proj` and `up_proj` in a name; return any other name unchanged."""
+    if ".experts." not in name:
+        return name
+    swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    path, kind, weight = name.rsplit(".", 2)
+    return ".".join((path, swapped.get(kind, kind), weight))
+
+
+@mutant("gate_and_up_exchanged", "The gate and up projections of experts are saved under each other's names.", NAMES)
+@in_engine
+def gate_and_up_exchanged(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+            for name, weight in super().gather_weights([_exchanged(name) for name in names]):
+                yield _exchanged(name), weight
+
+    return Broken
+
+
+@mutant(
+    "moments_of_another_half",
+    "The moments of an expert's gate and up projections are saved under each other's names.",
+    RESUMES,
+)
+@in_engine
+def moments_of_another_half(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def gather_moments(self) -> Iterator[tuple[str, Any]]:
+            for name, moments in super().gather_moments():
+                yield _exchanged(name), moments
+
+    return Broken

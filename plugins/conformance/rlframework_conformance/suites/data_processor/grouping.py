@@ -1,0 +1,127 @@
+"""The assignment of rows to microbatches."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.errors import BatchError
+from rlframework.interfaces.data_processor import BatchPlan, Microbatch
+from rlframework_conformance.rules import Suite, holds
+from rlframework_conformance.suites.data_processor.harness import ProcessorHarness
+from rlframework_conformance.suites.data_processor.rows import (
+    DYNAMIC,
+    PACKED,
+    PADDED,
+    PLANS,
+    batch_of,
+    lengths_of,
+    ragged_batches,
+    rows_with_targets,
+)
+
+
+class Grouping(Suite):
+    """`microbatches`: every row with work exactly once, within the limits."""
+
+    @holds(2)
+    def test_every_row_with_a_target_is_in_one_microbatch(self, harness: ProcessorHarness) -> None:
+        """Every row with a target must be in exactly one microbatch; nothing else would reveal the wrong loss."""
+        for case, data in enumerate(ragged_batches()):
+            for plan in PLANS:
+                rows = [row for made in harness.microbatches(data, plan) for row in made.rows.tolist()]
+                what = f"batch {case}, {plan.mode}"
+                harness.equal(f"rows in two microbatches ({what})", len(rows) - len(set(rows)), 0)
+                missing = sorted(set(rows_with_targets(data, "all")) - set(rows))
+                harness.equal(f"rows with targets that are in no microbatch ({what})", missing, [])
+
+    @holds(2)
+    def test_rows_without_wanted_targets_are_left_out(self, harness: ProcessorHarness) -> None:
+        """Rows without requested targets must be skipped: those without token_mask, and for a loss masked rows."""
+        mask = [[0, 1, 1], [1, 0, 0], [0, 0, 1]]
+        data = batch_of([3, 3, 3], token_mask=mask, sample_mask=[0, 1, 1])
+        for positions, expected in (("all", [0, 1, 2]), ("token_mask", [0, 2]), ("loss", [2]), ("loss_last", [1, 2])):
+            for plan in PLANS:
+                made = harness.microbatches(data, plan, positions)
+                rows = sorted(row for each in made for row in each.rows.tolist())
+                harness.equal(f"rows in {plan.mode} microbatches with positions={positions!r}", rows, expected)
+
+    @holds(2)
+    def test_no_microbatch_exceeds_the_token_limit(self, harness: ProcessorHarness) -> None:
+        """No microbatch may exceed the token limit, padding included, because the limit is what fits into memory."""
+        for case, data in enumerate(ragged_batches()):
+            for plan in (DYNAMIC, PACKED):
+                for multiple in (1, 4):
+                    sizes = [
+                        made.processed_inputs.input_ids.numel()
+                        for made in harness.microbatches(data, plan, pad_multiple=multiple)
+                    ]
+                    what = f"batch {case}, {plan.mode}, padded to {multiple}"
+                    largest = max(sizes, default=0)
+                    limit = plan.tokens
+                    harness.require(
+                        largest <= limit, f"no microbatch is over the limit ({what})", got=sizes, expected=limit
+                    )
+
+    @holds(2)
+    def test_padded_microbatches_have_at_most_the_rows_of_the_plan(self, harness: ProcessorHarness) -> None:
+        """Padded microbatches must have at most `rows` rows, the configured microbatch size."""
+        for case, data in enumerate(ragged_batches()):
+            for plan in (PADDED, BatchPlan("padded", 1, 0)):
+                sizes = [len(made.rows) for made in harness.microbatches(data, plan)]
+                what = f"padded microbatches have at most {plan.rows} rows (batch {case})"
+                harness.require(max(sizes, default=0) <= plan.rows, what, got=sizes, expected=plan.rows)
+
+    @holds(2)
+    def test_microbatches_that_the_driver_planned_are_kept(self, harness: ProcessorHarness) -> None:
+        """Microbatches planned by the driver must be kept, because the driver balanced their cost across ranks."""
+        for mode in ("dynamic", "packed"):
+            data = batch_of([3, 2, 4, 2, 3])
+            data.micro_batch_indices, data.micro_batch_lengths = [[[0, 2], [2, 3], [3, 5]]], [[5, 4, 5]]
+            groups = [made.rows.tolist() for made in harness.microbatches(data, BatchPlan(mode, 8, 100))]
+            harness.equal(f"the planned {mode} microbatches", groups, [[0, 1], [2], [3, 4]])
+
+    @holds(1)
+    def test_rows_say_where_each_row_stands(self, harness: ProcessorHarness) -> None:
+        """`rows` must give each row's index in the batch, and all fields of a row must be at the same place."""
+        for case, data in enumerate(ragged_batches()):
+            for plan in PLANS:
+                for made in harness.microbatches(data, plan):
+                    _same_rows(harness, f"batch {case}, {plan.mode}", data, made)
+
+    @holds(8)
+    def test_a_row_over_the_token_limit_is_refused(self, harness: ProcessorHarness) -> None:
+        """A row above the token limit must raise a `BatchError`; it may be neither truncated nor let through."""
+        for mode in ("dynamic", "packed"):
+            plan = BatchPlan(mode, 1, 8)
+            what = f"a row of 9 tokens in {mode} microbatches of 8"
+            harness.raises(BatchError, partial(harness.microbatches, batch_of([3, 9]), plan), what, "9.*8")
+        padded = "a row of 6 tokens, 8 with its padding, in packed microbatches of 7"
+        small = BatchPlan("packed", 1, 7)
+        harness.raises(BatchError, lambda: harness.microbatches(batch_of([6]), small, pad_multiple=4), padded, "7")
+
+    @holds(8)
+    def test_unknown_positions_are_refused(self, harness: ProcessorHarness) -> None:
+        """An unknown value of `positions` must raise a `BatchError`."""
+        data = batch_of([3, 2])
+        what = "positions='some'"
+        harness.raises(BatchError, lambda: harness.microbatches(data, PADDED, "some"), what, "some")
+
+
+def _same_rows(harness: ProcessorHarness, what: str, given: BatchedDataDict[Any], made: Microbatch) -> None:
+    rows, held = made.rows.tolist(), made.data_dict
+    harness.equal(f"the dtype of rows ({what})", made.rows.dtype, torch.int64)
+    harness.equal(f"is_dummy ({what})", made.is_dummy, False)
+    harness.equal(f"names of the rows ({what})", held["name"], [f"row {row}" for row in rows])
+    for key in ("input_lengths", "sample_mask", "reward"):
+        harness.exact(f"{key} ({what})", held[key].cpu(), given[key][rows])
+    shape = (len(rows), max(lengths_of(given, rows)))
+    harness.equal(f"the shape of its rows ({what})", tuple(held["input_ids"].shape), shape)
+    harness.equal(f"original_* ({what})", (made.original_batch_size, made.original_seq_len), shape)
+    for place, row in enumerate(rows):
+        length = lengths_of(given)[row]
+        for key in ("input_ids", "token_mask", "advantages"):
+            harness.exact(f"{key} of row {row} ({what})", held[key][place, :length].cpu(), given[key][row, :length])

@@ -1,0 +1,201 @@
+"""Contract 5: saving, ending, loading and resuming gives the numbers of a run that never stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlframework.errors import NonFiniteGradients, UserError
+from rlframework.plugins.types import Capability
+from rlframework_conformance.oracle import Oracle, expert_by_expert
+from rlframework_conformance.policies import InspectedPolicy, read_weights
+from rlframework_conformance.rules import Suite, holds
+from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.losses import NotFiniteLoss
+
+STATE = Capability.PORTABLE_OPTIMIZER_STATE
+DRAW = "rlframework_conformance.suites.policy_worker.inspection:draw"
+SCHEDULE = {"name": "linear", "warmup_steps": 2, "total_steps": 8, "min_ratio": 0.1}
+
+
+class Checkpoints(Suite):
+    """The portable form: fp32 weights and both moments under the names of `save_pretrained`, and training progress."""
+
+    @holds(5, STATE)
+    def test_training_goes_on_to_the_bit(self, harness: PolicyHarness) -> None:
+        """Training must resume bit for bit: weights, moments, bias correction and schedule, over three more steps."""
+        settings: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}, "apart": True}
+        first = harness.policy(**settings)
+        train(harness, first, range(3))
+        paths = saved(harness, first)
+        wanted, right = train(harness, first, range(3, 6)), harness.weights(first)
+        second = harness.policy(**settings)  # in other processes: those of the first are gone
+        second.load_checkpoint(*paths)
+        require_same_continuation(harness, second, range(3, 6), wanted, right, "resuming")
+
+    @holds(5, STATE)
+    def test_moments_are_the_oracles(self, harness: PolicyHarness) -> None:
+        """Moments must be saved whole, under the names of the weights, with their step counts; a tied head is stored
+        once.
+        """
+        for model in ("untied", "tied"):
+            policy, oracle = harness.policy(model), harness.oracle(model)
+            for seed in range(3):
+                data = harness.batch(seed=seed)
+                policy.train(data, loss_function("nll"))
+                oracle.step(data, "nll")
+            _, folder = saved(harness, policy)
+            training_state = json.loads((Path(folder) / "training.json").read_text())
+            right = moments_of(oracle)
+            harness.equal(
+                f"steps of each weight, {model} head", training_state["steps"], dict.fromkeys(names_of(oracle), 3)
+            )
+            found = {name: tensor for name, tensor in read_weights(Path(folder)).items() if name.startswith("exp_avg")}
+            harness.tensors(f"moments, {model} head", found, right, 1e-5, 1e-4)
+
+    @holds(5, STATE)
+    def test_a_checkpoint_that_another_program_wrote_goes_on(self, harness: PolicyHarness) -> None:
+        """The backend must resume from a portable checkpoint that the test wrote from the oracle."""
+        oracle, policy = harness.oracle(lr=1e-3), harness.policy(optimizer={"lr": 1e-3})
+        for seed in range(3):
+            oracle.step(harness.batch(seed=seed), "nll")
+        policy.load_checkpoint(*written_by_hand(harness.folder / "by-hand", oracle, train_calls=3))
+        for seed in range(3, 6):
+            harness.step(policy, oracle, harness.batch(seed=seed), "nll", f"from another program, step {seed + 1}")
+        harness.tensors("weights after resuming", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
+
+    @holds(5, STATE)
+    def test_skipped_steps_in_a_row_go_on(self, harness: PolicyHarness) -> None:
+        """The count of consecutive skipped steps must survive a checkpoint."""
+        settings: dict[str, Any] = {"non_finite_gradients": {"stop_after": 2}}
+        first = harness.policy(**settings)
+        first.train(harness.batch(), NotFiniteLoss())
+        paths = saved(harness, first)
+        second = harness.policy(**settings)
+        second.load_checkpoint(*paths)
+        harness.raises(
+            NonFiniteGradients,
+            lambda: second.train(harness.batch(), NotFiniteLoss()),
+            "the second gradient in a row that is not finite, after resuming",
+        )
+
+    @holds(5, STATE)
+    def test_random_numbers_go_on(self, harness: PolicyHarness) -> None:
+        """Each worker's random state must be restored, for adapter dropout, noise or an engine's own sampling."""
+        first = harness.policy()
+        first.inspect(DRAW)
+        paths = saved(harness, first)
+        wanted = first.inspect(DRAW)
+        second = harness.policy()
+        second.load_checkpoint(*paths)
+        harness.equal("numbers that the workers draw next", second.inspect(DRAW), wanted)
+
+    @holds(5, STATE)
+    def test_saving_a_checkpoint_changes_nothing(self, harness: PolicyHarness) -> None:
+        """Saving a checkpoint between two steps must not change training."""
+        policy, oracle = harness.policy(), harness.oracle()
+        for seed in range(3):
+            harness.step(policy, oracle, harness.batch(seed=seed), "nll", f"beside checkpoints, step {seed + 1}")
+            saved(harness, policy)
+
+    @holds(5, STATE, Capability.REFERENCE_MODEL)
+    def test_the_reference_is_not_the_checkpoint(self, harness: PolicyHarness) -> None:
+        """The reference must stay the model that the run started with, also after resuming."""
+        data, first = harness.batch(), harness.policy(optimizer={"lr": 1e-2})
+        train(harness, first, range(2))
+        paths, wanted = saved(harness, first), first.get_logprobs(data)["logprobs"]
+        second = harness.policy(reference=True)
+        second.load_checkpoint(*paths)
+        got = second.get_reference_policy_logprobs(data)["reference_logprobs"]
+        harness.values("reference log-probabilities after resuming", got, harness.oracle().logprobs(data))
+        harness.exact("the policy's own", second.get_logprobs(data)["logprobs"], wanted)
+
+    @holds(5, STATE)
+    def test_damaged_checkpoints_are_refused(self, harness: PolicyHarness) -> None:
+        """A truncated, incomplete or foreign checkpoint must raise a `UserError` that names the file."""
+        weights, optimizer = (Path(path) for path in saved(harness, harness.policy()))
+        whole = (optimizer / "model.safetensors").read_bytes()
+        (optimizer / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        self._require_rejected(harness, weights, optimizer, "moments that are truncated", "model.safetensors")
+        (optimizer / "model.safetensors").write_bytes(whole)
+        (optimizer / "training.json").write_text("{")
+        self._require_rejected(harness, weights, optimizer, "a training.json that is truncated", "training.json")
+        (weights / "model.safetensors").unlink()
+        self._require_rejected(harness, weights, None, "a checkpoint without weights", str(weights))
+        self._require_rejected(harness, harness.model("tied"), None, "a checkpoint of another model", "lm_head.weight")
+
+    @staticmethod
+    def _require_rejected(harness: PolicyHarness, weights: Path, optimizer: Path | None, what: str, match: str) -> None:
+        policy = harness.policy()  # a failed call ends workers in other processes
+        paths = (str(weights), None if optimizer is None else str(optimizer))
+        harness.raises(UserError, lambda: policy.load_checkpoint(*paths), what, match)
+
+
+def require_same_continuation(
+    harness: PolicyHarness,
+    policy: InspectedPolicy,
+    seeds: range,
+    wanted: Sequence[Mapping[str, Any]],
+    right: Mapping[str, Tensor],
+    what: str,
+) -> None:
+    """Require that the steps of `seeds` give `wanted` and end at the weights `right`, bit for bit."""
+    got_in_turn = train(harness, policy, seeds)
+    for step, (left, got) in enumerate(zip(wanted, got_in_turn, strict=True), start=seeds.start + 1):
+        harness.scalar(f"learning rate of step {step}, {what}", got["lr"], left["lr"], 0.0)
+        harness.exact(f"loss of step {step}, {what}", got["global_loss"], left["global_loss"])
+    weights = harness.weights(policy)
+    for name, weight in right.items():
+        harness.exact(f"{name} after {what}", weights[name], weight)
+
+
+def train(harness: PolicyHarness, policy: InspectedPolicy, seeds: range) -> list[dict[str, Any]]:
+    """Take one step per seed and return the results."""
+    return [policy.train(harness.batch(seed=seed), loss_function("pg")) for seed in seeds]
+
+
+def saved(harness: PolicyHarness, policy: InspectedPolicy, **how: Any) -> tuple[str, str]:
+    """Save a checkpoint of `policy` and return the paths of weights and optimizer.
+
+    `how`: keywords of `save_checkpoint`.
+    """
+    folder = harness.folder / f"checkpoint-{len(list(harness.folder.iterdir()))}"
+    paths = str(folder / "model"), str(folder / "optimizer")
+    policy.save_checkpoint(*paths, **how)
+    return paths
+
+
+def names_of(oracle: Oracle) -> list[str]:
+    """Return the names of the weights that the oracle trains."""
+    return list(oracle.weights())
+
+
+def moments_of(oracle: Oracle) -> dict[str, Tensor]:
+    """Return the oracle's moments under the names of the portable form."""
+    found: dict[str, Tensor] = {}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        named = oracle.model.named_parameters()
+        moments = {name: oracle.optimizer.state[parameter][kind].clone() for name, parameter in named}
+        found |= {f"{kind}.{name}": moment for name, moment in expert_by_expert(moments).items()}
+    return found
+
+
+def written_by_hand(folder: Path, oracle: Oracle, train_calls: int) -> tuple[str, str]:
+    """Write the oracle's training state in the portable form, following its specification only."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "optimizer").mkdir()
+    save_file(oracle.weights(), folder / "model" / "model.safetensors")
+    save_file(moments_of(oracle), folder / "optimizer" / "model.safetensors")
+    save_file(
+        {"cpu.0": torch.get_rng_state(), "cpu.1": torch.get_rng_state()}, folder / "optimizer" / "random.safetensors"
+    )
+    training_state = {"format": 1, "optimizer": "adamw", "steps": dict.fromkeys(names_of(oracle), 3)}
+    training_state |= {"train_calls": train_calls, "skipped_in_a_row": 0}
+    (folder / "optimizer" / "training.json").write_text(json.dumps(training_state))
+    return str(folder / "model"), str(folder / "optimizer")

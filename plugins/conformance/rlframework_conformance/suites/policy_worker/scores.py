@@ -1,0 +1,145 @@
+"""Contracts 2, 3, 5, 8 and 13 for the heads `score`, a number per row, and `value`, a number per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlframework.plugins.types import Capability
+from rlframework_conformance.contracts import FP32
+from rlframework_conformance.oracle import scores as oracle_scores
+from rlframework_conformance.rules import Suite, holds
+from rlframework_conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
+
+CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
+GROUPS = (5, 9, 2, 5, 9, 5, 2, 7)
+"""Groups of three, two, two and one row, mixed. Row 1 of the batch is masked."""
+HEADS = {"scores": "score", "score_pairs": "score", "values": "value"}
+"""The head that each loss reads."""
+
+
+class Scores(Suite):
+    """`score`, `get_values` and training, with `policy.head` score and value."""
+
+    @holds(3, Capability.SCORING)
+    def test_scores_are_those_of_the_last_tokens(self, harness: PolicyHarness) -> None:
+        """The score must be read at each row's last real token; padding with a regular token must not be mistaken for
+        it.
+        """
+        self._scored(harness, "padded")
+
+    @holds(2, Capability.SCORING)
+    def test_scores_do_not_hang_on_the_grouping(self, harness: PolicyHarness) -> None:
+        """Scores must not depend on how rows are grouped into microbatches."""
+        self._scored(harness, "one at a time", micro_batch_size=1)
+        self._scored(harness, "as preferred", batching={"mode": "auto", "tokens": 30})
+
+    @holds(2, Capability.SCORING, Capability.PACKING)
+    def test_scores_of_packed_rows_are_the_same(self, harness: PolicyHarness) -> None:
+        """Packed rows must get the same scores as padded ones, with several last tokens in one row."""
+        self._scored(harness, "packed", batching={"mode": "packed", "tokens": 30})
+
+    @holds(8, Capability.SCORING)
+    def test_a_head_does_what_it_is_for_only(self, harness: PolicyHarness) -> None:
+        """A score head must reject `get_logprobs`, and a language-model head `score`, with `NotSupported`."""
+        data = harness.batch()
+        for model, head in (("reward", "score"), ("reward", "value"), ("untied", "language")):
+            policy = harness.policy(model, head=head)
+            calls: dict[str, tuple[str, dict[str, Any]]] = {
+                "language": ("get_logprobs", {}),
+                "score": ("score", {}),
+                "value": ("get_values", {}),
+                "nll": ("train", {"loss_fn": loss_function("nll")}),
+                "scores": ("train", {"loss_fn": loss_function("scores")}),
+                "values": ("train", {"loss_fn": loss_function("values")}),
+            }
+            for reads, (method, arguments) in calls.items():
+                if {"nll": "language", **HEADS}.get(reads, reads) == head:
+                    continue
+                for raised in policy.inspect(CALL, method=method, arguments={"data": data, **arguments}):
+                    what = f"{method} must be rejected with policy.head={head}, as it reads {reads}"
+                    harness.require("NotSupported" in raised, what, got=raised)
+
+    @holds(3, Capability.SCORING)
+    def test_values_are_those_before_each_token(self, harness: PolicyHarness) -> None:
+        """Entry i must be the head's output at token i-1: the value of the state in which token i was drawn."""
+        data = harness.batch()
+        right = torch.nn.functional.pad(
+            harness.oracle("reward", head="checkpoint").values(data)[:, :-1].detach(), (1, 0)
+        )
+        right = right * (torch.arange(right.shape[1]) < data["input_lengths"][:, None])
+        got = harness.policy("reward", head="value").get_values(data)["values"]
+        harness.equal("shape and dtype of values", (tuple(got.shape), got.dtype), (tuple(right.shape), torch.float32))
+        harness.values("values", got, right)
+
+    @holds(3, Capability.SCORING)
+    def test_the_head_of_scores_is_trained(self, harness: PolicyHarness) -> None:
+        """Loss and gradient of scores at last tokens must be the oracle's; masked rows and token masks do not count."""
+        self._first_step(harness, "scores", "padded", train_micro_batch_size=3)
+
+    @holds(3, Capability.SCORING)
+    def test_the_head_of_values_is_trained(self, harness: PolicyHarness) -> None:
+        """Loss and gradient of values at the tokens of a loss must be the oracle's."""
+        self._first_step(harness, "values", "padded", train_micro_batch_size=3)
+
+    @holds(13, Capability.SCORING, Capability.DYNAMIC_BATCHING)
+    def test_heads_are_trained_on_dynamic_rows(self, harness: PolicyHarness) -> None:
+        """The same in dynamic microbatches, for scores in groups."""
+        for kind in ("score_pairs", "values"):
+            self._first_step(harness, kind, "dynamic", batching={"mode": "dynamic", "tokens": 48})
+
+    @holds(13, Capability.SCORING, Capability.PACKING)
+    def test_heads_are_trained_on_packed_rows(self, harness: PolicyHarness) -> None:
+        """The same in packed microbatches, with several last tokens in one row."""
+        for kind in ("score_pairs", "values"):
+            self._first_step(harness, kind, "packed", batching={"mode": "packed", "tokens": 48})
+
+    @holds(3, Capability.SCORING)
+    def test_a_new_head_begins_at_zeros(self, harness: PolicyHarness) -> None:
+        """On a language model without such a head, `policy.head_init=zeros` must start at zeros and then train it.
+
+        The model that is saved must be one that transformers loads, with the same scores.
+        """
+        oracle = harness.oracle("tied", head="zeros", lr=1e-2)
+        policy = harness.policy("tied", head="score", head_init="zeros", optimizer={"lr": 1e-2})
+        data = harness.batch()
+        harness.exact("scores of a new head", policy.score(data)["scores"], torch.zeros(data.size))
+        for number in range(3):
+            harness.step(policy, oracle, harness.batch(seed=number), "scores", f"a new head, step {number + 1}")
+        harness.tensors("weights after three steps", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
+        folder = harness.folder / "saved"
+        policy.save_pretrained(str(folder))
+        harness.values("scores of the saved model", policy.score(data)["scores"], oracle_scores(folder, data))
+
+    @holds(5, Capability.SCORING, Capability.PORTABLE_OPTIMIZER_STATE)
+    def test_a_new_head_resumes(self, harness: PolicyHarness) -> None:
+        """A checkpoint must have the head and its moments: the step after resuming is that without a stop."""
+        keys: dict[str, Any] = {"head": "value", "head_init": "zeros", "optimizer": {"lr": 1e-2}}
+        first, loss_fn = harness.policy("tied", **keys), loss_function("values")
+        first.train(harness.batch(), loss_fn)
+        paths = str(harness.folder / "weights"), str(harness.folder / "optimizer")
+        first.save_checkpoint(*paths)
+        wanted, right = first.train(harness.batch(seed=1), loss_fn)["loss"], harness.weights(first)
+        second = harness.policy("tied", **keys)
+        second.load_checkpoint(*paths)
+        harness.equal("loss after resuming", second.train(harness.batch(seed=1), loss_fn)["loss"], wanted)
+        for name, weight in harness.weights(second).items():
+            harness.exact(f"{name} after resuming", weight, right[name])
+
+    def _first_step(self, harness: PolicyHarness, kind: str, what: str, **keys: Any) -> None:
+        """Compare loss, gradient norm and gradients of the first step of the loss `kind` with the oracle's."""
+        data = harness.batch()
+        data["group_ids"] = torch.tensor(GROUPS)
+        policy = harness.policy("reward", head=HEADS[kind], **PROBE, **keys)
+        oracle = harness.oracle("reward", head="checkpoint", max_grad_norm=None)
+        before, gradients = oracle.weights(), oracle.gradients(data, kind)
+        harness.step(policy, oracle, data, kind, f"{kind}, {what}")
+        harness.tensors(f"gradient, {kind}, {what}", harness.gradient(policy, before), gradients, FP32, FP32)
+
+    def _scored(self, harness: PolicyHarness, what: str, micro_batch_size: int | None = None, **keys: Any) -> None:
+        data, model = harness.batch(), harness.model("reward")
+        right = oracle_scores(model, data)
+        got = harness.policy("reward", head="score", **keys).score(data, micro_batch_size)["scores"]
+        harness.equal("shape and dtype of scores", (tuple(got.shape), got.dtype), ((data.size,), torch.float32))
+        harness.values(f"scores, {what}", got, right)

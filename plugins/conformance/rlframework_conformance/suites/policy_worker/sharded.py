@@ -1,0 +1,164 @@
+"""Contract 5 for checkpoints written in shards, and for all forms across layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlframework.errors import DataError, WriteError
+from rlframework.plugins.types import Capability
+from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework_conformance.layouts import Layout, declared_layouts, enough_gpus
+from rlframework_conformance.rules import Suite, holds
+from rlframework_conformance.suites.policy_worker.checkpoints import (
+    SCHEDULE,
+    STATE,
+    require_same_continuation,
+    saved,
+    train,
+)
+from rlframework_conformance.suites.policy_worker.harness import PolicyHarness
+
+SHARDED = Capability.SHARDED_CHECKPOINTS
+SETTINGS: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}}
+
+
+class Sharded(Suite):
+    """The sharded form: shards of weights and moments with their offsets, holding the numbers of the portable form."""
+
+    @holds(5, STATE, SHARDED)
+    def test_training_goes_on_to_the_bit_from_pieces(self, harness: PolicyHarness) -> None:
+        """Training must resume bit for bit from a sharded checkpoint that was written while training continued.
+
+        It holds the state at the start of the save.
+        """
+        first = harness.policy(**SETTINGS)
+        train(harness, first, range(2))
+        paths = saved(harness, first, form="sharded", asynchronous=True)
+        wanted = train(harness, first, range(2, 4))
+        first.finish_checkpoint()
+        right = harness.weights(first)
+        second = harness.policy(**SETTINGS)
+        second.load_checkpoint(*paths)
+        require_same_continuation(harness, second, range(2, 4), wanted, right, "resuming from shards")
+
+    @holds(5, STATE, SHARDED)
+    def test_both_forms_hold_the_same_numbers(self, harness: PolicyHarness) -> None:
+        """The portable and the sharded form must hold identical weights, moments and steps; no element may be written
+        twice.
+        """
+        for model in ("untied", "tied"):
+            policy = harness.policy(model, **SETTINGS)
+            train(harness, policy, range(2))
+            whole, sharded_paths = saved(harness, policy), saved(harness, policy, form="sharded")
+            for kind, portable, sharded in zip(("weights", "moments"), whole, sharded_paths, strict=True):
+                right, found = read(portable), read(sharded)
+                harness.equal(f"names of {kind}, {model} head", sorted(found), sorted(right))
+                for name, tensor in right.items():
+                    harness.exact(f"{name} from shards, {model} head", found[name], tensor)
+                size = sum(path.stat().st_size for path in Path(sharded).glob("*.distcp"))
+                least = sum(tensor.nbytes for tensor in right.values())
+                # torch.save takes about a kilobyte per shard
+                most = least + 3000 * len(right) * harness.layout.workers
+                harness.require(least <= size <= most, f"bytes of the {kind}", got=size, expected=(least, most))
+            harness.equal(
+                f"steps, {model} head", training_state(sharded_paths[1])["steps"], training_state(whole[1])["steps"]
+            )
+
+    @holds(5, STATE, SHARDED)
+    def test_saving_beside_training_is_saving_before_it(self, harness: PolicyHarness) -> None:
+        """An asynchronous save must hold the state at its start, whatever later steps do to the memory."""
+        policy = harness.policy(**SETTINGS)
+        train(harness, policy, range(2))
+        before = saved(harness, policy, form="sharded")
+        beside = saved(harness, policy, form="sharded", asynchronous=True)
+        train(harness, policy, range(2, 4))
+        policy.finish_checkpoint()
+        for early, late in zip(before, beside, strict=True):
+            right, found = read(early), read(late)
+            for name, tensor in right.items():
+                harness.exact(f"{name}, saved during training", found[name], tensor)
+        harness.equal("training.json", training_state(beside[1]), training_state(before[1]))
+
+    @holds(5, STATE)
+    def test_checkpoints_go_on_under_other_layouts(self, harness: PolicyHarness) -> None:
+        """Each form must resume under another layout, in both directions."""
+        other = other_layout(harness)
+        for written_by, read_by in ((harness.layout, other), (other, harness.layout)):
+            first = harness.policy(**SETTINGS, layout=written_by)
+            train(harness, first, range(2))
+            forms = ("portable", "sharded") if SHARDED in harness.record.capabilities else ("portable",)
+            paths = {form: saved(harness, first, form=form) for form in forms}
+            loss = train(harness, first, range(2, 3))[0]["global_loss"]
+            right = harness.weights(first)
+            second = harness.policy(**SETTINGS, layout=read_by)
+            for form in forms:
+                what = f"{form} form, written by {written_by}, read by {read_by}"
+                second.load_checkpoint(*paths[form])
+                got = train(harness, second, range(2, 3))[0]["global_loss"]
+                harness.values(f"loss after resuming, {what}", got, loss)
+                harness.tensors(f"weights after resuming, {what}", harness.weights(second), right, 1e-5, 2e-4)
+
+    @holds(5, STATE, SHARDED)
+    def test_damaged_pieces_are_refused(self, harness: PolicyHarness) -> None:
+        """A truncated file, a flipped bit and a missing file must each raise a `DataError` that names the file."""
+        paths = saved(harness, harness.policy(), form="sharded")
+        shard = Path(paths[0]) / "__0_0.distcp"
+        whole = shard.read_bytes()
+        for what, content in (("cut off", whole[: len(whole) // 2]), ("flipped", flipped(whole))):
+            shard.write_bytes(content)
+            harness.raises(DataError, loading(harness, paths), f"a shard that is {what}", "__0_0.distcp")
+        shard.write_bytes(whole)
+        index = Path(paths[1]) / ".metadata"
+        index.unlink()
+        harness.raises(DataError, loading(harness, paths), "a checkpoint without its index", r"\.metadata")
+
+    @holds(5, STATE, SHARDED)
+    def test_a_save_that_cannot_be_written_is_reported(self, harness: PolicyHarness) -> None:
+        """A save that cannot be written must raise a `WriteError`, from the call that starts or finishes it, and leave
+        nothing.
+        """
+        policy = harness.policy()
+        blocked = harness.folder / "blocked"
+        blocked.write_text("a file, where a directory is asked for")
+
+        def save() -> None:
+            paths = str(blocked / "model"), str(blocked / "optimizer")
+            policy.save_checkpoint(*paths, form="sharded", asynchronous=True)
+            policy.finish_checkpoint()
+
+        harness.raises(WriteError, save, "a place that cannot be written to", "blocked")
+
+
+def loading(harness: PolicyHarness, paths: tuple[str, str]) -> Any:
+    """Return a call that loads `paths` into a policy of its own."""
+    policy = harness.policy()  # a failed call ends workers in other processes
+    return lambda: policy.load_checkpoint(*paths)
+
+
+def other_layout(harness: PolicyHarness) -> Layout:
+    """Return the smallest other declared layout that the backend's section and the machine support, or the same."""
+    others = [layout for layout in declared_layouts(harness.record) if layout != harness.layout]
+    there = (layout for layout in others if enough_gpus(layout, harness.device))
+    return next(filter(harness.supports, sorted(there, key=lambda layout: layout.workers)), harness.layout)
+
+
+def read(folder: str) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint directory of either form by name, without random states."""
+    with open_saved(folder) as found:
+        return {name: found[name].clone() for name in found}
+
+
+def training_state(folder: str) -> dict[str, Any]:
+    """Return the contents of `training.json` in an optimizer's directory."""
+    found: dict[str, Any] = json.loads((Path(folder) / "training.json").read_text())
+    return found
+
+
+def flipped(content: bytes) -> bytes:
+    """Return `content` with one bit in the middle flipped."""
+    place = len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
