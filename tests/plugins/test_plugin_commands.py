@@ -47,7 +47,7 @@ def test_a_command_of_core_keeps_its_name(install, capsys, caplog):
 def test_a_name_that_two_plugins_use_blames_both(install, capsys):
     install("acme-tools", "acme", HELLO)
     install("other-tools", "other", HELLO, version="2.0")
-    ends_with(1, "hello", "you")
+    ends_with(2, "hello", "you")
     message = capsys.readouterr().err
     assert "two plugins add the command 'hello': other-tools 2.0 and acme-tools 1.0." in message
     assert "RLFRAMEWORK_DISABLE_PLUGINS" in message
