@@ -114,7 +114,7 @@ def pytest_runtest_logfinish() -> None:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """The session's Ray. Mark tests that use it `@pytest.mark.xdist_group("ray")`, so that one process runs them."""
-    from rlframework.workers.ray import runtime
+    from rlframework_ray import runtime
 
     runtime.acquire(0)
     yield

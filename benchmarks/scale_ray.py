@@ -22,14 +22,14 @@ import ray
 import torch
 from interleave import machine, table, write_json
 
-from rlframework.config.sections import RayGroupConfig
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import RemoteEngine
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
-from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
 
 PROMPT, TOKENS, SLICE = torch.arange(8), 64, 0.005
 

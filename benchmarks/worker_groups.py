@@ -33,12 +33,12 @@ import torch
 from interleave import Timings, interleave, machine, table, write_json
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework.workers import machine as this_machine
-from rlframework.workers.ray import runtime
-from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray import runtime
+from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
 
 OURS, TENSORS, ARRAYS, BARE = "ours", "tensors", "arrays", "bare actors"
 WIDTH = 1024

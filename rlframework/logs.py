@@ -41,6 +41,15 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
+def plugin_logger(module: str) -> logging.Logger:
+    """Return the logger for a module of a plugin, given as `__name__`: below `rlframework`, so that it is shown.
+
+    >>> plugin_logger("rlframework_ray.runtime").name
+    'rlframework.ray.runtime'
+    """
+    return logging.getLogger(f"rlframework.{module.removeprefix('rlframework_')}")
+
+
 def log_to_stderr() -> None:
     """Write the messages of rlframework to stderr as plain text, from level INFO, in this process.
 

@@ -15,6 +15,7 @@ from types import ModuleType
 
 MOVED = {
     "rlframework.conformance": "rlframework_conformance",
+    "rlframework.workers.ray": "rlframework_ray",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
 }
 

@@ -19,14 +19,14 @@ def _old_modules_are_forgotten(monkeypatch):
 
 @pytest.mark.parametrize("old", MOVED)
 def test_an_old_path_warns_and_has_the_names_of_the_new_one(old):
-    with pytest.warns(DeprecationWarning) as caught:
+    with pytest.warns(DeprecationWarning, match="has moved to") as caught:
         module = import_module(old)
     assert f"{old} has moved to {MOVED[old]}; " in str(caught[-1].message)
     assert set(dir(import_module(MOVED[old]))) <= set(dir(module))
 
 
 def test_modules_inside_a_package_that_moved_follow_it():
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="has moved to"):
         old = import_module("rlframework.conformance.layouts")
     assert old.Layout is import_module("rlframework_conformance.layouts").Layout
 
@@ -38,5 +38,5 @@ def test_a_new_package_that_is_not_installed_is_named_with_its_command(monkeypat
 
 
 def test_a_name_that_the_new_module_has_not_is_no_module_of_its_own():
-    with pytest.warns(DeprecationWarning), pytest.raises(ImportError):
+    with pytest.warns(DeprecationWarning, match="has moved to"), pytest.raises(ImportError):
         import_module("rlframework.conformance.no_such_module")

@@ -36,7 +36,6 @@ from rlframework.config.numbers import (
 )
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.worker_groups import DeadlinesConfig as DeadlinesConfig
-from rlframework.config.worker_groups import RayGroupConfig as RayGroupConfig
 from rlframework.config.worker_groups import RemoteGroupConfig as RemoteGroupConfig
 from rlframework.config.worker_groups import WorkerGroupConfig as WorkerGroupConfig
 from rlframework.secrets import hide_in_text

@@ -2,7 +2,7 @@
 
 Names and semantics follow NeMo-RL's `RayWorkerGroup`. Covers workers on one or several machines, sharded and replicated
 axes, calls to a single worker, and shutdown. Does not cover groups that share devices, or generators: see
-`rlframework.workers.ray`.
+`rlframework_ray`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from rlframework.config.preference_algorithms import (
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import (
-    RayGroupConfig,
     RemoteGroupConfig,
     RunConfig,
     TransformersGenerationConfig,
@@ -63,17 +62,12 @@ def rlframework_data_processors() -> list[DataProcessorRecord]:
 
 @hookimpl
 def rlframework_worker_groups() -> list[WorkerGroupRecord]:
-    """Workers in this process, in several processes on this machine, or in Ray actors."""
+    """Workers in this process, or in several processes on this machine."""
     core, several = partial(_core, WorkerGroupRecord), frozenset({Capability.DATA_PARALLEL})
     inline, local = "one worker in this process", "several worker processes on this machine, without Ray"
-    ray, ray_group = (
-        "Ray actors on this machine or on a cluster",
-        "workers.ray.configured_group:ConfiguredRayWorkerGroup",
-    )
     return [
         core("inline", "workers.inline:InlineWorkerGroup", inline, WorkerGroupConfig, check=check_inline),
         core("processes", "workers.processes:ProcessWorkerGroup", local, RemoteGroupConfig, capabilities=several),
-        core("ray", ray_group, ray, RayGroupConfig, capabilities=several),
     ]
 
 

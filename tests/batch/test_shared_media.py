@@ -57,7 +57,7 @@ def pickled(rows: Any) -> tuple[int, Any]:
 
 def sent_by_ray(rows: Any) -> tuple[int, Any]:
     """As Ray's store gets them."""
-    from rlframework.workers.ray.transport import Packed
+    from rlframework_ray.transport import Packed
 
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(Packed(rows), protocol=5, buffer_callback=buffers.append)

@@ -18,9 +18,10 @@ from rlframework.config.peer_keys import OF_PAIRS, REMARKS
 from rlframework.config.peer_values import PEER_VALUES
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import DPOConfig
-from rlframework.config.sections import RayGroupConfig, RunConfig
+from rlframework.config.sections import RunConfig
 from rlframework.configure import load_config
 from rlframework.errors import ConfigError, PluginError
+from rlframework_ray.config import RayGroupConfig
 
 MOVING = Path(__file__).resolve().parents[2] / "docs" / "moving"
 PARTS = (("environment", DatasetConfig), ("worker_group", RayGroupConfig))

@@ -88,14 +88,16 @@ def owner(heading: str) -> list[Any]:
         ),
         "Policy and workers": (),
         "Worker groups": (
-            "workers.ray.worker_group",
-            "workers.ray.worker_builder",
+            "rlframework_ray.worker_group",
+            "rlframework_ray.worker_builder",
             "interfaces.named_sharding",
-            "workers.ray.virtual_cluster",
+            "rlframework_ray.virtual_cluster",
             "interfaces.worker_group",
         ),
     }[heading]
-    places: list[Any] = [import_module(f"rlframework.{module}") for module in modules]
+    places: list[Any] = [
+        import_module(module if module.startswith("rlframework_") else f"rlframework.{module}") for module in modules
+    ]
     if heading == "Policy and workers":
         module = import_module("rlframework_dtensor.worker")
         places += [module.DTensorPolicyWorker, module]

@@ -48,11 +48,11 @@ def test_the_table_shows_names_states_and_reasons(install):
     install("acme-engine", "acme", code=ENGINE)
     install("sick-engine", "sick", code="raise ValueError('no [bold] cure')")
     text = io.StringIO()
-    Console(file=text, width=200).print(PluginTable(create_manager(disabled=["ray"]).listing()))
+    Console(file=text, width=200).print(PluginTable(create_manager(disabled=["processes"]).listing()))
     lines = text.getvalue().splitlines()
     assert any("acme" in line and "active" in line and "lora, packing" in line for line in lines)
     assert any("sick" in line and "broken" in line and "ValueError: no [bold] cure" in line for line in lines)
-    assert any(" ray " in line and "disabled" in line and "RLFRAMEWORK_DISABLE_PLUGINS" in line for line in lines)
+    assert any(" processes " in line and "disabled" in line and "RLFRAMEWORK_DISABLE_PLUGINS" in line for line in lines)
 
 
 @pytest.mark.parametrize("width", [80, 100, 159])
@@ -88,6 +88,6 @@ def test_listing_imports_nothing_heavy():
 def test_rows_are_selected_by_name_or_kind():
     rows = create_manager().listing()
     assert {row.name for row in named("environment", rows)} >= {"gsm8k", "tools"}
-    assert [(row.name, row.kind) for row in named("ray", rows)] == [("ray", "worker_group")]
+    assert [(row.name, row.kind) for row in named("processes", rows)] == [("processes", "worker_group")]
     with pytest.raises(UserError, match=r"named 'gsm9k'\. Did you mean 'gsm8k'"):
         named("gsm9k", rows)

@@ -50,7 +50,7 @@ EPISODES = ("agent", "gymnasium", "mcp", "openenv", "reasoning_gym", "tools", "v
 def test_cores_own_parts_come_through_the_same_hooks():
     manager = create_manager()
     assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
-        "worker_group": {"inline", "processes", "ray"},
+        "worker_group": {"inline", "processes"},
         "generation_engine": {"transformers"},
         "environment": {"addition", "dataset", "gsm8k", "preferences", *EPISODES},
     }
@@ -68,7 +68,7 @@ def test_core_has_a_version_without_being_installed(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(loading.metadata, "version", not_installed)
-    assert create_manager().select("worker_group", "ray").version == rlframework.__version__
+    assert create_manager().select("worker_group", "processes").version == rlframework.__version__
 
 
 def test_an_installed_plugin_is_found_by_its_entry_point(install):

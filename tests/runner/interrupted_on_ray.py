@@ -20,7 +20,7 @@ import psutil
 import ray
 
 from rlframework.cli import main
-from rlframework.workers.ray import runtime
+from rlframework_ray import runtime
 
 ACQUIRE = runtime.acquire
 

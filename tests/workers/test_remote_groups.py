@@ -43,7 +43,7 @@ def start(name):
     groups = []
 
     def make(sharding=TWO, device="cpu", **deadlines):
-        from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
+        from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
 
         group_class = ConfiguredRayWorkerGroup if name == "ray" else ProcessWorkerGroup
         config = WorkerGroupConfig(name=name, num_workers=sharding.size, deadlines=DeadlinesConfig(**deadlines))

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rlframework.workers.ray import heartbeat
-from rlframework.workers.ray.heartbeat import Heartbeat
+from rlframework_ray import heartbeat
+from rlframework_ray.heartbeat import Heartbeat
 
 
 @pytest.fixture

@@ -16,13 +16,14 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from rlframework.config.sections import DeadlinesConfig, RayGroupConfig
+from rlframework.config.sections import DeadlinesConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.ray import heartbeat
-from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
-from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
+from rlframework_ray import heartbeat
+from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.virtual_cluster import RayVirtualCluster
+from rlframework_ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 
 WORKER = "probe_group_workers:Plain"
 ADDRESSES = iter(f"127.0.0.{last}" for last in range(2, 100))

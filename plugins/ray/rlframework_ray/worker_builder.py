@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.ray.transport import Packed, packed_call
-from rlframework.workers.ray.worker_actor import (
+from rlframework_ray.transport import Packed, packed_call
+from rlframework_ray.worker_actor import (
     BARE,
     NOTICES,
     AsyncWorkerActor,

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlframework.workers.ray import private_ray
-from rlframework.workers.ray.private_ray import PrivateRay
 from rlframework.workers.temporary import TemporaryFolder
+from rlframework_ray import private_ray
+from rlframework_ray.private_ray import PrivateRay
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_the_end_kills_its_processes_and_removes_its_folder_alone(parent):
 
 DRIVER = """
 import os, signal, subprocess, sys, time
-from rlframework.workers.ray.private_ray import PrivateRay
+from rlframework_ray.private_ray import PrivateRay
 private = PrivateRay()
 private.temp_dir.mkdir()
 child = subprocess.Popen(["sleep", "600"], env={**os.environ, **private.environment}, stdout=subprocess.DEVNULL)

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframework.errors import ConfigError, RunTerminated, WriteError
 from rlframework.workers.machine import cpu_count, inherited_environment
-from rlframework.workers.ray.private_ray import PrivateRay
+from rlframework_ray.private_ray import PrivateRay
 
 _OWNED_BY: set[int] = set()
 """Users (groups and clusters, by id) of a Ray connection that this module opened; it ends with the last of them."""

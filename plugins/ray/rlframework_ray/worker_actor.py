@@ -20,8 +20,8 @@ from rlframework.errors import ConfigError, PluginError
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework.workers import machine
 from rlframework.workers.failures import portable
-from rlframework.workers.ray.transport import Packed
 from rlframework.workers.remote_group import WorkerHost, find_target
+from rlframework_ray.transport import Packed
 
 BARE = "bare"
 """Value of `wants_result` for a call with several returns: the result is not packed, so that Ray can split it."""

@@ -6,7 +6,6 @@ Names and semantics follow NeMo-RL. Does not cover ordering GPUs by NVLink, or c
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import weakref
@@ -20,11 +19,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframework.errors import ConfigError, DeadlineExceeded
+from rlframework.logs import plugin_logger
 from rlframework.workers.machine import PortReserver
-from rlframework.workers.ray import placement, runtime
-from rlframework.workers.ray.placement import ClusterArgumentError, Machine, Placement
+from rlframework_ray import placement, runtime
+from rlframework_ray.placement import ClusterArgumentError, Machine, Placement
 
-_LOG = logging.getLogger(__name__)
+_LOG = plugin_logger(__name__)
 MAX_RETRIES_VARIABLE = "NRL_VIRTUAL_CLUSTER_MAX_RETRIES"
 """Environment variable with the number of attempts to find enough resources; 6 if unset."""
 _REMOVAL_WAIT = 10.0

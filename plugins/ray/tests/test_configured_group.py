@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlframework.config.sections import RayGroupConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine
-from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
 
@@ -59,8 +59,8 @@ import sys
 sys.path.append({folder!r})
 from rlframework.config.sections import WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
-from rlframework.workers.ray import runtime
-from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray import runtime
+from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
 from rlframework.interfaces.worker_group import WorkerSpec
 
 group = ConfiguredRayWorkerGroup(
@@ -87,7 +87,7 @@ def processes_of_session(session):
 def test_nothing_outlives_a_killed_driver():
     """A driver of its own, which starts its own Ray."""
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(folder=str(Path(__file__).parents[1]))],
+        [sys.executable, "-c", DRIVER.format(folder=str(Path(__file__).parents[3] / "tests" / "workers"))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -22,7 +22,7 @@ NAMED = {"NAMED_TOKEN": "hunter5-hunter5"}
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """The program's observations. It needs its own Ray, and so its own process."""
-    program = Path(__file__).parents[1] / "probe_security.py"
+    program = Path(__file__).parent / "probe_security.py"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | SECRETS | NAMED
     environment["HOME"] = str(tmp_path_factory.mktemp("home"))  # where Ray has no token yet
     done = subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.thorough, pytest.mark.timeout(1300)]
 
-FOLDER = Path(__file__).parents[1]
+FOLDER = Path(__file__).parents[3] / "tests" / "workers"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def seen():
     """The result of each scenario, by name."""
     path = os.pathsep.join([str(FOLDER), str(FOLDER.parent.parent)])
     ran = subprocess.run(
-        [sys.executable, str(FOLDER / "ray" / "several_nodes.py")],
+        [sys.executable, str(Path(__file__).parent / "several_nodes.py")],
         capture_output=True,
         text=True,
         timeout=1200,

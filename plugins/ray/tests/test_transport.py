@@ -12,11 +12,11 @@ from probe_memory import mapping_of
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.ray import transport
-from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray import transport
+from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped on Linux only")

@@ -11,9 +11,9 @@ from probe_options import OUTER
 
 from rlframework.errors import BatchError
 from rlframework.workers.failures import FAILURE, portable
-from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_actor import Configuration, Description, WorkerClassError, find_class, split_path
-from rlframework.workers.ray.worker_builder import RayWorkerBuilder, recursive_merge_options, worker_options
+from rlframework_ray.virtual_cluster import RayVirtualCluster
+from rlframework_ray.worker_actor import Configuration, Description, WorkerClassError, find_class, split_path
+from rlframework_ray.worker_builder import RayWorkerBuilder, recursive_merge_options, worker_options
 
 pytestmark = pytest.mark.slow
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import ray
 
-from rlframework.config.sections import RayGroupConfig, WorkerGroupConfig
+from rlframework.config.sections import WorkerGroupConfig
 from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerSpec
 from rlframework.workers import machine
 from rlframework.workers.dispatch import DispatchingWorkerGroup
-from rlframework.workers.ray import runtime
-from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_builder import RayWorkerBuilder
-from rlframework.workers.ray.worker_group import RayWorkerGroup
 from rlframework.workers.remote_group import check_ranks
+from rlframework_ray import runtime
+from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.virtual_cluster import RayVirtualCluster
+from rlframework_ray.worker_builder import RayWorkerBuilder
+from rlframework_ray.worker_group import RayWorkerGroup
 
 _ADVICE = (
     "Add machines to the cluster, end other programs that use it, lower num_workers of worker_group or "

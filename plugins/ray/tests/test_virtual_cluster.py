@@ -11,9 +11,9 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from rlframework.errors import UserError
-from rlframework.workers.ray import placement
-from rlframework.workers.ray.placement import Machine, Placement
-from rlframework.workers.ray.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, init_ray
+from rlframework_ray import placement
+from rlframework_ray.placement import Machine, Placement
+from rlframework_ray.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, init_ray
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,7 @@ class TestOnRay:
 
     def test_the_pauses_double(self, cluster, monkeypatch, caplog):
         pauses = []
-        monkeypatch.setattr("rlframework.workers.ray.virtual_cluster.time.sleep", pauses.append)
+        monkeypatch.setattr("rlframework_ray.virtual_cluster.time.sleep", pauses.append)
         with pytest.raises(ResourceInsufficientError, match=r"retries reached \(4\)"):
             cluster([999], max_retries=4).get_placement_groups()
         assert pauses == [1, 2, 4]

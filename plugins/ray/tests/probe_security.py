@@ -15,11 +15,11 @@ import ray
 
 sys.path.append(str(Path(__file__).parent))
 
-from rlframework.config.sections import RayGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.ray import private_ray, runtime
-from rlframework.workers.ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray import private_ray, runtime
+from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
 
 
 def processes():

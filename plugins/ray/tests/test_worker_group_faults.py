@@ -12,9 +12,9 @@ from kept_ray_groups import PLAIN, pids_of, running
 from ray.util.placement_group import placement_group_table
 
 from rlframework.errors import BatchError, UserError, WorkerError
-from rlframework.workers.ray import runtime
-from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
+from rlframework_ray import runtime
+from rlframework_ray.virtual_cluster import RayVirtualCluster
+from rlframework_ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
 

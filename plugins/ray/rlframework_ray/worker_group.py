@@ -23,25 +23,26 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rlframework.config.sections import DeadlinesConfig, RayGroupConfig
+from rlframework.config.sections import DeadlinesConfig
 from rlframework.errors import WorkerError, WorkerLost
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
 from rlframework.secrets import is_secret
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import FAILURE, HostFailure, root_cause
-from rlframework.workers.ray import heartbeat, runtime, transport, virtual_cluster
-from rlframework.workers.ray.placement import ClusterArgumentError, assign_workers, one_worker_per_bundle
-from rlframework.workers.ray.virtual_cluster import RayVirtualCluster
-from rlframework.workers.ray.worker_actor import NOTICES, Configuration, Description, Method
-from rlframework.workers.ray.worker_builder import (
+from rlframework.workers.remote_group import KILL_WAIT, SMALL, RemoteWorkerGroup, check_ranks
+from rlframework_ray import heartbeat, runtime, transport, virtual_cluster
+from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.placement import ClusterArgumentError, assign_workers, one_worker_per_bundle
+from rlframework_ray.virtual_cluster import RayVirtualCluster
+from rlframework_ray.worker_actor import NOTICES, Configuration, Description, Method
+from rlframework_ray.worker_builder import (
     BoundMethod,
     RayWorkerBuilder,
     WorkerHandle,
     start_actor,
     worker_options,
 )
-from rlframework.workers.remote_group import KILL_WAIT, SMALL, RemoteWorkerGroup, check_ranks
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
