@@ -33,6 +33,7 @@ if not Path("/dev/nvidia0").exists():
         "rlframework_conformance.mutants",
         "rlframework_conformance.probe_worker",
         "rlframework.plugins.builtin",
+        "rlframework_transformers.engine",
         "rlframework_dtensor.worker",
         "rlframework_deepspeed.worker",
         "rlframework_megatron.worker",

@@ -60,7 +60,7 @@ def requests_of(work: str, tokens: int, seed: int, vocabulary: int) -> list[Any]
 def engines_of(name: str, model: Any, tokenizer: Any, places: dict[str, str]) -> dict[str, Any]:
     """Return the engine of each work; vLLM is one for all, as it starts once in a process, and has its weights."""
     from rlframework.config.sections import GenerationConfig
-    from rlframework.generation.transformers_engine import TransformersEngine
+    from rlframework_transformers.engine import TransformersEngine
 
     if name != VLLM:
         settings = {work: GenerationConfig(batch_size=BATCH_SIZES.get(work, BATCH)) for work in WORKS}

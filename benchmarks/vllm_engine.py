@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams
 from rlframework.weight_sync.ipc import IpcSender, device_id
+from rlframework_transformers.engine import TransformersEngine
 from rlframework_vllm.config import VllmGenerationConfig
 from rlframework_vllm.engine import VllmEngine
 

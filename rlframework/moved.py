@@ -16,6 +16,7 @@ from types import ModuleType
 MOVED = {
     "rlframework.conformance": "rlframework_conformance",
     "rlframework.workers.ray": "rlframework_ray",
+    "rlframework.generation.transformers_engine": "rlframework_transformers.engine",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
 }
 

@@ -123,17 +123,6 @@ class GenerationConfig(Section):
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
 
 
-class TransformersGenerationConfig(GenerationConfig):
-    """Settings of the generation engine `transformers`."""
-
-    session_cache_tokens: TokensOrZero = Field(
-        32_768, description="tokens of sessions whose keys and values are kept for their next turns, on each worker"
-    )
-    cache_after_update: Literal["recompute", "keep"] = Field(
-        "recompute", description="keys and values of requests that are in progress when weights are updated"
-    )
-
-
 class EnvironmentConfig(Section):
     """Settings that all environments share."""
 
@@ -388,7 +377,7 @@ class RunConfig(Section):
     algorithm: SerializeAsAny[AlgorithmConfig]
     policy: SerializeAsAny[PolicyConfig]
     environment: SerializeAsAny[EnvironmentConfig]
-    generation: SerializeAsAny[GenerationConfig] = TransformersGenerationConfig()
+    generation: SerializeAsAny[GenerationConfig] = GenerationConfig()
     worker_group: SerializeAsAny[WorkerGroupConfig] = WorkerGroupConfig()
     observers: ObserversConfig = ObserversConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -243,3 +244,12 @@ class _CastingSink(CollectingSink):
 def _accepts(target: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Return True if a weight of `shape` and `dtype` can be copied into `target` byte by byte."""
     return target.is_contiguous() and (tuple(target.shape), target.dtype) == (shape, dtype)
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name of the argument of `model`, and of the field of its output, that has the cache.
+
+    It is `cache` from transformers 5.24 on.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")

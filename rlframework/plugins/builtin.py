@@ -33,7 +33,6 @@ from rlframework.config.reward_model_training import ProcessRewardModelTrainingC
 from rlframework.config.sections import (
     RemoteGroupConfig,
     RunConfig,
-    TransformersGenerationConfig,
     WorkerGroupConfig,
 )
 from rlframework.errors import ConfigError
@@ -43,7 +42,6 @@ from rlframework.plugins.types import (
     Capability,
     DataProcessorRecord,
     EnvironmentRecord,
-    GenerationEngineRecord,
     Problem,
     Record,
     WorkerGroupRecord,
@@ -69,17 +67,6 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
         core("inline", "workers.inline:InlineWorkerGroup", inline, WorkerGroupConfig, check=check_inline),
         core("processes", "workers.processes:ProcessWorkerGroup", local, RemoteGroupConfig, capabilities=several),
     ]
-
-
-@hookimpl
-def rlframework_generation_engines() -> list[GenerationEngineRecord]:
-    """The built-in engine."""
-    target = "generation.transformers_engine:TransformersEngine"
-    summary = "generation with transformers, in the trainer's process or in separate ones"
-    refits = frozenset({Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT, Capability.LORA_REFIT})
-    declared = refits | {Capability.EMBEDDED_GENERATION, Capability.IN_FLIGHT_UPDATE, Capability.MULTIMODAL}
-    section = TransformersGenerationConfig
-    return [_core(GenerationEngineRecord, "transformers", target, summary, section, capabilities=declared)]
 
 
 @hookimpl

@@ -56,7 +56,6 @@ PRELOADED = (
     "rlframework.policy.optimization",
     "rlframework.policy.checkpoint.sharded",
     "rlframework.policy.worker",
-    "rlframework.generation.transformers_engine",
     "rlframework.generation.worker",
     "rlframework.workers.fork_server",
 )

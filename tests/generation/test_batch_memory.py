@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
-from rlframework.generation import transformers_engine
-from rlframework.generation.batch_memory import free_bytes, row_bytes, rows_that_fit
-from rlframework.generation.cache import cache_bytes
-from rlframework.generation.decoding import RowBatch
-from rlframework.generation.row_forward import cache_argument
+from rlframework.generation.engine_model import cache_argument
+from rlframework_transformers import engine as transformers_engine
+from rlframework_transformers.batch_memory import free_bytes, row_bytes, rows_that_fit
+from rlframework_transformers.cache import cache_bytes
+from rlframework_transformers.decoding import RowBatch
 
 _SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 _SMALL |= {"num_hidden_layers": 3, "vocab_size": 16}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlframework.generation.cache import PreallocatedLayer, decoding_cache
+from rlframework_transformers.cache import PreallocatedLayer, decoding_cache
 
 _SHAPE = {
     "hidden_size": 8,

@@ -11,8 +11,8 @@ import torch
 from batched_engine import Batches
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlframework.generation.batch_memory import _SAMPLING_BYTES, row_bytes
 from rlframework.generation.sampling import SAMPLED_ELEMENTS
+from rlframework_transformers.batch_memory import _SAMPLING_BYTES, row_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

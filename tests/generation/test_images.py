@@ -9,14 +9,14 @@ import tiny_vlms
 import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.sections import TransformersGenerationConfig
 from rlframework.errors import RequestError
 from rlframework.generation.media import Media
-from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.image_processor import image_tokens
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
+from rlframework_transformers.config import TransformersGenerationConfig
+from rlframework_transformers.engine import TransformersEngine
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
 IMAGES = [1, 0, 2, 1, 3]

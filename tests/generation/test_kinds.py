@@ -16,13 +16,13 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from rlframework.config.sections import GenerationConfig
 from rlframework.errors import NotSupported, RequestError
-from rlframework.generation.packed_rows import PackedRows
-from rlframework.generation.probing import row_forward
-from rlframework.generation.row_forward import EqualRows, PaddedRows, WholeRows
 from rlframework.generation.sampling import choose, row_uniforms
-from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import SamplingParams
+from rlframework_transformers.engine import TransformersEngine
+from rlframework_transformers.packed_rows import PackedRows
+from rlframework_transformers.probing import row_forward
+from rlframework_transformers.row_forward import EqualRows, PaddedRows, WholeRows
 
 LENGTHS, NEW = (11, 4, 7, 2, 7), 8
 STOPS, END = (5, 9, 17, 23), 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlframework.generation.packed_linears import PackedLinears, computed_rows, shows_columns
-from rlframework.generation.packed_rows import PackedRows
+from rlframework_transformers.packed_rows import PackedRows
 
 OWN, SHARED = [[3, 9, 4], [7, 2, 13, 5, 5, 6, 8], [6]], [[8, 2, 11, 3, 4], [5, 1]]
 

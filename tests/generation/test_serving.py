@@ -11,9 +11,9 @@ from causal_kinds import KINDS, tiny_model
 from torch import Tensor
 
 from rlframework.errors import EngineNotReady, RequestError
-from rlframework.generation.decoding import RowBatch
-from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan
+from rlframework_transformers.decoding import RowBatch
+from rlframework_transformers.engine import TransformersEngine
 
 SAMPLED, GREEDY = SamplingParams(), SamplingParams(0.0)
 PROMPTS = [[3, 9, 4], [7, 2, 13, 5, 5], [6], [3, 9, 4], [8, 8, 2, 11, 3, 4, 10]]

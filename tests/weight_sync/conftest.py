@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rlframework.config.sections import GenerationConfig
-from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationRequest
+from rlframework_transformers.engine import TransformersEngine
 
 DEADLINE = 60.0
 

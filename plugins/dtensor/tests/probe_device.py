@@ -15,12 +15,12 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.generation.batch import generate
-from rlframework.generation.transformers_engine import TransformersEngine
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_conformance import cases
 from rlframework_dtensor.worker import DTensorPolicyWorker
+from rlframework_transformers.engine import TransformersEngine
 
-ENGINE = "rlframework.generation.transformers_engine:TransformersEngine"
+ENGINE = "rlframework_transformers.engine:TransformersEngine"
 GENERATION = GenerationConfig(max_new_tokens=6, temperature=1.0, refit={"deadline": 20})
 
 

@@ -42,7 +42,7 @@ def test_scores_trains_and_generates(model_path, tokenizer, oracle, batch, mode,
         tokenizer,
         context=WorkerContext(device="cuda"),
         generation=GenerationConfig(max_new_tokens=3),
-        generation_target="rlframework.generation.transformers_engine:TransformersEngine",
+        generation_target="rlframework_transformers.engine:TransformersEngine",
     )
     plain = oracle(max_grad_norm=None)
     try:

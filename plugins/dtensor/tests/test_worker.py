@@ -44,7 +44,7 @@ def worker(model_path, tokenizer):
                 init_optimizer=init_optimizer,
                 backend_config=backend_config,
                 generation=generation,
-                generation_target="rlframework.generation.transformers_engine:TransformersEngine",
+                generation_target="rlframework_transformers.engine:TransformersEngine",
             )
         )
         return made[-1]

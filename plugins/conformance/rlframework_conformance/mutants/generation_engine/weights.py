@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.generation.row_forward import cache_argument
+from rlframework.generation.engine_model import cache_argument
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework_conformance.mutants.generation_engine.base import (

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.generation.media import Media
-from rlframework.generation.media_rows import MediaRows
-from rlframework.generation.packed_rows import with_holes_filled
-from rlframework.generation.row_forward import Prefix, RowForward
 from rlframework.generation.sampling import choose, row_uniforms
 from rlframework.interfaces.generation import SamplingParams
+from rlframework_transformers.media_rows import MediaRows
+from rlframework_transformers.packed_rows import with_holes_filled
+from rlframework_transformers.row_forward import Prefix, RowForward
 
 _COMPACTION_RATIO = 4
 """Finished rows are removed once they are 1 / `_COMPACTION_RATIO` of the batch: moving the cache costs about a step."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from rlframework.generation.cache import cache_bytes
 from rlframework.generation.sampling import SAMPLED_ELEMENTS
+from rlframework_transformers.cache import cache_bytes
 
 _USABLE = 0.9
 """Share of the free memory that is planned with; the rest is left to fragmentation and to what is not counted."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.generation.cache import stack_rows, whole_cache
 from rlframework.generation.media import ImageEncoder, Media
-from rlframework.generation.row_forward import PaddedRows, Prefix
 from rlframework.huggingface.image_processor import image_token
+from rlframework_transformers.cache import stack_rows, whole_cache
+from rlframework_transformers.row_forward import PaddedRows, Prefix
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 

@@ -10,13 +10,13 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from rlframework.config.policy import PolicyConfig
 from rlframework.errors import NotSupported
-from rlframework.generation.decoding import Row, RowBatch
-from rlframework.generation.packed_rows import PackedRows
-from rlframework.generation.row_forward import EqualRows, PaddedRows, RowForward, WholeRows
 from rlframework.generation.row_limits import RowLimits
 from rlframework.interfaces.generation import SamplingParams
 from rlframework.models.probing import tiny_model
 from rlframework.models.rotary import length_dependent
+from rlframework_transformers.decoding import Row, RowBatch
+from rlframework_transformers.packed_rows import PackedRows
+from rlframework_transformers.row_forward import EqualRows, PaddedRows, RowForward, WholeRows
 
 SHOWN_BY_SHORT_ROWS = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),

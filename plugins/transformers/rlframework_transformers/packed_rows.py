@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from rlframework.errors import NotSupported
-from rlframework.generation.key_values import KeyValues, Slots
-from rlframework.generation.row_forward import Prefix, RowForward
-from rlframework.generation.shared_prompts import SharedPrompts
 from rlframework.models.attention import RowLayout, Segments, attention, register
 from rlframework.models.scores import PLAIN, Scores
+from rlframework_transformers.key_values import KeyValues, Slots
+from rlframework_transformers.row_forward import Prefix, RowForward
+from rlframework_transformers.shared_prompts import SharedPrompts
 
 PREFILL_TOKENS = 4096
 """Tokens of prompts in a forward, unless a single prompt has more: bounds the memory of activations."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlframework.generation.row_forward import Prefix
+from rlframework_transformers.row_forward import Prefix
 
 
 @dataclass(frozen=True)

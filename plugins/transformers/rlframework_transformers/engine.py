@@ -16,18 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlframework.config.sections import GenerationConfig, TransformersGenerationConfig
-from rlframework.generation.batch_memory import free_bytes, rows_that_fit
-from rlframework.generation.decoding import Row, RowBatch
+from rlframework.config.sections import GenerationConfig
 from rlframework.generation.engine_model import EngineModel
 from rlframework.generation.media import ImageEncoder, Media
-from rlframework.generation.media_rows import MediaRows, no_media
 from rlframework.generation.packed_linears import PackedLinears
-from rlframework.generation.probing import row_forward
 from rlframework.generation.requests import ServingLimits
-from rlframework.generation.row_forward import PaddedRows, RowForward, WholeRows
 from rlframework.generation.serving import Served, ServingEngine
-from rlframework.generation.sessions import SessionPrefixes
 from rlframework.huggingface.image_processor import never_sampled
 from rlframework.interfaces.generation import (
     FinishReason,
@@ -38,6 +32,13 @@ from rlframework.interfaces.generation import (
 )
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import Held, WeightSink
+from rlframework_transformers.batch_memory import free_bytes, rows_that_fit
+from rlframework_transformers.config import TransformersGenerationConfig
+from rlframework_transformers.decoding import Row, RowBatch
+from rlframework_transformers.media_rows import MediaRows, no_media
+from rlframework_transformers.probing import row_forward
+from rlframework_transformers.row_forward import PaddedRows, RowForward, WholeRows
+from rlframework_transformers.sessions import SessionPrefixes
 
 _PACKED_FROM = 8
 """Tokens of the longest completion from which packing the weights of linear layers costs less than it saves."""

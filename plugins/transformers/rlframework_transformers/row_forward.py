@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlframework.generation.attention import decoding_attention
-from rlframework.generation.cache import PreallocatedLayer, decoding_cache
-from rlframework.generation.head import logits_in_fp32
+from rlframework.generation.engine_model import cache_argument
+from rlframework_transformers.attention import decoding_attention
+from rlframework_transformers.cache import PreallocatedLayer, decoding_cache
+from rlframework_transformers.head import logits_in_fp32
 
 Prefix = Sequence[tuple[Tensor, Tensor]]
 """The keys and values `[heads, m, D]` of the first `m` tokens of a row, for each layer."""
@@ -184,15 +185,6 @@ class WholeRows(RowForward):
     def keep(self, rows: Tensor) -> None:
         """See `RowForward.keep`."""
         self._ids = self._ids[rows.to(self._device)]
-
-
-def cache_argument(model: Any) -> str:
-    """Return the name of the argument of `model`, and of the field of its output, that has the cache.
-
-    It is `cache` from transformers 5.24 on.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    return next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")
 
 
 def _cache(model: Any, device: torch.device, capacity: int) -> Any:
