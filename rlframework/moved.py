@@ -17,6 +17,8 @@ MOVED = {
     "rlframework.conformance": "rlframework_conformance",
     "rlframework.workers.ray": "rlframework_ray",
     "rlframework.generation.transformers_engine": "rlframework_transformers.engine",
+    "rlframework.environments.agent": "rlframework_serve.agent_environment",
+    "rlframework.rollout.endpoint": "rlframework_serve",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
 }
 

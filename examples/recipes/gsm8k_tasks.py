@@ -2,7 +2,7 @@
 
 from openai import AsyncOpenAI
 
-from rlframework.environments.agent import AgentSession
+from rlframework.interfaces.agents import AgentSession
 from rlframework.interfaces.environment import Sample
 
 

@@ -59,26 +59,6 @@ class AttemptsConfig(EnvironmentConfig):
         return super().unseen_by_training | {"environment.agent_timeout", "environment.agent_sampling"}
 
 
-class AgentConfig(AttemptsConfig, DatasetConfig):
-    """Rows of your data as tasks for an agent of yours, which talks to the run's OpenAI-compatible endpoint."""
-
-    name: str = Field("agent", description="an agent of yours")
-    agent: Annotated[str, ImportsCode()] = Field(
-        description="import path of `async def solve(sample, session)`; the session has base_url, api_key, model and id"
-    )
-
-    @field_validator("agent", mode="before")
-    @classmethod
-    def _function_path(cls, agent: object) -> object:
-        """Replace a function by its import path."""
-        return import_path(agent) if callable(agent) else agent
-
-    @property
-    def unseen_by_training(self) -> frozenset[str]:
-        """See `EnvironmentConfig.unseen_by_training`: agents do not change the rows."""
-        return super().unseen_by_training | {"environment.agent"}
-
-
 class McpConfig(ToolDataConfig):
     """The tools of an MCP server, which is a program that is started and spoken to over its standard streams."""
 

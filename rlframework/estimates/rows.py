@@ -9,9 +9,9 @@ from rlframework.algorithm import Parts
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.rendering import render_prompt, render_samples
 from rlframework.datasets.tokens import TokenData
-from rlframework.environments.agent import runs_agents
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
+from rlframework.interfaces.agents import runs_agents
 from rlframework.interfaces.environment import Sample, has_episodes
 from rlframework.training.input_checks import evenly_spaced, longest
 

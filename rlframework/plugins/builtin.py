@@ -11,7 +11,6 @@ from rlframework.config.base import Section
 from rlframework.config.distillation import DistillationConfig
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.episode_environments import (
-    AgentConfig,
     GymnasiumConfig,
     McpConfig,
     OpenEnvConfig,
@@ -46,7 +45,7 @@ from rlframework.plugins.types import (
     Record,
     WorkerGroupRecord,
 )
-from rlframework.plugins.user_defined import load_advantage, load_agent, load_loss, load_reward
+from rlframework.plugins.user_defined import load_advantage, load_loss, load_reward
 
 _Kind = TypeVar("_Kind", bound=Record)
 
@@ -96,11 +95,9 @@ def _environments_with_episodes() -> list[EnvironmentRecord]:
     own = "the methods of a class of yours as tools, with rows of your data as tasks"
     servers = "the tools of an MCP server, with rows of your data as tasks"
     gym, reasoning = "a Gymnasium environment with text or discrete actions", "procedural tasks of reasoning-gym"
-    agents = "an agent of yours that talks to an OpenAI-compatible endpoint of the run"
     sockets = "an OpenEnv server, which runs elsewhere, over a WebSocket"
     elsewhere = "a verifiers environment, in a Python environment of its own"
     return [
-        core("agent", "environments.agent:AgentEnvironment", agents, AgentConfig, check=check_agent),
         core(
             "tools",
             "environments.tool_environment:ToolEnvironment",
@@ -205,7 +202,7 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
         return []
     if environment.reward is not None:
         paths = environment.reward_functions.items()
-        return [problem for key, path in paths for problem in _problem_of(key, load_reward, path)]
+        return [problem for key, path in paths for problem in problem_of(key, load_reward, path)]
     if environment.scores_completions:
         return []
     if isinstance(algorithm, GRPOConfig):
@@ -269,19 +266,10 @@ def check_tools(config: RunConfig, device: str) -> list[Problem]:
     return check_dataset(config, device) if getattr(environment, "reward", None) is not None else []
 
 
-def check_agent(config: RunConfig, device: str) -> list[Problem]:
-    """Check the agent's function, and the reward functions as `check_tools` does."""
-    environment = config.environment
-    unusable = (
-        _problem_of("environment.agent", load_agent, environment.agent) if isinstance(environment, AgentConfig) else []
-    )
-    return [*unusable, *check_tools(config, device)]
-
-
 def check_sft(config: RunConfig, device: str) -> list[Problem]:
     """Reject a user-defined loss that cannot be constructed."""
     loss = getattr(config.algorithm, "loss", None)
-    return _problem_of("algorithm.loss", load_loss, loss.name, loss.keys) if isinstance(loss, OwnLossConfig) else []
+    return problem_of("algorithm.loss", load_loss, loss.name, loss.keys) if isinstance(loss, OwnLossConfig) else []
 
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:
@@ -291,7 +279,7 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
         return []
     problems = check_sft(config, device)
     if algorithm.advantage is not None:
-        problems += _problem_of("algorithm.advantage", load_advantage, algorithm.advantage)
+        problems += problem_of("algorithm.advantage", load_advantage, algorithm.advantage)
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
     trained = {"policy": config.policy} | ({} if config.critic is None else {"critic": config.critic})
     for name, batch_size in ((name, section.train_global_batch_size) for name, section in trained.items()):
@@ -341,7 +329,8 @@ def check_sampling(config: RunConfig, device: str) -> list[Problem]:
     ]
 
 
-def _problem_of(key: str, load: Callable[..., object], *arguments: object) -> list[Problem]:
+def problem_of(key: str, load: Callable[..., object], *arguments: object) -> list[Problem]:
+    """Return the `ConfigError` that `load(*arguments)` raises as the problem of `key`, if it raises one."""
     try:
         load(*arguments)
     except ConfigError as error:

@@ -188,6 +188,20 @@ def rlframework_commands(app: typer.Typer) -> None:
     """
 
 
+@hookspec(firstresult=True)
+def rlframework_agent_endpoint() -> str | None:
+    """Return the import path `module:function` of an endpoint for agents; the first plugin that has one is used.
+
+    `function(parts, bridge)` returns an asynchronous context with a `rlframework.rollout.agents.AgentRunner`, which
+    attempts tasks against an endpoint that samples on `bridge`.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_agent_endpoint():
+    ...     return "my_package.endpoint:agent_runner"
+    """
+
+
 # Observer hooks. They run in the driver, and their return values are ignored.
 
 

@@ -162,7 +162,7 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
 @contextmanager
 def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Environment]:
     """Build the environment of `config`, and shut it down on exit. `PluginError` if it cannot score as it declares."""
-    from rlframework.environments.agent import runs_agents
+    from rlframework.interfaces.agents import runs_agents
     from rlframework.interfaces.environment import has_episodes, scores_turns
 
     require_data(config)

@@ -14,10 +14,10 @@ from rlframework.config.sections import EnvironmentConfig
 from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
 from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.template_checks import require_contents, warn_of_template
-from rlframework.environments.agent import runs_agents
 from rlframework.environments.tool_environment import ToolDataEnvironment
 from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
+from rlframework.interfaces.agents import runs_agents
 from rlframework.interfaces.environment import Sample, Split, has_episodes
 from rlframework.interfaces.messages import pictures_of, text_of
 from rlframework.rollout.call_formats import reader_of

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from rlframework import run
 from rlframework.config.episode_environments import VerifiersConfig
-from rlframework.environments.agent import AgentSession
 from rlframework.environments.verifiers import VerifiersEnvironment
 from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.agents import AgentSession
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
 SESSION = AgentSession("http://127.0.0.1:9/v1", "key", "policy", "1")

@@ -1,0 +1,165 @@
+"""Completions of text and of token ids, without a chat template: their requests, and what answers them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlframework.generation.tasks import gather_or_cancel
+from rlframework.interfaces.generation import GenerationResult
+from rlframework_serve.errors import ApiError
+from rlframework_serve.prompt_logprobs import PromptScorer, TokenScores, token_ids_of
+from rlframework_serve.requests import (
+    IGNORED,
+    MOST_CHOICES,
+    TurnRequest,
+    integer,
+    number,
+    reject_unknown,
+    require_plain_sampling,
+    stops_of,
+)
+from rlframework_serve.sampling import Sampler
+from rlframework_serve.sessions import Session
+
+MOST_COMPLETIONS = 1024
+"""The most completions of one request: its prompts times `n`."""
+
+_DEFAULT_TOKENS = 16
+"""OpenAI's `max_tokens` of a request without one."""
+
+_MOST_TOP = 20
+
+_KEYS = IGNORED | {
+    "prompt", "echo", "logprobs", "n", "seed", "max_tokens", "temperature", "top_p", "stop", "frequency_penalty",
+    "presence_penalty", "logit_bias",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """The completions that a client asks for: `turn.choices` of each of `prompts`, texts or token ids.
+
+    `echo`: whether the prompt comes with its completions. `logprobs`: how many most likely tokens come with each token;
+    None: no log-probabilities.
+    """
+
+    prompts: Sequence[str | list[int]]
+    turn: TurnRequest
+    echo: bool
+    logprobs: int | None
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are asked for that are not known from sampling."""
+        return self.logprobs is not None and (self.echo or self.logprobs > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """A completion of a prompt: its tokens in `result`, None if none were asked for, and its text up to a stop.
+
+    `scores`: log-probabilities of all tokens, those of the prompt first; None if they were not asked for.
+    """
+
+    prompt: str
+    prompt_ids: list[int]
+    result: GenerationResult | None
+    text: str
+    scores: TokenScores | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens after the prompt."""
+        return [] if self.result is None else list(self.result.token_ids.tolist())
+
+
+def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
+    """Return the completions that a body asks for. Raises `ApiError` for what is not served."""
+    reject_unknown(body, _KEYS)
+    require_plain_sampling(body)
+    echo, prompts, limit = body.get("echo"), _prompts(body.get("prompt")), integer(body, "max_tokens", 0, 2**31)
+    if echo not in (None, True, False):
+        raise ApiError(f"echo={echo!r:.80} must be true or false")
+    if limit == 0 and not echo:
+        raise ApiError("max_tokens=0 generates nothing; it needs echo=true, which returns the prompt")
+    turn = TurnRequest(
+        (),
+        choices=integer(body, "n", 1, MOST_CHOICES) or 1,
+        seed=integer(body, "seed", -(2**63), 2**63 - 1),
+        max_tokens=_DEFAULT_TOKENS if limit is None else limit,
+        temperature=number(body, "temperature", 0, 2),
+        top_p=number(body, "top_p", 0, 1),
+        stop=stops_of(body.get("stop")),
+    )
+    if (count := len(prompts) * turn.choices) > MOST_COMPLETIONS:
+        raise ApiError(f"{len(prompts)} prompts times n={turn.choices} are {count}; the most is {MOST_COMPLETIONS}")
+    return CompletionRequest(prompts, turn, bool(echo), integer(body, "logprobs", 0, _MOST_TOP))
+
+
+class Completer:
+    """Answers completions: samples with `sampler`, and scores with `scorer`, if there is one."""
+
+    def __init__(self, sampler: Sampler, scorer: PromptScorer | None) -> None:
+        self._sampler, self._scorer = sampler, scorer
+
+    def check(self, request: CompletionRequest) -> None:
+        """Raise `ApiError` for a sampling or log-probabilities that are not served."""
+        self._sampler.check(request.turn)
+        if request.scored and self._scorer is None:
+            raise ApiError(
+                "logprobs with echo, or above 0, are served by `rlframework serve` with worker_group.name=inline only; "
+                "give logprobs=0 without echo, or leave it out"
+            )
+
+    async def complete(self, session: Session, request: CompletionRequest) -> list[Completion]:
+        """Return the completions of all prompts, in order, and record them if the session does."""
+        prompts = await asyncio.to_thread(self._tokenized, session, request.prompts)
+        if request.turn.max_tokens:
+            session.begin_turns(len(prompts) * request.turn.choices)
+        of_prompts = await gather_or_cancel([self._of_prompt(session, request, *prompt) for prompt in prompts])
+        return [completion for completions in of_prompts for completion in completions]
+
+    async def _of_prompt(
+        self, session: Session, request: CompletionRequest, text: str, ids: list[int]
+    ) -> list[Completion]:
+        count, found = request.turn.choices, [Completion(text, ids, None, "")]
+        if request.turn.max_tokens:
+            results = await self._sampler.complete(session, request.turn, text, torch.tensor(ids))
+            found = [Completion(text, ids, result, completed) for result, completed in results]
+        if request.scored and self._scorer is not None:
+            top = request.logprobs or 0
+            found = [
+                Completion(text, ids, one.result, one.text, await self._scorer.score([*ids, *one.ids], top))
+                for one in found
+            ]
+        return found if request.turn.max_tokens else found * count
+
+    def _tokenized(self, session: Session, prompts: Sequence[str | list[int]]) -> list[tuple[str, list[int]]]:
+        """Return the text and the tokens of each prompt. `ApiError` for one without tokens, or with too many."""
+        found = []
+        for place, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                self._sampler.require_short(session, [{"role": "user", "content": prompt}])
+                text, ids = prompt, list(self._sampler.tokenizer(prompt)["input_ids"])
+            else:
+                text, ids = str(self._sampler.tokenizer.decode(prompt)), prompt
+            if not ids:
+                raise ApiError(f"prompt {place} has no tokens; give at least one")
+            found.append((text, ids))
+        return found
+
+
+def _prompts(given: Any) -> Sequence[str | list[int]]:
+    """Return the prompts of a request: a text, texts, token ids, or lists of token ids."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
+        return given
+    if isinstance(given, list) and given and all(isinstance(one, list) for one in given):
+        return [token_ids_of(one) for one in given]
+    return [token_ids_of(given)]

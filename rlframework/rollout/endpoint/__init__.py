@@ -1,1 +1,0 @@
-"""The agent endpoint: an OpenAI-compatible HTTP server in front of the generation client."""
