@@ -97,7 +97,7 @@ VLLM_EXTRA ?= cpu
 VLLM_PIP = $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check --quiet
 vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), and the tests that need it
 	test -d $(VLLM_ENV) || $(BIN)/python -m venv $(VLLM_ENV)
-	$(VLLM_PIP) install -e . -e plugins/dtensor -e 'plugins/vllm[$(VLLM_EXTRA)]' \
+	$(VLLM_PIP) install -e . -e plugins/dtensor -e plugins/transformers -e plugins/ray -e plugins/conformance -e 'plugins/vllm[$(VLLM_EXTRA)]' \
 		"ray==$$($(BIN)/python -c 'import ray; print(ray.__version__)')" 'pytest>=8.3,<9.2' pytest-timeout
 	test $(VLLM_EXTRA) != cpu || \
 		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton opencv-python-headless
@@ -150,7 +150,7 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made $(PROJECTS)
 	@echo "Installing rlframework and its packages into $(VENV): this takes a few minutes the first time."
-	$(PIP) install -e . -e plugins/dtensor
+	$(PIP) install -e . -e plugins/dtensor -e plugins/transformers
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.made $(PROJECTS) requirements-dev.txt

@@ -19,6 +19,11 @@ MOVED = {
     "rlframework.generation.transformers_engine": "rlframework_transformers.engine",
     "rlframework.environments.agent": "rlframework_serve.agent_environment",
     "rlframework.rollout.endpoint": "rlframework_serve",
+    "rlframework.environments.gymnasium": "rlframework_environments.gymnasium",
+    "rlframework.environments.mcp": "rlframework_environments.mcp",
+    "rlframework.environments.openenv": "rlframework_environments.openenv",
+    "rlframework.environments.reasoning_gym": "rlframework_environments.reasoning_gym",
+    "rlframework.environments.verifiers": "rlframework_environments.verifiers",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
 }
 

@@ -11,12 +11,7 @@ from rlframework.config.base import Section
 from rlframework.config.distillation import DistillationConfig
 from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
 from rlframework.config.episode_environments import (
-    GymnasiumConfig,
-    McpConfig,
-    OpenEnvConfig,
-    ReasoningGymConfig,
     ToolsConfig,
-    VerifiersConfig,
 )
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import (
@@ -85,32 +80,14 @@ def rlframework_environments() -> list[EnvironmentRecord]:
             PreferencesConfig,
             check=check_pairs,
         ),
-        *_environments_with_episodes(),
-    ]
-
-
-def _environments_with_episodes() -> list[EnvironmentRecord]:
-    core = partial(_core, EnvironmentRecord)
-    several = frozenset({Capability.EPISODES})
-    own = "the methods of a class of yours as tools, with rows of your data as tasks"
-    servers = "the tools of an MCP server, with rows of your data as tasks"
-    gym, reasoning = "a Gymnasium environment with text or discrete actions", "procedural tasks of reasoning-gym"
-    sockets = "an OpenEnv server, which runs elsewhere, over a WebSocket"
-    elsewhere = "a verifiers environment, in a Python environment of its own"
-    return [
         core(
             "tools",
             "environments.tool_environment:ToolEnvironment",
-            own,
+            "the methods of a class of yours as tools, with rows of your data as tasks",
             ToolsConfig,
             check=check_tools,
-            capabilities=several,
+            capabilities=frozenset({Capability.EPISODES}),
         ),
-        core("mcp", "environments.mcp:McpEnvironment", servers, McpConfig, check=check_dataset, capabilities=several),
-        core("gymnasium", "environments.gymnasium:GymnasiumEnvironment", gym, GymnasiumConfig, capabilities=several),
-        core("reasoning_gym", "environments.reasoning_gym:ReasoningGymEnvironment", reasoning, ReasoningGymConfig),
-        core("openenv", "environments.openenv:OpenEnvEnvironment", sockets, OpenEnvConfig, capabilities=several),
-        core("verifiers", "environments.verifiers:VerifiersEnvironment", elsewhere, VerifiersConfig),
     ]
 
 

@@ -5,9 +5,9 @@ import sys
 import pytest
 from episode_play import play, says, texts
 
-from rlframework.config.episode_environments import GymnasiumConfig
-from rlframework.environments.gymnasium import GymnasiumEnvironment
 from rlframework.errors import ConfigError
+from rlframework_environments.config import GymnasiumConfig
+from rlframework_environments.gymnasium import GymnasiumEnvironment
 
 LAKE = {"id": "FrozenLake-v1", "arguments": {"is_slippery": False}, "actions": ("left", "down", "right", "up")}
 

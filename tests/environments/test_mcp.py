@@ -13,9 +13,9 @@ import psutil
 import pytest
 from episode_play import calls, play, says, texts
 
-from rlframework.config.episode_environments import McpConfig
-from rlframework.environments.mcp import McpEnvironment
 from rlframework.errors import ConfigError, RLFrameworkError
+from rlframework_environments.config import McpConfig
+from rlframework_environments.mcp import McpEnvironment
 
 pytestmark = pytest.mark.slow
 
@@ -200,7 +200,7 @@ def test_the_server_ends_with_the_run(tmp_path, end):
         sys.path.insert(0, {str(SERVER.parent)!r})
         from episode_play import calls, play, texts
         from rlframework.config.episode_environments import McpConfig
-        from rlframework.environments.mcp import McpEnvironment
+        from rlframework_environments.mcp import McpEnvironment
         config = McpConfig(command=[sys.executable, "stubborn.py"], path="rows.jsonl", check="exact", server_per="run")
         environment = McpEnvironment(config, seed=0)
         sample = environment.samples("train")[0]

@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from websockets.sync.server import serve
 
 from rlframework import run
-from rlframework.config.episode_environments import OpenEnvConfig
-from rlframework.environments import openenv
-from rlframework.environments.openenv import OpenEnvEnvironment
 from rlframework.errors import RLFrameworkError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework_environments import openenv
+from rlframework_environments.config import OpenEnvConfig
+from rlframework_environments.openenv import OpenEnvEnvironment
 
 PYTHON = os.environ.get("OPENENV_PYTHON", "")
 SHOWN = {"observation": {"text": "start", "metadata": {}}, "reward": None, "done": False}

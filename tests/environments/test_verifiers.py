@@ -13,12 +13,12 @@ import pytest
 from pydantic import ValidationError
 
 from rlframework import run
-from rlframework.config.episode_environments import VerifiersConfig
-from rlframework.environments.verifiers import VerifiersEnvironment
 from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.agents import AgentSession
+from rlframework_environments.config import VerifiersConfig
+from rlframework_environments.verifiers import VerifiersEnvironment
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
 SESSION = AgentSession("http://127.0.0.1:9/v1", "key", "policy", "1")
@@ -142,7 +142,7 @@ def test_an_environment_that_cannot_be_used(make, keys, problem):
 
 @pytest.mark.slow
 def test_a_start_that_takes_too_long(make, monkeypatch, tmp_path):
-    monkeypatch.setattr("rlframework.environments.verifiers_process._END_SECONDS", 0.5)  # it does not end by itself
+    monkeypatch.setattr("rlframework_environments.verifiers_process._END_SECONDS", 0.5)  # it does not end by itself
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from rlframework.new_backend import core_range
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = ("conformance", "serve", "transformers", "ray", "deepspeed", "dtensor", "megatron", "vllm")
+PLUGINS = ("conformance", "environments", "serve", "transformers", "ray", "deepspeed", "dtensor", "megatron", "vllm")
 FOLDERS = {"core": ROOT, **{name: ROOT / "plugins" / name for name in PLUGINS}}
 PACKAGES = {"core": "rlframework", **{name: f"rlframework_{name}" for name in PLUGINS}}
 
@@ -70,18 +70,26 @@ def test_each_plugin_pins_the_core_of_its_release(name):
     assert pins == [f"rlframework-core=={version('core')}"]
 
 
-OPTIONAL = ("wandb", "mlflow", "gymnasium", "mcp", "openenv", "reasoning-gym", "serve", "judge", "vision")
+OPTIONAL = ("wandb", "mlflow", "gymnasium", "mcp", "openenv", "reasoning-gym", "verifiers", "judge", "vision")
 """The extras of packages that one part each needs."""
+
+ALIASES = ("agent", "parity")
+"""The extras of a part or a command of a distribution with another name."""
 
 
 def test_the_extras_pin_the_plugins_and_all_names_them_all():
     extras = project("core")["project"]["optional-dependencies"]
-    assert set(extras) == {*PLUGINS, *OPTIONAL, "all", "dev", "docs"}
+    assert set(extras) == {*PLUGINS, *OPTIONAL, *ALIASES, "all", "dev", "docs"}
     for name in PLUGINS:
-        assert extras[name] == [f"rlframework-{name}=={version(name)}"]
-    [everything] = map(Requirement, extras["all"])
-    assert everything.name == "rlframework-core"
-    assert everything.extras == set(extras) - {"all", "dev", "docs"}
+        assert f"rlframework-{name}=={version(name)}" in extras[name]
+    everything = [Requirement(item) for item in extras["all"]]
+    assert {item.name for item in everything} == {"rlframework-core"}
+    assert {extra for item in everything for extra in item.extras} == set(extras) - {"all", "dev", "docs"}
+
+
+def test_the_extra_of_the_reference_backend_brings_what_the_first_run_needs():
+    extras = project("core")["project"]["optional-dependencies"]
+    assert extras["dtensor"] == [f"rlframework-{name}=={version(name)}" for name in ("dtensor", "transformers")]
 
 
 def test_core_depends_on_no_plugin():
@@ -128,7 +136,7 @@ def test_a_page_for_plugin_authors_names_the_range_that_new_backend_writes(page)
 
 
 def test_the_quickstart_installs_core_and_the_reference_backend():
-    assert "install -e . -e plugins/dtensor\n" in (ROOT / "Makefile").read_text()
+    assert "install -e . -e plugins/dtensor -e plugins/transformers\n" in (ROOT / "Makefile").read_text()
 
 
 def test_the_changelog_has_this_release():

@@ -7,15 +7,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlframework.config.episode_environments import GymnasiumConfig
 from rlframework.environments import threads
-from rlframework.environments.seeded_tasks import SeededTasks
 from rlframework.environments.tool_calls import encodable
 from rlframework.environments.verifiable import prompt_messages
 from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import Environment, Episode, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, text_of
 from rlframework.plugins.loading import make_current_directory_importable
+from rlframework_environments.config import GymnasiumConfig
+from rlframework_environments.seeded_tasks import SeededTasks
 
 
 class GymnasiumEnvironment(Environment):

@@ -14,13 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlframework.config.episode_environments import OpenEnvConfig
-from rlframework.environments.seeded_tasks import SeededTasks
 from rlframework.environments.tool_calls import encodable
 from rlframework.environments.verifiable import prompt_messages
 from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.environment import LARGEST_REWARD, Environment, Episode, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, text_of
+from rlframework_environments.config import OpenEnvConfig
+from rlframework_environments.seeded_tasks import SeededTasks
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

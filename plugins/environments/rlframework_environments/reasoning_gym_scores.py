@@ -14,8 +14,8 @@ from typing import Any
 
 import reasoning_gym  # noqa: F401 - see above
 
-from rlframework.environments.reasoning_gym import dataset_of
 from rlframework.interfaces.environment import Sample
+from rlframework_environments.reasoning_gym import dataset_of
 
 LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose scorers call `eval` on the answer (reasoning-gym 0.1.25)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from rlframework.environments.mcp_server import McpServer
+from rlframework_environments.mcp_server import McpServer
 
 
 class McpPool:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from rlframework.config.episode_environments import VerifiersConfig
-from rlframework.environments.verifiers_process import VerifiersProcess
 from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.agents import AgentSession, NoReward
 from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message
+from rlframework_environments.config import VerifiersConfig
+from rlframework_environments.verifiers_process import VerifiersProcess
 
 
 class VerifiersEnvironment(Environment):

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlframework.config.environments import DatasetConfig
-from rlframework.config.episode_environments import ReasoningGymConfig
 from rlframework.environments.own_reward import OwnReward
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
 from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message
+from rlframework_environments.config import ReasoningGymConfig
 
 REFUSED = frozenset({"codeio"})
 """Tasks that run programs of their data."""
@@ -53,7 +53,7 @@ class ReasoningGymEnvironment(Environment):
         return Sample(f"{task} {number}", messages, answer, self._config.answer_after + answer, given)
 
 
-SCORER = "rlframework.environments.reasoning_gym_scores:score"
+SCORER = "rlframework_environments.reasoning_gym_scores:score"
 """Imported by the process that scores, and not in the time of an answer."""
 
 

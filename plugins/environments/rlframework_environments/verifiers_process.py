@@ -20,9 +20,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rlframework.config.episode_environments import VerifiersConfig
-from rlframework.environments import process_ends, verifiers_server
+from rlframework.environments import process_ends
 from rlframework.errors import ConfigError, RLFrameworkError
+from rlframework_environments import verifiers_server
+from rlframework_environments.config import VerifiersConfig
 
 _PASSED = ("HOME", "LANG", "LOGNAME", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TERM", "TMPDIR", "USER")
 """Environment variables that the process gets, besides PATH and those of `VerifiersConfig.variables`."""
