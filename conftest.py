@@ -13,11 +13,14 @@ import string
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from left_out_cases import SAMPLED
 from left_out_suites import SUITES
+from short_runs import short_run
 
 from rlframework.workers import processes
 
@@ -130,3 +133,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("models") / "tiny_llama"
     return make_llama(path, character_tokenizer(ALPHABET), hidden=32, layers=2, heads=4, kv_heads=2, max_positions=128)
+
+
+@pytest.fixture(scope="session")
+def make_config(tiny_llama: Path):
+    """`make_config(folder, algorithm, *overrides)`: like `run_config`, in `folder`, for fixtures of wider scope."""
+    return partial(short_run, tiny_llama)
+
+
+@pytest.fixture
+def run_config(make_config: Any, tmp_path: Path):
+    """`run_config(algorithm, *overrides)`: the configuration of a short run in `tmp_path`."""
+    return partial(make_config, tmp_path)

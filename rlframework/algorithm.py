@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rlframework.interfaces.environment import Environment
     from rlframework.observers.dispatch import Observers
     from rlframework.observers.timeline import Timeline
+    from rlframework.plugins.hookspec import Uploads
     from rlframework.policy.client import Policy
-    from rlframework.storage.uploads import Uploads
 
 
 @dataclass

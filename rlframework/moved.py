@@ -24,6 +24,7 @@ MOVED = {
     "rlframework.environments.openenv": "rlframework_environments.openenv",
     "rlframework.environments.reasoning_gym": "rlframework_environments.reasoning_gym",
     "rlframework.environments.verifiers": "rlframework_environments.verifiers",
+    "rlframework.storage": "rlframework_storage",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
 }
 

@@ -10,9 +10,10 @@ some. It must be lightweight, because it also runs for `rlframework plugins`, wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import pluggy
 import typer
@@ -82,6 +83,29 @@ class TimeSpan(NamedTuple):
     activity: str
     start: float
     end: float
+
+
+class Uploads(Protocol):
+    """Sends the checkpoints of a run elsewhere. All methods are called by the driver and return at once."""
+
+    def add(self, path: Path, score: float | None = None) -> None:
+        """Upload the checkpoint in the folder `path`. `score`: the metric by which the best checkpoints are kept."""
+        ...
+
+    def in_use(self) -> set[Path]:
+        """Return the checkpoints whose files must stay: those that are being uploaded or wait for it."""
+        ...
+
+    def pop_metrics(self) -> Mapping[str, float]:
+        """Return the metrics of uploads that have ended since the last call."""
+        ...
+
+    def finishing(self) -> AbstractContextManager[None]:
+        """Return the context that the run trains in: its exit waits for the last upload, and raises if that failed.
+
+        After an error of the run it waits, too, and that error is the one that is raised.
+        """
+        ...
 
 
 # The registry. Each specification returns nothing: pluggy never calls it.
@@ -199,6 +223,31 @@ def rlframework_agent_endpoint() -> str | None:
     >>> @hookimpl
     ... def rlframework_agent_endpoint():
     ...     return "my_package.endpoint:agent_runner"
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_resume_from(config: RunConfig, checkpoint: Path | None) -> Path | None:
+    """Return the folder of the checkpoint from which a run continues, or None. Called if `checkpoints.upload` is set.
+
+    `checkpoint` is the one that the user named, if any; it takes precedence. Called before anything of the run is
+    built, so it also raises a `ConfigError` if the run could not use `checkpoints.upload`.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_resume_from(config, checkpoint):
+    ...     return checkpoint
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_uploads(config: RunConfig) -> Uploads | None:
+    """Return what sends the checkpoints of a run to `checkpoints.upload`, or None.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_uploads(config):
+    ...     return None
     """
 
 

@@ -111,6 +111,10 @@ class PluginManager:
         """The hooks of all active plugins, for calling observer hooks."""
         return self._pluggy.hook
 
+    def implements(self, hook: str) -> bool:
+        """Whether an active plugin implements `hook`."""
+        return bool(getattr(self.hook, hook).get_hookimpls())
+
     def callers(self, hook: str) -> Iterator[tuple[str, pluggy.HookCaller]]:
         """Yield, in pluggy's order, `distribution version` of each plugin that implements `hook`, and its caller.
 

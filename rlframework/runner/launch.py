@@ -15,7 +15,7 @@ import json
 import logging
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,11 +27,12 @@ from rlframework.config.trust import require_own_files
 from rlframework.config.validate import notes_without_effect
 from rlframework.config.yaml_text import parse_yaml
 from rlframework.configure import config_yaml, dump_config, load_config
-from rlframework.errors import ConfigError
+from rlframework.errors import ConfigError, PluginError
 from rlframework.files import exclusive_directory, remove_temporary, write_atomically
 from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.observers.services import flatten
+from rlframework.plugins.loading import install_command
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.data import require_data, with_data
 from rlframework.runner.further_policies import used_policies
@@ -46,13 +47,6 @@ from rlframework.runner.parts import (
     require_models,
 )
 from rlframework.runner.restarts import Attempt, run_with_restarts
-from rlframework.runner.uploaded import (
-    checkpoint_to_resume,
-    open_remote,
-    open_uploads,
-    require_unused,
-    require_writable,
-)
 from rlframework.secrets import has_secrets, hide_secrets
 from rlframework.training.interrupts import ending_on_signals, raise_if_ended
 
@@ -63,6 +57,7 @@ if TYPE_CHECKING:
     from rlframework.evaluation.plan import EvaluationPlan
     from rlframework.evaluation.report import Evaluation
     from rlframework.observers.environment import Resumed
+    from rlframework.plugins.hookspec import Uploads
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,11 +85,11 @@ def run(
     config = config if data is None else with_data(config, data)
     require_data(config)
     check_services(config.observers)
-    checkpoint = _checkpoint(config, checkpoint, overwrite)
+    manager = manager or create_manager(config.plugins)
+    checkpoint = _checkpoint(config, manager, checkpoint, overwrite)
     if checkpoint is None:
         check_output_dir(config, overwrite)
     require_models(config)
-    manager = manager or create_manager(config.plugins)
     # signals raise, so that workers and observers shut down; the training loop has its own handler
     with ending_on_signals(), ExitStack() as stack:
         lock = cache(lambda: stack.enter_context(exclusive_directory(config.output_dir)))
@@ -103,18 +98,16 @@ def run(
         )
 
 
-def _checkpoint(config: RunConfig, given: Path | None, overwrite: bool) -> Path | None:
-    """The checkpoint to resume from: the `given` one, else with `resume_uploaded` one that is found or fetched."""
-    remote = open_remote(config)
-    if remote is None:
+def _checkpoint(config: RunConfig, manager: PluginManager, given: Path | None, overwrite: bool) -> Path | None:
+    """The checkpoint to resume from: the `given` one, else one that a plugin has found, as for `resume_uploaded`."""
+    if config.checkpoints.upload is None:
         return given
-    searched = given is None and config.checkpoints.resume_uploaded
-    if searched and overwrite:
+    if given is None and config.checkpoints.resume_uploaded and overwrite:
         raise ConfigError("checkpoints.resume_uploaded continues a run and --overwrite deletes it; give one of them")
-    if given is None and not searched:
-        require_unused(remote)
-    require_writable(remote)
-    return checkpoint_to_resume(config, remote) if searched else given
+    if not manager.implements("rlframework_uploads"):
+        raise PluginError(f"checkpoints.upload needs a plugin that uploads: {install_command('storage')}")
+    found: Path | None = manager.hook.rlframework_resume_from(config=config, checkpoint=given)
+    return found if given is None else given
 
 
 def _train(
@@ -124,7 +117,6 @@ def _train(
     from rlframework.estimates.estimate import print_estimate
     from rlframework.observers.environment import write_environment
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
-    from rlframework.storage.uploads import finishing_uploads
     from rlframework.training.checkpoints import seed_random_states, step_of_checkpoint  # imports torch
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
@@ -144,9 +136,9 @@ def _train(
     if attempt.checkpoint is None:
         seed_random_states(config.seed)  # for environments and losses that draw from global generators
     planning = before_workers if first else None
-    uploads = open_uploads(config)
+    uploads: Uploads | None = manager.hook.rlframework_uploads(config=config)
     with (
-        finishing_uploads(uploads),
+        nullcontext() if uploads is None else uploads.finishing(),
         build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts,
     ):
         raise_if_ended()

@@ -17,7 +17,18 @@ from packaging.requirements import Requirement
 from rlframework.new_backend import core_range
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = ("conformance", "environments", "serve", "transformers", "ray", "deepspeed", "dtensor", "megatron", "vllm")
+PLUGINS = (
+    "conformance",
+    "storage",
+    "environments",
+    "serve",
+    "transformers",
+    "ray",
+    "deepspeed",
+    "dtensor",
+    "megatron",
+    "vllm",
+)
 FOLDERS = {"core": ROOT, **{name: ROOT / "plugins" / name for name in PLUGINS}}
 PACKAGES = {"core": "rlframework", **{name: f"rlframework_{name}" for name in PLUGINS}}
 

@@ -15,7 +15,12 @@ from rlframework.plugins.types import RECORD_TYPES
 HOOKS = sorted(name for name in vars(specs) if name.startswith("rlframework_"))
 EVENTS = ("run_started", "step_finished", "checkpoint_saved", "run_finished")
 OBSERVERS = {f"rlframework_{event}" for event in EVENTS}
-ACTING = OBSERVERS | {"rlframework_commands", "rlframework_agent_endpoint"}
+ACTING = OBSERVERS | {
+    "rlframework_commands",
+    "rlframework_agent_endpoint",
+    "rlframework_resume_from",
+    "rlframework_uploads",
+}
 
 
 def run_example(hook: str) -> types.ModuleType:

@@ -44,15 +44,12 @@ def choose_error(manager, kind, name) -> str:
     return str(caught.value)
 
 
-EPISODES = ("agent", "gymnasium", "mcp", "openenv", "reasoning_gym", "tools", "verifiers")
-
-
 def test_cores_own_parts_come_through_the_same_hooks():
     manager = create_manager()
     assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
         "worker_group": {"inline", "processes"},
-        "generation_engine": {"transformers"},
-        "environment": {"addition", "dataset", "gsm8k", "preferences", *EPISODES},
+        "generation_engine": set(),
+        "environment": {"addition", "dataset", "gsm8k", "preferences", "tools"},
     }
     preferences = {"dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "process_reward_model"}
     others = {"sft", "ppo", "distillation", *preferences}

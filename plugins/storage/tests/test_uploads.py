@@ -9,10 +9,10 @@ import pytest
 
 from rlframework.config.sections import CheckpointsConfig
 from rlframework.errors import RunInterrupted, RunTerminated
-from rlframework.storage.remote_folder import StorageError
-from rlframework.storage.transfer import complete_checkpoints
-from rlframework.storage.uploads import Uploads, finishing_uploads
 from rlframework.training.checkpoints import kept_checkpoints
+from rlframework_storage.remote_folder import StorageError
+from rlframework_storage.transfer import complete_checkpoints
+from rlframework_storage.uploads import Uploads
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_the_first_interrupt_waits_for_the_upload_and_the_second_does_not(
     assert held.begun.wait(60)
     if waits:
         threading.Timer(0.05, held.set).start()
-    with pytest.raises(type(error)), finishing_uploads(uploads):
+    with pytest.raises(type(error)), uploads.finishing():
         raise error
     assert list(complete_checkpoints(remote)) == (["step-000001"] if waits else [])
     held.set()

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from rlframework.storage.remote_folder import RemoteFolder, StorageError
-from rlframework.storage.transfer import Sent, complete_checkpoints, delete, delete_unfinished, fetch, send
+from rlframework_storage.remote_folder import RemoteFolder, StorageError
+from rlframework_storage.transfer import Sent, complete_checkpoints, delete, delete_unfinished, fetch, send
 
 
 def contents(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -11,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlframework.errors import RunInterrupted
+from rlframework.logs import plugin_logger
 from rlframework.secrets import hide_in_text
-from rlframework.storage.remote_folder import RemoteFolder, StorageError
-from rlframework.storage.transfer import complete_checkpoints, delete, delete_unfinished, send
+from rlframework_storage.remote_folder import RemoteFolder, StorageError
+from rlframework_storage.transfer import complete_checkpoints, delete, delete_unfinished, send
 
-_LOG = logging.getLogger(__name__)
+_LOG = plugin_logger(__name__)
 
 ATTEMPTS = 5
 """Attempts at an upload, before it counts as failed."""
@@ -87,6 +87,22 @@ class Uploads:
             if self._failure is not None:
                 raise StorageError(self._failure)
 
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """On exit wait for the last upload, also after an error or the first interrupt; that error is the one raised.
+
+        A second interrupt does not wait.
+        """
+        try:
+            yield
+        except (Exception, RunInterrupted):
+            try:
+                self.finish()
+            except StorageError as error:
+                _LOG.warning("%s", error)
+            raise
+        self.finish()
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -147,22 +163,3 @@ class Uploads:
 
 def _first_line(error: Exception) -> str:
     return hide_in_text(str(error) or type(error).__name__).partition("\n")[0]
-
-
-@contextmanager
-def finishing_uploads(uploads: Uploads | None) -> Iterator[None]:
-    """On exit wait for the last upload, also after an error or the first interrupt; that error is the one raised.
-
-    A second interrupt does not wait.
-    """
-    try:
-        yield
-    except (Exception, RunInterrupted):
-        if uploads is not None:
-            try:
-                uploads.finish()
-            except StorageError as error:
-                _LOG.warning("%s", error)
-        raise
-    if uploads is not None:
-        uploads.finish()

@@ -9,8 +9,8 @@ import pytest
 from faulty_files import FaultyFiles
 
 from rlframework.errors import ConfigError
-from rlframework.storage.remote_folder import RemoteFolder, StorageError
-from rlframework.storage.transfer import complete_checkpoints, fetch, send
+from rlframework_storage.remote_folder import RemoteFolder, StorageError
+from rlframework_storage.transfer import complete_checkpoints, fetch, send
 
 
 @pytest.mark.parametrize("protocol", ["file", "memory"])

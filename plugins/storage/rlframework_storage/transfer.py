@@ -18,7 +18,7 @@ import xxhash
 from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 
 from rlframework.files import replacing_directory
-from rlframework.storage.remote_folder import RemoteFolder, StorageError
+from rlframework_storage.remote_folder import RemoteFolder, StorageError
 
 FORMAT = 1
 COMPLETE = "uploaded.json"

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from rlframework.config.sections import CheckpointsConfig
-from rlframework.storage.remote_folder import RemoteFolder, StorageError
-from rlframework.storage.transfer import Sent, complete_checkpoints, delete, fetch, send
-from rlframework.storage.uploads import Uploads
 from rlframework.training.checkpoints import kept_checkpoints
+from rlframework_storage.remote_folder import RemoteFolder, StorageError
+from rlframework_storage.transfer import Sent, complete_checkpoints, delete, fetch, send
+from rlframework_storage.uploads import Uploads
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("s3")]
 
@@ -124,8 +124,8 @@ def test_each_of_its_requests_may_fail(s3, checkpoint, tmp_path):
 
 SEND = """
 import sys, pathlib
-from rlframework.storage.remote_folder import RemoteFolder
-from rlframework.storage.uploads import Uploads
+from rlframework_storage.remote_folder import RemoteFolder
+from rlframework_storage.uploads import Uploads
 uploads = Uploads(RemoteFolder(sys.argv[1]), set)
 uploads.add(pathlib.Path(sys.argv[2]))
 print(sys.stdin.readline(), flush=True)

@@ -1,41 +1,20 @@
-"""The uploads of a run, and the checkpoint from which it resumes on a machine that has none."""
+"""The checkpoint from which a run resumes on a machine that has none, and checks of the address for uploads."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rlframework.config.sections import RunConfig
 from rlframework.errors import ConfigError
 from rlframework.files import exclusive_directory
+from rlframework.logs import plugin_logger
+from rlframework.runner.output_folder import check_output_dir
 from rlframework.secrets import hide_in_text
+from rlframework.training.checkpoints import FOLDER, newest_checkpoint
+from rlframework_storage.remote_folder import RemoteFolder
+from rlframework_storage.transfer import complete_checkpoints, fetch
 
-if TYPE_CHECKING:
-    from rlframework.config.sections import RunConfig
-    from rlframework.storage.remote_folder import RemoteFolder
-    from rlframework.storage.uploads import Uploads
-
-_LOG = logging.getLogger(__name__)
-
-
-def open_remote(config: RunConfig) -> RemoteFolder | None:
-    """Open `checkpoints.upload`; None without one. Raises `ConfigError` if a package for its protocol is missing."""
-    from rlframework.storage.remote_folder import RemoteFolder
-
-    return None if config.checkpoints.upload is None else RemoteFolder(config.checkpoints.upload)
-
-
-def open_uploads(config: RunConfig) -> Uploads | None:
-    """The uploads of a run; None if it has none."""
-    from rlframework.storage.uploads import Uploads
-    from rlframework.training.checkpoints import kept_checkpoints
-
-    def keep(scores: Mapping[str, float | None]) -> set[str]:
-        return kept_checkpoints(scores, config.checkpoints)
-
-    remote = open_remote(config)
-    return None if remote is None else Uploads(remote, keep)
+_LOG = plugin_logger(__name__)
 
 
 def checkpoint_to_resume(config: RunConfig, remote: RemoteFolder) -> Path | None:
@@ -43,10 +22,6 @@ def checkpoint_to_resume(config: RunConfig, remote: RemoteFolder) -> Path | None
 
     Raises `StorageError` if `remote` cannot be read, or if what it has is damaged.
     """
-    from rlframework.runner.output_folder import check_output_dir
-    from rlframework.storage.transfer import complete_checkpoints, fetch
-    from rlframework.training.checkpoints import FOLDER, newest_checkpoint
-
     local, found = newest_checkpoint(config.output_dir), complete_checkpoints(remote)
     newest = max(found, default=None)
     if newest is None or (local is not None and local.name >= newest):
@@ -62,8 +37,6 @@ def checkpoint_to_resume(config: RunConfig, remote: RemoteFolder) -> Path | None
 
 def require_unused(remote: RemoteFolder) -> None:
     """Raise `ConfigError` if `remote` has complete checkpoints, which a new run would mix with its own."""
-    from rlframework.storage.transfer import complete_checkpoints
-
     if found := complete_checkpoints(remote):
         raise ConfigError(
             f"checkpoints.upload={hide_in_text(remote.url)!r} holds checkpoints of another run ({', '.join(found)}). "

@@ -17,9 +17,9 @@ from probe_runs import assert_same_weights, call, numbers_of, refused, rows_of
 from rlframework import run
 from rlframework.configure import config_yaml
 from rlframework.errors import ConfigError
-from rlframework.storage.remote_folder import RemoteFolder, StorageError
-from rlframework.storage.transfer import complete_checkpoints
 from rlframework.training.checkpoints import checkpoints_in
+from rlframework_storage.remote_folder import RemoteFolder, StorageError
+from rlframework_storage.transfer import complete_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
 ):
     """By the command line, whose exit code tells a scheduler of jobs that the checkpoint is not there."""
     monkeypatch.setattr(
-        "rlframework.storage.uploads.Uploads.__init__.__kwdefaults__", {"first_wait": 0.0, "attempts": 2}
+        "rlframework_storage.uploads.Uploads.__init__.__kwdefaults__", {"first_wait": 0.0, "attempts": 2}
     )
 
     def fail(*_: object) -> None:
@@ -123,7 +123,7 @@ def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
 SLOW_UPLOAD = """
 import sys, time
 from rlframework import load_config, run
-from rlframework.storage.remote_folder import RemoteFolder
+from rlframework_storage.remote_folder import RemoteFolder
 send = RemoteFolder.send
 def slow(self, name, source):
     if "optimizer/" in name:
