@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from traceback import FrameSummary, TracebackException
 
+from rlframework.plugins.loading import extra_of
+
 _MOST_LINES = 80
 """Lines of a traceback: its last ones, which are those of the error itself and not of what caused it."""
 
-_OURS = str(Path(__file__).parents[1])
+_CORE = str(Path(__file__).parents[1])
 _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -34,7 +36,7 @@ def place_of(error: BaseException) -> str:
     """
     for each in _with_causes(TracebackException.from_exception(error, lookup_lines=False)):
         if frames := _from_user(each.stack):
-            own = [frame for frame in frames if not frame.filename.startswith((_OURS, *_LIBRARIES))]
+            own = [frame for frame in frames if not _is_ours(frame) and not frame.filename.startswith(_LIBRARIES)]
             return _place(own[-1] if own else frames[0])
     return ""
 
@@ -54,13 +56,21 @@ def _with_causes(error: TracebackException) -> Iterator[TracebackException]:
 
 
 def _from_user(stack: traceback.StackSummary) -> list[FrameSummary]:
-    """Return the frames from the first on that belongs neither to this package nor to the standard library."""
+    """Return the frames from the first on that belongs neither to rlframework nor to the standard library."""
     for number, frame in enumerate(stack):
         name = frame.filename
         is_standard = name.startswith(_STANDARD) and not name.startswith(_PACKAGES)
-        if not (is_standard or name.startswith(_OURS)):
+        if not (is_standard or _is_ours(frame)):
             return stack[number:]
     return []
+
+
+def _is_ours(frame: FrameSummary) -> bool:
+    """Whether `frame` is of core, or of the package of a distribution that an extra of core installs."""
+    folders = Path(frame.filename).parts[:-1]
+    return frame.filename.startswith(_CORE) or any(
+        name.startswith("rlframework_") and extra_of(name.removeprefix("rlframework_")) for name in folders
+    )
 
 
 def _place(frame: FrameSummary) -> str:
