@@ -25,6 +25,9 @@ MOVED = {
     "rlframework.environments.reasoning_gym": "rlframework_environments.reasoning_gym",
     "rlframework.environments.verifiers": "rlframework_environments.verifiers",
     "rlframework.storage": "rlframework_storage",
+    "rlframework.doctor": "rlframework_tools.doctor",
+    "rlframework.estimates": "rlframework_tools.estimates",
+    "rlframework.new_backend": "rlframework_tools.new_backend",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
 }
 

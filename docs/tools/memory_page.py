@@ -16,15 +16,15 @@ from pieces import table
 from rlframework import load_config
 from rlframework.config.sections import RunConfig
 from rlframework.errors import ConfigError
-from rlframework.estimates.disk import gib
-from rlframework.estimates.estimate import MARGIN, layout_of
-from rlframework.estimates.hardware import PlannedGpus
-from rlframework.estimates.model_size import ModelSize, model_size
-from rlframework.estimates.rows import Rows
-from rlframework.estimates.worker_memory import MemoryUse, peak, worker_memory
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.state_layout import PlannedWorker
 from rlframework.runner.parts import backend_record
+from rlframework_tools.estimates.disk import gib
+from rlframework_tools.estimates.estimate import MARGIN, layout_of
+from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.model_size import ModelSize, model_size
+from rlframework_tools.estimates.rows import Rows
+from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory
 
 TOKENS, ANSWER, DECODED, GLOBAL = 16_384, 4_096, 32, 512
 
@@ -135,7 +135,7 @@ _CHECKS = """On a CPU, torch 2.13, transformers 5.23, deepspeed 0.19, megatron-c
 - **State** was counted while each engine trained a Llama of a million parameters as rank 0 of 4, in a process group
   that exchanges nothing: bytes of all storages between two steps, and their peak in the second. The tests
   (`test_state_layout.py` of each plugin) allow 0.5% for the first, and 2% too low to 35% too high for the second.
-- **Sums for 8B, 32B and 30B-A3B** are written out by hand in `tests/estimates/test_worker_memory.py`.
+- **Sums for 8B, 32B and 30B-A3B** are written out by hand in `plugins/tools/tests/estimates/test_worker_memory.py`.
 - **Measured** on a CPU is the resident memory of three runs ([observers](observers.md#before-a-run-starts)), and on a
   GPU the peak of one training step, last table.
 - **Not checked**: offloading, pipelines, expert parallelism, the number of units alive at once on a GPU."""

@@ -14,11 +14,11 @@ from pieces import table
 from rlframework import load_config
 from rlframework.config.load import compose
 from rlframework.config.sections import RunConfig
-from rlframework.estimates.disk import gib
-from rlframework.estimates.estimate import Estimate
-from rlframework.estimates.hardware import PlannedGpus
-from rlframework.estimates.plan import plan_run
-from rlframework.runner.launch import dry_run
+from rlframework_tools.estimates.disk import gib
+from rlframework_tools.estimates.estimate import Estimate
+from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.estimates.printing import estimate_run
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
@@ -79,7 +79,7 @@ def hardware(path: Path) -> PlannedGpus:
 def planned(path: Path, shapes: Mapping[str, Path]) -> Estimate:
     """The plan of `rlframework train RECIPE --dry-run --on HARDWARE`, with the shapes of the recipe's models."""
     plan = plan_run(path, list(_models(path, shapes)), hardware(path))
-    return dry_run(plan.config, planned=plan.gpus)
+    return estimate_run(plan.config, planned=plan.gpus)
 
 
 def local_config(path: Path, shapes: Mapping[str, Path]) -> RunConfig:

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
 from typer import Argument, Option
 
 from rlframework.cli.common import Config, Debug, Json, Overrides, app, print_table
@@ -63,41 +62,6 @@ def plugins(
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         print_table(PluginTable(rows))
-
-
-@app.command()
-def doctor(
-    config: Annotated[str | None, Argument(help="YAML file of a run to check as well.")] = None,
-    overrides: Overrides = None,
-    measure: Annotated[
-        bool, Option("--measure", help="Run a few steps of CONFIG, and report how many engines keep its trainer busy.")
-    ] = False,
-    rates: Annotated[str | None, Option(metavar="RUN_DIR", help="Take the rates from this run instead.")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Diagnose this machine: hardware, packages, plugins and cluster, with a remedy for each problem.
-
-    With CONFIG, also check whether its run can start: model, workers, memory, disk. Exit code 1: something required
-    is broken; 0: nothing is.
-
-    \b
-    rlframework doctor
-    rlframework doctor grpo.yaml worker_group.num_workers=8
-    rlframework doctor grpo.yaml --measure
-    """
-    from rlframework.doctor.examination import examine
-    from rlframework.errors import UserError
-
-    if config is None and (measure or rates is not None):
-        raise UserError("--measure and --rates need a CONFIG; give it before them")
-    found = examine(config, overrides or (), rates=rates, measure=measure)
-    if as_json:
-        print(found.as_json())
-    else:
-        print_table(found.as_table())
-        print(found.summary())
-    raise typer.Exit(found.exit_code)
 
 
 @app.command()

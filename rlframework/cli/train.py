@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Exit, Option
 
 from rlframework.algorithm import RunResult
-from rlframework.cli.common import Config, Debug, Overrides, TrustRun, app, print_table
-from rlframework.errors import ConfigError, UserError
+from rlframework.cli.common import Config, Debug, Overrides, TrustRun, app
+from rlframework.errors import ConfigError, PluginError, UserError
 from rlframework.logs import printable
 
 if TYPE_CHECKING:
@@ -72,28 +72,23 @@ def train(
 
 
 def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite: bool) -> None:
-    """Print the estimate of a run, for the GPUs `on` if they are given."""
-    from rlframework.configure import load_config
-    from rlframework.estimates.hardware import PlannedGpus
-    from rlframework.estimates.plan import plan_run
-    from rlframework.runner.launch import dry_run
-
-    notes: tuple[str, ...] = ()
+    """Check a run without starting it, or plan it for the GPUs `on` if they are given."""
+    fits = True
     if on is None:
-        found = dry_run(load_config(config, overrides), overwrite=overwrite)
+        from rlframework.configure import load_config
+        from rlframework.runner.launch import dry_run
+
+        print(*dry_run(load_config(config, overrides), overwrite=overwrite), sep="\n")
     else:
-        plan = plan_run(config, overrides, PlannedGpus.parse(on))
-        found, notes = dry_run(plan.config, overwrite=overwrite, planned=plan.gpus), plan.notes
-    print_table(found.table())
-    for note in filter(None, (*found.notes, *notes, found.idle_gpus())):
-        print(note)
-    if on is not None:
-        print(f"planned for {plan.gpus} with {' '.join(plan.changes)}" if plan.changes else f"planned for {plan.gpus}")
-        print(found.verdict())
-    for warning in found.warnings():
-        _LOG.warning("%s", warning)
+        from rlframework.plugins.loading import install_command
+        from rlframework.plugins.manager import create_manager
+
+        manager = create_manager()
+        if not manager.implements("rlframework_plan_elsewhere"):
+            raise PluginError(f"--on needs a plugin that estimates what a run needs: {install_command('tools')}")
+        fits = manager.hook.rlframework_plan_elsewhere(config=config, overrides=overrides, on=on, overwrite=overwrite)
     print("dry run complete: nothing was started or written")
-    if on is not None and not found.fits:
+    if not fits:
         raise Exit(1)
 
 

@@ -226,6 +226,32 @@ def rlframework_agent_endpoint() -> str | None:
     """
 
 
+@hookspec
+def rlframework_run_planned(parts: Any, backend: PolicyWorkerRecord, dry_run: bool) -> None:
+    """Called when a run is checked and planned, before its workers start. `dry_run`: they will not.
+
+    `parts` is a `rlframework.algorithm.Parts` whose policy and generation are not started; `backend` is the record
+    of the training backend. A `UserError` prevents the run, any other error is a warning.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_run_planned(parts, dry_run):
+    ...     print("rows of a step:", parts.config.policy.train_global_batch_size, "dry run:", dry_run)
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_plan_elsewhere(config: str, overrides: Sequence[str], on: str, overwrite: bool) -> bool | None:
+    """Print what a run needs on the GPUs `on`, such as `8xH100`, and return whether it fits (`train --dry-run --on`).
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_plan_elsewhere(config, on):
+    ...     print(config, "fits on", on)
+    ...     return True
+    """
+
+
 @hookspec(firstresult=True)
 def rlframework_resume_from(config: RunConfig, checkpoint: Path | None) -> Path | None:
     """Return the folder of the checkpoint from which a run continues, or None. Called if `checkpoints.upload` is set.

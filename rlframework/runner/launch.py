@@ -16,7 +16,6 @@ import logging
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,22 +26,19 @@ from rlframework.config.trust import require_own_files
 from rlframework.config.validate import notes_without_effect
 from rlframework.config.yaml_text import parse_yaml
 from rlframework.configure import config_yaml, dump_config, load_config
-from rlframework.errors import ConfigError, PluginError
+from rlframework.errors import ConfigError, PluginError, UserError
 from rlframework.files import exclusive_directory, remove_temporary, write_atomically
 from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.observers.services import flatten
-from rlframework.plugins.loading import install_command
+from rlframework.plugins.loading import install_command, one_line
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.data import require_data, with_data
-from rlframework.runner.further_policies import used_policies
 from rlframework.runner.parts import (
     algorithm_class,
     backend_record,
     build_evaluation,
     build_parts,
-    engine_record,
-    has_tokenizer,
     planned_parts,
     require_models,
 )
@@ -52,8 +48,6 @@ from rlframework.training.interrupts import ending_on_signals, raise_if_ended
 
 if TYPE_CHECKING:
     from rlframework.datasets.sources.memory import Data
-    from rlframework.estimates.estimate import Estimate
-    from rlframework.estimates.hardware import PlannedGpus
     from rlframework.evaluation.plan import EvaluationPlan
     from rlframework.evaluation.report import Evaluation
     from rlframework.observers.environment import Resumed
@@ -114,19 +108,16 @@ def _train(
     config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Callable[[], None], overwrite: bool
 ) -> RunResult:
     """Make one attempt at the run. `lock` locks the run's folder until the end of all attempts, when first called."""
-    from rlframework.estimates.estimate import print_estimate
     from rlframework.observers.environment import write_environment
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
     from rlframework.training.checkpoints import seed_random_states, step_of_checkpoint  # imports torch
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
-    backend, engine = backend_record(config, manager), engine_record(config, manager)
     first = attempt.number == 0
     starts = first and attempt.checkpoint is None
 
     def before_workers(parts: Parts) -> None:
-        reference = algorithm.needs_reference_model(config.algorithm)
-        print_estimate(parts, backend, reference=reference, engine=engine)
+        run_planned(parts, manager, dry_run=False)
         if starts and read_contents(folder).deletable:
             algorithm(parts)  # makes the last checks of the input before anything is deleted
             lock()
@@ -263,57 +254,39 @@ def resume(
     return run(config, data=data, checkpoint=checkpoint)
 
 
-def dry_run(
-    config: RunConfig, *, data: Data | None = None, overwrite: bool = False, planned: PlannedGpus | None = None
-) -> Estimate:
-    """Make every check that `run` makes before it starts workers, and estimate what the run needs. Writes nothing.
+def dry_run(config: RunConfig, *, data: Data | None = None, overwrite: bool = False) -> list[str]:
+    """Make every check that `run` makes before it starts workers, and return notes. Writes nothing.
 
-    An `output_dir` in which `run` would not start (with this `overwrite`) is a warning of the estimate, not an error.
-    With `planned` GPUs, which this machine need not have, a model without a tokenizer is estimated too, from its
-    `config.json` alone: the data is then not read; and packages of observers that are not installed are notes.
-    `data`: as for `run`.
+    Plugins print what the run needs, see `rlframework_run_planned`. An `output_dir` in which `run` would not start
+    (with this `overwrite`) is a warning, not an error. `data`: as for `run`.
     """
-    config = config if data is None else with_data(config, data)
-    require_models(config)
-    from rlframework.estimates.estimate import estimate, estimate_models
-    from rlframework.estimates.rows import assumed_rows
-    from rlframework.observers.services import check_addresses, check_services, missing_services
+    from rlframework.observers.services import check_services
     from rlframework.runner.output_folder import check_output_dir
 
-    notes = notes_without_effect(config)
-    if planned is None:
-        check_services(config.observers)
-    else:
-        check_addresses(config.observers)
-        notes += tuple(f"note: on this machine {problem}" for problem in missing_services(config.observers))
+    config = config if data is None else with_data(config, data)
+    require_models(config)
+    check_services(config.observers)
     manager = create_manager(config.plugins)
-    engine = engine_record(config, manager)
-    backend, algorithm = backend_record(config, manager), algorithm_class(config, manager)
-    reference = algorithm.needs_reference_model(config.algorithm)
-    if planned is not None and not has_tokenizer(config.policy):
-        rows = assumed_rows(config)
-        note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
-        views = {name: config.of(name) for name in used_policies(config, algorithm)}
-        further = {name: (view, backend_record(view, manager)) for name, view in views.items()}
-        return estimate_models(
-            config,
-            backend,
-            rows,
-            further,
-            reference=reference,
-            engine=engine,
-            planned=planned,
-            notes=(note, *notes),
-        )
-    with planned_parts(config, manager, elsewhere=planned is not None) as parts:
-        algorithm(parts)
-        found = estimate(parts, backend, reference=reference, engine=engine, planned=planned)
-    found = replace(found, notes=(*found.notes, *notes))
+    with planned_parts(config, manager) as parts:
+        algorithm_class(config, manager)(parts)
+        run_planned(parts, manager, dry_run=True)
     try:
         check_output_dir(config, overwrite)
     except ConfigError as error:
-        return replace(found, output_dir_problem=str(error))
-    return found
+        _LOG.warning("warning: %s", error)
+    return list(notes_without_effect(config))
+
+
+def run_planned(parts: Parts, manager: PluginManager, *, dry_run: bool) -> None:
+    """Tell plugins of the planned run. One that raises is named and the run goes on, except for user errors."""
+    backend = backend_record(parts.config, manager)
+    for owner, call in manager.callers("rlframework_run_planned"):
+        try:
+            call(parts=parts, backend=backend, dry_run=dry_run)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what a plugin says about a run does not prevent it
+            _LOG.warning("warning: rlframework_run_planned of %s failed: %s", owner, one_line(error))
 
 
 def evaluate(

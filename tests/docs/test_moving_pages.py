@@ -17,9 +17,9 @@ from test_pages import blocks
 from rlframework import load_config
 from rlframework.algorithms.advantages import group_advantages, normalize
 from rlframework.environments.tools import tools_of
-from rlframework.estimates.hardware import PlannedGpus
 from rlframework.interfaces.environment import Sample
-from rlframework.runner.launch import dry_run
+from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.printing import estimate_run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "moving"
 PAGES = ("nemo_rl", "openrlhf", "trl", "verl")
@@ -154,7 +154,7 @@ def test_the_translated_example_is_planned_and_has_the_numbers_of_the_page(page,
     assert yaml.safe_load(files["run.yaml"])["policy"]["model_name"] in text
     with model_shapes() as shapes:
         config = load_config(tmp_path / "run.yaml", [f"policy.model_name={shapes[model]}", "observers.wandb=false"])
-        assert dry_run(config, planned=PlannedGpus.parse(gpus)).verdict().startswith("fits on")
+        assert estimate_run(config, planned=PlannedGpus.parse(gpus)).verdict().startswith("fits on")
     algorithm, rows = config.algorithm, config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     assert (rows, config.policy.train_global_batch_size) == rows_of_step
     assert f"| {rows}, {rows // rows_of_step[1]}, {rows_of_step[1]} |" in text

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlframework.interfaces.generation import GenerationEngine
-from rlframework.new_backend import ENGINE, plugin_files
 from rlframework.plugins.types import Capability
+from rlframework_tools.new_backend import ENGINE, plugin_files
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "write_an_engine.md").read_text(encoding="utf-8")

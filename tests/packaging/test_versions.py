@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from rlframework.new_backend import core_range
+from rlframework_tools.new_backend import core_range
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = (
+    "tools",
     "conformance",
     "storage",
     "environments",
@@ -84,7 +85,7 @@ def test_each_plugin_pins_the_core_of_its_release(name):
 OPTIONAL = ("wandb", "mlflow", "gymnasium", "mcp", "openenv", "reasoning-gym", "verifiers", "judge", "vision")
 """The extras of packages that one part each needs."""
 
-ALIASES = ("agent", "parity")
+ALIASES = ("agent", "doctor", "new-backend", "parity")
 """The extras of a part or a command of a distribution with another name."""
 
 

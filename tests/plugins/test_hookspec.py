@@ -16,10 +16,8 @@ HOOKS = sorted(name for name in vars(specs) if name.startswith("rlframework_"))
 EVENTS = ("run_started", "step_finished", "checkpoint_saved", "run_finished")
 OBSERVERS = {f"rlframework_{event}" for event in EVENTS}
 ACTING = OBSERVERS | {
-    "rlframework_commands",
-    "rlframework_agent_endpoint",
-    "rlframework_resume_from",
-    "rlframework_uploads",
+    f"rlframework_{hook}"
+    for hook in ("commands", "run_planned", "plan_elsewhere", "resume_from", "uploads", "agent_endpoint")
 }
 
 

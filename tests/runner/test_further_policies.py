@@ -15,7 +15,8 @@ from rlframework import load_config, run
 from rlframework.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.runner.launch import dry_run, resume
+from rlframework.runner.launch import resume
+from rlframework_tools.estimates.printing import estimate_run
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +132,7 @@ def test_a_model_with_fewer_positions_limits_the_rows(followed, tmp_path, tiny_l
 
 def test_the_estimate_has_each_model(followed):
     config = followed("algorithm.with_teacher=true", "teacher={worker_group: {name: processes, num_workers: 2}}")
-    found = dry_run(config)
+    found = estimate_run(config)
     parts = {name: {use.name for use in each.memory} for name, each in found.further.items()}
     assert "moments" in parts["critic"]
     assert not {"moments", "gradients"} & parts["teacher"]
@@ -145,6 +146,6 @@ def test_the_estimate_has_each_model(followed):
 
 
 def sum_of_peak(found: Any) -> int:
-    from rlframework.estimates.worker_memory import peak
+    from rlframework_tools.estimates.worker_memory import peak
 
     return peak(found.memory, "host")

@@ -13,9 +13,9 @@ from rlframework.errors import ConfigError, UserError
 from rlframework.files import exclusive_directory
 from rlframework.observers.environment import read_environment
 from rlframework.policy.client import Policy
-from rlframework.runner.launch import dry_run
 from rlframework.runner.output_folder import check_output_dir, clear, read_contents
 from rlframework.training.checkpoints import Checkpoints, checkpoints_in
+from rlframework_tools.estimates.printing import estimate_run
 
 pytestmark = pytest.mark.slow
 
@@ -120,8 +120,8 @@ def test_the_command_line_names_the_ways_out(finished, tmp_path, capsys):
 def test_a_dry_run_warns_of_the_folder_and_succeeds(finished, tmp_path, capsys, caplog):
     config, folder = finished
     before = contents(folder)
-    assert any("it holds a run" in line for line in dry_run(config).warnings())
-    assert not any("output_dir" in line for line in dry_run(config, overwrite=True).warnings())
+    assert any("it holds a run" in line for line in estimate_run(config).warnings())
+    assert not any("output_dir" in line for line in estimate_run(config, overwrite=True).warnings())
     file = tmp_path / "run.yaml"
     file.write_text(config_yaml(config))
     capsys.readouterr()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframework.config.sections import RunConfig
-from rlframework.doctor.engine_environment import engine_environment, process_problems
+from rlframework.generation.engine_environment import engine_environment, process_problems
 from rlframework.plugins.model_checks import head_size, image_problems, model_config, sequence_cache_bytes
 from rlframework.plugins.types import Problem
 from rlframework_vllm.config import VllmGenerationConfig

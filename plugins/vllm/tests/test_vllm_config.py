@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlframework.configure import load_config
-from rlframework.doctor import engine_environment
 from rlframework.errors import ConfigError, PluginError
 from rlframework.plugins.manager import create_manager
+from rlframework.generation import engine_environment
 from rlframework_vllm import checks
 from rlframework_vllm.config import OWNED, VllmGenerationConfig, VllmKeys
 from rlframework_vllm.plugin import rlframework_generation_engines

@@ -1,0 +1,123 @@
+"""The input of the checks (a `Context`) and their results (findings)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from rlframework.config.sections import RunConfig
+from rlframework.configure import load_config, resolve_device
+from rlframework.generation.engine_environment import ask
+from rlframework.plugins.manager import PluginManager, create_manager
+
+PROBE_SECONDS = 90.0
+"""Time limit of a child process: on a busy machine, the first import of torch can take most of a minute."""
+
+
+class Level(StrEnum):
+    """The severity of a finding. Only `broken` makes the exit code 1; `unknown`: the check itself failed."""
+
+    OK = "ok"
+    NOTE = "note"
+    UNKNOWN = "unknown"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check: a description, what to do about it, and the facts as JSON values.
+
+    `topic` and `name` are set to those of the check when it is run.
+    """
+
+    level: Level
+    text: str
+    remedy: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    topic: str = ""
+    name: str = ""
+
+
+ok = partial(Finding, Level.OK)
+note = partial(Finding, Level.NOTE)
+unknown = partial(Finding, Level.UNKNOWN)
+warning = partial(Finding, Level.WARNING)
+broken = partial(Finding, Level.BROKEN)
+
+
+def judged(good: bool, text: str, remedy: str, facts: Mapping[str, Any] | None = None) -> Finding:
+    """Ok if `good`, else a warning with `remedy`."""
+    return ok(text, facts=facts or {}) if good else warning(text, remedy, facts or {})
+
+
+class Context:
+    """The configuration, if given, the plugins, and the results of child processes.
+
+    `config` is None if none is given or it fails to load (see `config_error`). `rates`: folder of a run whose rates
+    count; `measure`: whether to measure them.
+    """
+
+    def __init__(
+        self,
+        source: str | None = None,
+        overrides: Sequence[str] = (),
+        *,
+        rates: str | None = None,
+        measure: bool = False,
+    ) -> None:
+        self.source, self.overrides = source, tuple(overrides)
+        self.rates, self.measure = rates, measure
+        self.config: RunConfig | None = None
+        self.config_error: Exception | None = None
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor()
+        self._answers: dict[tuple[str, ...], Future[Any]] = {}
+        if source is not None:
+            try:
+                self.config = load_config(source, overrides)
+            except Exception as error:  # noqa: BLE001 - the check `configuration` reports it
+                self.config_error = error
+
+    @cached_property
+    def manager(self) -> PluginManager:
+        """The plugins, including those of the configuration."""
+        return create_manager(self.config.plugins if self.config is not None else ())
+
+    @property
+    def device(self) -> str:
+        """The resolved `device` of the configuration, "cpu" or "cuda"; "cpu" without a configuration."""
+        return resolve_device(self.config.device) if self.config is not None else "cpu"
+
+    @property
+    def policy_runs(self) -> list[RunConfig]:
+        """The configuration and, for each further policy, that of `RunConfig.of`; empty without a configuration."""
+        config = self.config
+        return [] if config is None else [config, *(config.of(name) for name in config.further_policies)]
+
+    def uses_group(self, name: str) -> bool:
+        """Whether a worker group of the configuration is `name`."""
+        return any(policy_run.worker_group.name == name for policy_run in self.policy_runs)
+
+    def problem(self, text: str, remedy: str, *, needed: bool) -> Finding:
+        """Return a finding for a failure: broken if the run needs it or no run is given, else a warning."""
+        return Finding(Level.BROKEN if needed or self.source is None else Level.WARNING, text, remedy)
+
+    def probe(self, name: str, *arguments: str, seconds: float = PROBE_SECONDS) -> Any:
+        """Return the result of `probes.NAME(*arguments)` in a child process, which all checks share.
+
+        Raises `ProbeError` if the process fails or times out.
+        """
+        program = str(Path(__file__).with_name("probes.py"))
+        command = (sys.executable, "-P", program, name, *arguments)  # -P: its folder hides no package
+        with self._lock:
+            if command not in self._answers:
+                self._answers[command] = self._threads.submit(ask, command, seconds)
+        return self._answers[command].result()

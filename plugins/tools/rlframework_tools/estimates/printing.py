@@ -1,0 +1,134 @@
+"""Estimates of a run before its start: made with all checks of a dry run, and printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlframework.algorithm import Parts
+from rlframework.cli.common import print_table
+from rlframework.config.sections import RunConfig
+from rlframework.config.validate import notes_without_effect
+from rlframework.datasets.sources.memory import Data
+from rlframework.errors import ConfigError, DataError, NotSupported
+from rlframework.logs import plugin_logger
+from rlframework.observers.services import check_addresses, check_services, missing_services
+from rlframework.plugins.manager import create_manager
+from rlframework.plugins.types import PolicyWorkerRecord
+from rlframework.runner.data import with_data
+from rlframework.runner.further_policies import used_policies
+from rlframework.runner.output_folder import check_output_dir
+from rlframework.runner.parts import (
+    algorithm_class,
+    backend_record,
+    engine_record,
+    has_tokenizer,
+    planned_parts,
+    require_models,
+)
+from rlframework_tools.estimates.estimate import Estimate, estimate, estimate_models
+from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.estimates.rows import assumed_rows
+
+_LOG = plugin_logger(__name__)
+
+
+def estimate_run(
+    config: RunConfig, *, data: Data | None = None, overwrite: bool = False, planned: PlannedGpus | None = None
+) -> Estimate:
+    """Make every check that `run` makes before it starts workers, and estimate what the run needs. Writes nothing.
+
+    An `output_dir` in which `run` would not start (with this `overwrite`) is a warning of the estimate, not an error.
+    With `planned` GPUs, which this machine need not have, a model without a tokenizer is estimated too, from its
+    `config.json` alone: the data is then not read; and packages of observers that are not installed are notes.
+    `data`: as for `run`.
+    """
+    config = config if data is None else with_data(config, data)
+    require_models(config)
+    notes = notes_without_effect(config)
+    if planned is None:
+        check_services(config.observers)
+    else:
+        check_addresses(config.observers)
+        notes += tuple(f"note: on this machine {problem}" for problem in missing_services(config.observers))
+    manager = create_manager(config.plugins)
+    engine = engine_record(config, manager)
+    backend, algorithm = backend_record(config, manager), algorithm_class(config, manager)
+    reference = algorithm.needs_reference_model(config.algorithm)
+    if planned is not None and not has_tokenizer(config.policy):
+        rows = assumed_rows(config)
+        note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
+        views = {name: config.of(name) for name in used_policies(config, algorithm)}
+        further = {name: (view, backend_record(view, manager)) for name, view in views.items()}
+        return estimate_models(
+            config,
+            backend,
+            rows,
+            further,
+            reference=reference,
+            engine=engine,
+            planned=planned,
+            notes=(note, *notes),
+        )
+    with planned_parts(config, manager, elsewhere=planned is not None) as parts:
+        algorithm(parts)
+        found = estimate(parts, backend, reference=reference, engine=engine, planned=planned)
+    found = replace(found, notes=(*found.notes, *notes))
+    try:
+        check_output_dir(config, overwrite)
+    except ConfigError as error:
+        return replace(found, output_dir_problem=str(error))
+    return found
+
+
+def print_brief(parts: Parts, backend: PolicyWorkerRecord) -> None:
+    """Print the estimate on stdout (with `observers.console`), and log its warnings.
+
+    A model whose sizes cannot be determined does not prevent training; a message says so. Layers that `policy.lora`
+    names and the model does not have raise `ConfigError`, before workers start. For invalid data it prints nothing,
+    because the algorithm checks all data and reports the error.
+    """
+    try:
+        found = _estimate(parts, backend)
+    except DataError:
+        return
+    except (ConfigError, NotSupported):
+        raise
+    except Exception as error:  # noqa: BLE001 - model configurations vary without limit
+        _LOG.warning("no estimate of memory and disk: %s: %s", type(error).__name__, error)
+        return
+    if parts.config.observers.console:
+        print(*found.lines(brief=True), sep="\n", flush=True)
+    for warning in found.warnings():
+        _LOG.warning("%s", warning)
+
+
+def print_in_full(parts: Parts, backend: PolicyWorkerRecord) -> None:
+    """Print the estimate as a table with its notes, and log its warnings."""
+    _print(_estimate(parts, backend))
+
+
+def print_elsewhere(config: str, overrides: Sequence[str], on: str, *, overwrite: bool) -> bool:
+    """Print the estimate of a run for the GPUs `on`, such as `8xH100`; return whether it fits or may not fit."""
+    plan = plan_run(config, overrides, PlannedGpus.parse(on))
+    found = estimate_run(plan.config, overwrite=overwrite, planned=plan.gpus)
+    _print(replace(found, notes=(*found.notes, *plan.notes)))
+    print(f"planned for {plan.gpus} with {' '.join(plan.changes)}" if plan.changes else f"planned for {plan.gpus}")
+    print(found.verdict())
+    return found.fits
+
+
+def _estimate(parts: Parts, backend: PolicyWorkerRecord) -> Estimate:
+    manager = create_manager(parts.config.plugins)
+    algorithm = algorithm_class(parts.config, manager)
+    reference = algorithm.needs_reference_model(parts.config.algorithm)
+    return estimate(parts, backend, reference=reference, engine=engine_record(parts.config, manager))
+
+
+def _print(found: Estimate) -> None:
+    print_table(found.table())
+    for note in filter(None, (*found.notes, found.idle_gpus())):
+        print(note)
+    for warning in found.warnings():
+        _LOG.warning("%s", warning)

@@ -1,0 +1,90 @@
+"""The plugin of this distribution: the commands `doctor` and `new-backend`, and estimates of planned runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from rlframework.cli.common import Debug, Json, Overrides, print_table
+from rlframework.plugins.hookspec import hookimpl
+
+
+@hookimpl
+def rlframework_commands(app: typer.Typer) -> None:
+    """Add `doctor` and `new-backend`."""
+    app.command()(doctor)
+    app.command("new-backend")(new_backend)
+
+
+@hookimpl
+def rlframework_run_planned(parts: Any, backend: Any, dry_run: bool) -> None:
+    """Print the estimate of the run: all of it for a dry run, else what a user has to know before the start."""
+    from rlframework_tools.estimates.printing import print_brief, print_in_full
+
+    (print_in_full if dry_run else print_brief)(parts, backend)
+
+
+@hookimpl
+def rlframework_plan_elsewhere(config: str, overrides: Sequence[str], on: str, overwrite: bool) -> bool:
+    """Print the estimate of the run on the GPUs `on`; return whether it fits."""
+    from rlframework_tools.estimates.printing import print_elsewhere
+
+    return print_elsewhere(config, overrides, on, overwrite=overwrite)
+
+
+def doctor(
+    config: Annotated[str | None, Argument(help="YAML file of a run to check as well.")] = None,
+    overrides: Overrides = None,
+    measure: Annotated[
+        bool, Option("--measure", help="Run a few steps of CONFIG, and report how many engines keep its trainer busy.")
+    ] = False,
+    rates: Annotated[str | None, Option(metavar="RUN_DIR", help="Take the rates from this run instead.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Diagnose this machine: hardware, packages, plugins and cluster, with a remedy for each problem.
+
+    With CONFIG, also check whether its run can start: model, workers, memory, disk. Exit code 1: something required
+    is broken; 0: nothing is.
+
+    \b
+    rlframework doctor
+    rlframework doctor grpo.yaml worker_group.num_workers=8
+    rlframework doctor grpo.yaml --measure
+    """
+    from rlframework.errors import UserError
+    from rlframework_tools.doctor.examination import examine
+
+    if config is None and (measure or rates is not None):
+        raise UserError("--measure and --rates need a CONFIG; give it before them")
+    found = examine(config, overrides or (), rates=rates, measure=measure)
+    if as_json:
+        print(found.as_json())
+    else:
+        print_table(found.as_table())
+        print(found.summary())
+    raise typer.Exit(found.exit_code)
+
+
+def new_backend(
+    name: Annotated[str, Argument(help="Name of the plugin, for policy.backend or generation.name.")],
+    directory: Annotated[str | None, Option(metavar="DIR", help="Folder to write. Default: rlframework-NAME.")] = None,
+    kind: Annotated[str, Option(metavar="KIND", help="policy_worker or generation_engine.")] = "policy_worker",
+    debug: Debug = False,
+) -> None:
+    """Create an installable plugin distribution for a new training backend or generation engine.
+
+    A backend has stubs to fill in; a generation engine works, one token at a time with transformers.
+    """
+    from rlframework_tools.new_backend import ENGINE, next_commands, write_plugin
+
+    folder = write_plugin(name, directory, kind)
+    engine = f"{folder.name}/rlframework_{name}/engine.py"
+    print(f"created {folder}. Next steps:\n\n{next_commands(name, folder, kind)}\n")
+    if kind == ENGINE:
+        print(f"Then replace the model in {engine} with your engine, following docs/write_an_engine.md.")
+    else:
+        print(f"Then implement {engine} method by method, following docs/write_a_backend.md.")
