@@ -127,7 +127,7 @@ def answered(model: Path, seed: int, folder: Path) -> float:
 
 def print_row(name: str, results: Sequence[dict[str, Any]]) -> None:
     """Print the fraction of pairs in the right order and the accuracy of answers, before and after."""
-    from rlframework.training.intervals import wilson
+    from rlframework.algorithms.intervals import wilson
 
     (first, last), pairs = (
         [mean(each["pairs"][place]["validation/accuracy"] for each in results) for place in (0, -1)],

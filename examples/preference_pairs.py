@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 
 if TYPE_CHECKING:
     from rlframework.datasets.gsm8k_preferences import GradedQuestion

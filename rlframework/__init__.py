@@ -10,18 +10,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rlframework import moved
+from rlframework.base import moved
 
 __version__ = "0.2.0"
 
 moved.install()
 
 if TYPE_CHECKING:
-    from rlframework.algorithm import Parts, RunResult
+    from rlframework.algorithms.algorithm import RunResult
+    from rlframework.base.errors import RLFrameworkError, UserError
     from rlframework.config.sections import RunConfig
-    from rlframework.configure import config_schema, config_yaml, load_config
-    from rlframework.errors import RLFrameworkError, UserError
+    from rlframework.plugins.configure import config_schema, config_yaml, load_config
     from rlframework.plugins.manager import PluginManager, create_manager
+    from rlframework.rollout.parts import Parts
     from rlframework.runner.data import with_data
     from rlframework.runner.launch import resume, run
     from rlframework.runner.parts import build_parts
@@ -48,18 +49,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Parts": "algorithm",
+    "Parts": "rollout.parts",
     "PluginManager": "plugins.manager",
-    "RLFrameworkError": "errors",
+    "RLFrameworkError": "base.errors",
     "RunConfig": "config.sections",
-    "RunResult": "algorithm",
+    "RunResult": "algorithms.algorithm",
     "Session": "runner.session",
-    "UserError": "errors",
+    "UserError": "base.errors",
     "build_parts": "runner.parts",
-    "config_schema": "configure",
-    "config_yaml": "configure",
+    "config_schema": "plugins.configure",
+    "config_yaml": "plugins.configure",
     "create_manager": "plugins.manager",
-    "load_config": "configure",
+    "load_config": "plugins.configure",
     "loop_config": "runner.session",
     "resume": "runner.launch",
     "run": "runner.launch",

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlframework.errors import UserError, WriteError
-from rlframework.files import (
+from rlframework.base.errors import UserError, WriteError
+from rlframework.base.files import (
     check_writable,
     remove_directory,
     remove_temporary,

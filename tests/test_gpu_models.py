@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframework.gpu_models import gpu_model, named_gpu
+from rlframework.base.gpu_models import gpu_model, named_gpu
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframework.logs import printable
+from rlframework.base.logs import printable
 
 PROGRAM = """
 import logging, sys
-from rlframework.logs import log_to_stderr
+from rlframework.base.logs import log_to_stderr
 {before}
 for _ in range(2):
     log_to_stderr()

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from rlframework.moved import MOVED, new_name
+from rlframework.base.moved import MOVED, new_name
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframework.secrets import hide_in_text, hide_secrets, is_secret_name
+from rlframework.base.secrets import hide_in_text, hide_secrets, is_secret_name
 
 SECRET = [
     "api_key",

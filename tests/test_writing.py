@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlframework.base.errors import DataError, WriteError
+from rlframework.base.files import AppendedFile, remove_temporary, replacing_directory, require_space, writing
 from rlframework.config.sections import ObserversConfig
-from rlframework.errors import DataError, WriteError
-from rlframework.files import AppendedFile, remove_temporary, replacing_directory, require_space, writing
 from rlframework.observers.dispatch import Observers
 from rlframework.observers.jsonl import JsonlObserver, read_history
 from rlframework.observers.services import TensorBoardObserver

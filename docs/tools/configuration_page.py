@@ -12,7 +12,7 @@ from pieces import table
 
 from rlframework.config.further_policies import FURTHER_POLICIES
 from rlframework.config.policy import PolicyConfig
-from rlframework.configure import config_schema
+from rlframework.plugins.configure import config_schema
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.plugins.types import RECORD_TYPES
 

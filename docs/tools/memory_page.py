@@ -14,8 +14,8 @@ from pieces import page as page_of
 from pieces import table
 
 from rlframework import load_config
+from rlframework.base.errors import ConfigError
 from rlframework.config.sections import RunConfig
-from rlframework.errors import ConfigError
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.state_layout import PlannedWorker
 from rlframework.runner.parts import backend_record
@@ -77,9 +77,9 @@ there is a worker on each GPU that the [generation workers](generation_workers.m
 have GPUs of their own, and are counted with their memory. `2x8xH100` are two machines with eight GPUs each; for several
 machines, and for more than eight GPUs, `worker_group.name=ray` is planned. What cannot be checked on this machine, such
 as the environment of vLLM, is a note. Models with a `config.json` and no tokenizer are estimated too, without reading
-data. The exit code is 1 if the run does not fit, and 0 if it fits or may not fit. `rlframework/gpu_models.py` lists the
-models of GPUs that are known by name; for others, and for other memories of these, add the memory: `8xA100-40GB`,
-`2x24GiB`.
+data. The exit code is 1 if the run does not fit, and 0 if it fits or may not fit. `rlframework/base/gpu_models.py`
+lists the models of GPUs that are known by name; for others, and for other memories of these, add the memory:
+`8xA100-40GB`, `2x24GiB`.
 
 **It is an estimate.** The parts are counted as described below, and [compared with one GPU](#how-it-was-checked) in
 three cases. Not counted: fragmentation of the allocator, workspaces of cuBLAS and buffers of NCCL, compiled code. So

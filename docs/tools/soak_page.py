@@ -19,7 +19,7 @@ from typing import Any
 from pieces import page as page_of
 from pieces import table
 
-from rlframework.files import write_atomically
+from rlframework.base.files import write_atomically
 from rlframework_conformance.report import machine
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

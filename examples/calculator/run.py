@@ -44,7 +44,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a small model gains little from more
     sys.path.insert(0, str(HERE))  # where calculator.py is
 
-    from rlframework.errors import RLFrameworkError, UserError
+    from rlframework.base.errors import RLFrameworkError, UserError
 
     try:
         train(arguments.output, arguments.seed, arguments.overrides)

@@ -33,7 +33,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a small model gains little from more
 
-    from rlframework.errors import RLFrameworkError, UserError
+    from rlframework.base.errors import RLFrameworkError, UserError
 
     try:
         train(arguments.output, arguments.seed, arguments.overrides)

@@ -51,7 +51,7 @@ def main() -> int:
 
     # before torch is imported: such a small model gains little from more threads, and loses much on shared cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from rlframework.errors import RLFrameworkError, UserError
+    from rlframework.base.errors import RLFrameworkError, UserError
 
     try:
         outcomes = {seed: run_seed(seed, arguments.output, arguments.overrides) for seed in seeds}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rlframework.algorithms.losses.kl import kl_divergence
+from rlframework.base.errors import UserError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import GRPOConfig, RewardKLConfig
-from rlframework.errors import UserError
 from rlframework.rollout.result import Rollout
 
 OwnAdvantage = Callable[[Tensor, Rollout], Tensor]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlframework.algorithm import Parts
+from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
 from rlframework.algorithms.losses import ClippedPGLoss, DistillationLoss
 from rlframework.algorithms.stored_teacher import open_teacher_data
 from rlframework.algorithms.student_rows import student_rows
@@ -23,10 +23,10 @@ from rlframework.datasets.tokens import pad_rendered
 from rlframework.interfaces.environment import Environment, Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.rollout.optimizer_steps import optimizer_steps
+from rlframework.rollout.parts import Parts
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.single_turn import unscored_turns
-from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
 
 class Distillation(StepLoop):

@@ -12,24 +12,25 @@ from contextlib import closing
 from functools import partial
 from typing import Any, ClassVar
 
-from rlframework.algorithm import Parts, RunResult
 from rlframework.algorithms.advantages import add_advantages
+from rlframework.algorithms.algorithm import RunResult
 from rlframework.algorithms.dynamic_sampling import sample_groups
+from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
 from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.algorithms.reward_spread import RewardSpread
+from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
-from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import has_episodes
 from rlframework.interfaces.loss import LossFunction
 from rlframework.plugins.user_defined import load_advantage, load_loss
 from rlframework.policy.microbatching import average_metrics
 from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.rollout.optimizer_steps import optimizer_steps
+from rlframework.rollout.parts import Parts
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.step_rollouts import StepRollouts, SynchronousRollouts
-from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
 
 _LOG = logging.getLogger(__name__)
 

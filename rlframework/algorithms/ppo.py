@@ -11,21 +11,21 @@ from typing import cast
 
 from torch import Tensor
 
-from rlframework.algorithm import Parts
 from rlframework.algorithms.advantages import batch_normalized, shaped_rewards
 from rlframework.algorithms.gae import token_advantages
 from rlframework.algorithms.grpo import GRPO
+from rlframework.algorithms.loop import Timer, training_metrics
 from rlframework.algorithms.losses import ValueLoss
+from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.sections import RunConfig
-from rlframework.errors import ConfigError
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.policy.microbatching import average_metrics
 from rlframework.rollout.optimizer_steps import optimizer_steps
+from rlframework.rollout.parts import Parts
 from rlframework.rollout.result import Rollout
-from rlframework.training.loop import Timer, training_metrics
 
 
 class PPO(GRPO):

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.algorithm import Parts
+from rlframework.algorithms.intervals import wilson
+from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
 from rlframework.algorithms.losses.preference import REFERENCE, KTOLoss, PairLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.preference_algorithms import KTOConfig, PairwiseConfig, PreferenceConfig
@@ -24,8 +25,7 @@ from rlframework.datasets.preferences import PreferencePairs, media_of_pairs, mi
 from rlframework.datasets.rendering import Rendered
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import pictures_of
-from rlframework.training.intervals import wilson
-from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
+from rlframework.rollout.parts import Parts
 
 _LOG = logging.getLogger(__name__)
 

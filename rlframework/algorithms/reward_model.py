@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rlframework.algorithms.intervals import wilson
+from rlframework.algorithms.loop import StepResult
 from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLoss
 from rlframework.algorithms.preferences import PreferenceTraining
+from rlframework.base.errors import DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.rendering import Rendered, render_steps
 from rlframework.datasets.tokens import pad_rows
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
-from rlframework.training.intervals import wilson
-from rlframework.training.loop import StepResult
 
 
 class RewardModelTraining(PreferenceTraining):

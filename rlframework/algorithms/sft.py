@@ -10,23 +10,23 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlframework.algorithm import Parts
+from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.base.errors import ConfigError
+from rlframework.base.secrets import hide_secrets
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import SFTConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.rendering import render_samples
 from rlframework.datasets.tokens import TokenData, TokenRows, pad_rendered
-from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.interfaces.environment import Environment, Sample, Split
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.messages import pictures_of
 from rlframework.observers.services import flatten
 from rlframework.plugins.user_defined import load_loss
-from rlframework.secrets import hide_secrets
-from rlframework.training.loop import StepLoop, StepResult, Timer, training_metrics
+from rlframework.rollout.parts import Parts
 
 
 class SFT(StepLoop):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlframework.algorithm import Parts
 from rlframework.algorithms.sft import open_token_data
+from rlframework.base.errors import ConfigError
 from rlframework.config.algorithms import SFTConfig
 from rlframework.config.distillation import DistillationConfig
 from rlframework.datasets.teacher_data import TeacherData
-from rlframework.errors import ConfigError
+from rlframework.rollout.parts import Parts
 
 
 def open_teacher_data(config: DistillationConfig, parts: Parts) -> TeacherData:

@@ -6,16 +6,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlframework.algorithm import Parts
 from rlframework.algorithms.losses.distillation import SFT_WEIGHTS, TEACHER_LOGPROBS
 from rlframework.algorithms.losses.kl import kl_divergence
+from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation import DistillationConfig
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import ConfigError
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.loss import TOKEN_SETS
 from rlframework.policy.client import Policy
+from rlframework.rollout.parts import Parts
 from rlframework.rollout.teacher_endpoint import TeacherEndpoint
 
 Rows = BatchedDataDict[Any]

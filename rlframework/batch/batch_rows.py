@@ -18,8 +18,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.packed_tensor import PackedTensor, sharing_media
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
 Rows = torch.Tensor | list[Any] | PackedTensor
 """The type of a batch's values."""

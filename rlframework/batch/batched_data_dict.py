@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 import torch
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch import batch_rows, sharding
 from rlframework.batch.batch_rows import read_count
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.batch.sharding import DynamicBatchingArgs as DynamicBatchingArgs
 from rlframework.batch.sharding import SequencePackingArgs as SequencePackingArgs
 from rlframework.batch.tensor_pickling import picklable
-from rlframework.errors import BatchError, BatchTypeError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

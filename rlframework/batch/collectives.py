@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch import batch_rows
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.batch.tensor_pickling import picklable
-from rlframework.errors import BatchError, BatchTypeError
 
 
 def gather_jagged_object_lists(local_objects: list[Any], group: dist.ProcessGroup | None = None) -> list[Any]:

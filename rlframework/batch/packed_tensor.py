@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.tensor_pickling import picklable
-from rlframework.errors import BatchError, BatchTypeError
 
 _SHARED: ContextVar[bool] = ContextVar("media are shared by deep copies", default=False)
 

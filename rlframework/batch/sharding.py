@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 
+from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.batch_rows import describe, is_integral, read_count, read_lengths, round_up
 from rlframework.batch.packing import balanced_microbatches, get_packer, round_robin_microbatches
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
 if TYPE_CHECKING:
     from rlframework.batch.packing import PackingAlgorithm, TokenCost

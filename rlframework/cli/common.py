@@ -19,10 +19,10 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rlframework import __version__
-from rlframework.errors import RLFrameworkError, UserError, WriteError
-from rlframework.files import writing
-from rlframework.logs import log_to_stderr, printable
-from rlframework.secrets import hide_in_text
+from rlframework.base.errors import RLFrameworkError, UserError, WriteError
+from rlframework.base.files import writing
+from rlframework.base.logs import log_to_stderr, printable
+from rlframework.base.secrets import hide_in_text
 
 if TYPE_CHECKING:
     from rlframework.plugins.manager import PluginManager

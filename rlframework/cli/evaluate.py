@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from rlframework.base.errors import UserError
 from rlframework.cli.common import Debug, Json, OldOverrides, TrustRun, app, print_table, with_old_overrides
-from rlframework.errors import UserError
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
-    from rlframework.evaluation.plan import BestOfPlan
+    from rlframework.runner.evaluation.plan import BestOfPlan
 
 
 @app.command()
@@ -46,7 +46,7 @@ def evaluate(
     rlframework evaluate models/base runs/quickstart --samples 200
     rlframework evaluate models/base environment.name=gsm8k environment.validation_path=test.jsonl
     """
-    from rlframework.evaluation.plan import plan_evaluation
+    from rlframework.runner.evaluation.plan import plan_evaluation
 
     plan = plan_evaluation(
         words,
@@ -59,8 +59,8 @@ def evaluate(
         out=out,
         trust_run=trust_run,
     )
-    from rlframework.evaluation.report import as_table
     from rlframework.observers.console import progress_bar
+    from rlframework.runner.evaluation.report import as_table
     from rlframework.runner.launch import evaluate as run_plan
 
     results, output = run_plan(plan, progress_bar)
@@ -120,7 +120,7 @@ def generate(
     echo "Once upon a time" | rlframework generate models/base --raw --max-new-tokens 50
     rlframework generate runs/quickstart --best-of 8 --min-reward 1 --out best.jsonl
     """
-    from rlframework.evaluation.plan import generation_config, plan_best_of, split_words
+    from rlframework.runner.evaluation.plan import generation_config, plan_best_of, split_words
 
     overrides, prompts = split_words(words or ())
     if best_of is None and (out, min_reward, split, limit, config) != (None, None, "train", None, None):
@@ -149,7 +149,7 @@ def generate(
     if plan is not None:
         _write_best(loaded, plan)
         return
-    from rlframework.evaluation.answers import Answerer, read_prompts
+    from rlframework.runner.evaluation.answers import Answerer, read_prompts
     from rlframework.runner.parts import build_generation
 
     typed = not prompts and file is None and sys.stdin.isatty()
@@ -167,7 +167,7 @@ def _write_best(config: RunConfig, plan: BestOfPlan) -> None:
     from rlframework.runner.parts import build_evaluation
 
     with progress_bar("completions") as progress, build_evaluation(config) as parts:
-        from rlframework.evaluation.best_of import best_of
+        from rlframework.runner.evaluation.best_of import best_of
 
         result = best_of(parts, plan, progress=progress)
     print(f"done: {result}; in {plan.out}")

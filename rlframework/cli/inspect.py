@@ -18,11 +18,11 @@ def show_config(config: Config, overrides: Overrides = None, as_json: Json = Fal
     Files, data and the model are not opened: `rlframework train CONFIG --dry-run` checks these too.
     Secrets of the environment are printed as references to its variables, others as ***.
     """
+    from rlframework.base.logs import printable
+    from rlframework.base.secrets import hide_secrets, secrets_of_environment
     from rlframework.config.load import escape_interpolation
     from rlframework.config.yaml_text import to_yaml
-    from rlframework.configure import dump_selected, load_with_defaults
-    from rlframework.logs import printable
-    from rlframework.secrets import hide_secrets, secrets_of_environment
+    from rlframework.plugins.configure import dump_selected, load_with_defaults
 
     loaded, defaults = load_with_defaults(config, overrides or ())
     values = dump_selected(loaded)
@@ -39,7 +39,7 @@ def show_config(config: Config, overrides: Overrides = None, as_json: Json = Fal
 @app.command()
 def schema(debug: Debug = False) -> None:
     """Print the JSON schema of configuration files, for editors."""
-    from rlframework.configure import config_schema
+    from rlframework.plugins.configure import config_schema
     from rlframework.plugins.manager import create_manager
 
     print(json.dumps(config_schema(create_manager()), indent=2))

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from rlframework.errors import PluginError
+from rlframework.base.errors import PluginError
 from rlframework.plugins.loading import install_hint, one_line
 from rlframework.plugins.manager import PluginManager
 

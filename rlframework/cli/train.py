@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
-from rlframework.algorithm import RunResult
+from rlframework.algorithms.algorithm import RunResult
+from rlframework.base.errors import ConfigError, PluginError, UserError
+from rlframework.base.logs import printable
 from rlframework.cli.common import Config, Debug, Overrides, TrustRun, app
-from rlframework.errors import ConfigError, PluginError, UserError
-from rlframework.logs import printable
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
@@ -43,7 +43,7 @@ def train(
 
     With --dry-run --on GPUS the exit code is 1 if the run does not fit on GPUS, and 0 if it fits or may not fit.
     """
-    from rlframework.configure import load_config
+    from rlframework.plugins.configure import load_config
 
     if on is not None and not dry:
         raise ConfigError("--on plans a run for GPUs that may be elsewhere; give it together with --dry-run")
@@ -75,7 +75,7 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
     """Check a run without starting it, or plan it for the GPUs `on` if they are given."""
     fits = True
     if on is None:
-        from rlframework.configure import load_config
+        from rlframework.plugins.configure import load_config
         from rlframework.runner.launch import dry_run
 
         print(*dry_run(load_config(config, overrides), overwrite=overwrite), sep="\n")
@@ -143,7 +143,7 @@ def tokenize(
     rlframework tokenize sft.yaml --show 3
     rlframework tokenize dpo.yaml --show 2
     """
-    from rlframework.configure import load_config
+    from rlframework.plugins.configure import load_config
 
     if show is not None:  # then the first override is where OUT would be
         _show_rows(load_config(config, [*filter(None, [out]), *(overrides or ())]), show)

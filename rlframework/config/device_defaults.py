@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: keys that `rlframework.configure.load_config` sets if the user does not.
+"""Defaults that depend on the device: keys that `rlframework.plugins.configure.load_config` sets if the user does not.
 
 A run's own `config.yaml` has their values, so a run that is resumed elsewhere keeps them.
 """

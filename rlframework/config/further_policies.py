@@ -15,11 +15,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
+from rlframework.base.errors import ConfigError, DataError, NotSupported, UnsupportedConfig
 from rlframework.config.numbers import Coefficient
 from rlframework.config.policy import Head, PolicyConfig
 from rlframework.config.worker_groups import WorkerGroupConfig
 from rlframework.config.yaml_text import Keys, Tree
-from rlframework.errors import ConfigError, DataError, NotSupported, UnsupportedConfig
 
 
 class FurtherPolicyConfig(PolicyConfig):

@@ -13,12 +13,12 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rlframework.base.secrets import hide_secrets, is_secret_name
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section
 from rlframework.config.peer_keys import OF_PAIRS, OF_SECTIONS_TOO, PEER_KEYS, REMARKS, WITHOUT_COUNTERPART
 from rlframework.config.peer_values import value_hint
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import shortened
-from rlframework.secrets import hide_secrets, is_secret_name
 
 Path = tuple[str, ...]
 

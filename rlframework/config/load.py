@@ -1,6 +1,6 @@
 """Composes files and overrides into one tree of plain values: inheritance, merging, dotted overrides, interpolation.
 
-This module does not interpret the keys; `rlframework.configure` validates the result.
+This module does not interpret the keys; `rlframework.plugins.configure` validates the result.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 from pydantic import BaseModel
 
+from rlframework.base.errors import ConfigError
+from rlframework.base.secrets import HIDDEN, is_secret_name
 from rlframework.config.base import import_path
 from rlframework.config.problems import Problem, raise_problems, shortened
 from rlframework.config.yaml_text import DEEPEST, Keys, Tree, parse_value, read_yaml
-from rlframework.errors import ConfigError
-from rlframework.secrets import HIDDEN, is_secret_name
 
 INHERIT = "defaults"
 """The top-level key that names the files to inherit from."""

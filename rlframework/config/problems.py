@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.errors import ConfigError, PluginError, UnsupportedConfig
-from rlframework.secrets import HIDDEN, hide_secrets, is_secret_name
+from rlframework.base.errors import ConfigError, PluginError, UnsupportedConfig
+from rlframework.base.secrets import HIDDEN, hide_secrets, is_secret_name
 
 NOT_GIVEN: Any = object()
 """Marks that no value was given, where None is a valid value."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from rlframework.base.secrets import hide_in_text
 from rlframework.config.base import ImportsCode, NeedsTrust, Section
 from rlframework.config.further_policies import (
     CriticConfig,
@@ -38,7 +39,6 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.worker_groups import DeadlinesConfig as DeadlinesConfig
 from rlframework.config.worker_groups import RemoteGroupConfig as RemoteGroupConfig
 from rlframework.config.worker_groups import WorkerGroupConfig as WorkerGroupConfig
-from rlframework.secrets import hide_in_text
 
 
 class GenerationWorkersConfig(Section):

@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.base import ImportsCode, NeedsTrust
 from rlframework.config.load import leaves
 from rlframework.config.problems import NOT_GIVEN
 from rlframework.config.yaml_text import Keys, Tree
-from rlframework.errors import ConfigError
 
 _WRITTEN_BY_RUNS = ("model", "adapter", "critic", "checkpoints")
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
+from rlframework.base.errors import ConfigError
+from rlframework.base.secrets import hide_in_text
 from rlframework.config.problems import NOT_GIVEN, shortened
-from rlframework.errors import ConfigError
-from rlframework.secrets import hide_in_text
 
 Keys = tuple[str | int, ...]
 """The location of a value: mapping keys and list indices from the top."""

@@ -13,10 +13,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
 from rlframework.datasets.chat_template import apply_template
 from rlframework.datasets.tools_as_text import tools_as_text
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
 
 if TYPE_CHECKING:

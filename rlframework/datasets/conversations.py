@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast
 
+from rlframework.base.errors import DataError
 from rlframework.config.environments import ColumnsConfig
 from rlframework.datasets.nested_columns import nested_values, verl_answer
 from rlframework.datasets.pictures import KINDS, PictureReader
 from rlframework.datasets.tool_rows import read_tools, structured_parts
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Content, ContentPart, Message, TextPart, ToolSpec, text_of
 
 _ROLES = {

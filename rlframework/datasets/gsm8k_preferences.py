@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.rows import JsonlRows, Row, check_fields
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message
 
 _FIELDS = {"question": str, "ground_truth": str}

@@ -8,8 +8,8 @@ from http.client import HTTPException
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
-from rlframework.errors import ImageError
-from rlframework.secrets import hide_in_text
+from rlframework.base.errors import ImageError
+from rlframework.base.secrets import hide_in_text
 
 TIMEOUT = 20.0
 """Seconds that an attempt to read an address may take."""

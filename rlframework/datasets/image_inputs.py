@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import ImageError
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.datasets.pictures import decoded
-from rlframework.errors import ImageError
 from rlframework.huggingface.image_features import count_features
 from rlframework.huggingface.image_processor import image_token, load_processor
 from rlframework.interfaces.pictures import Picture

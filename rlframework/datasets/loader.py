@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 
 T = TypeVar("T")
 

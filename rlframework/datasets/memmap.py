@@ -33,8 +33,8 @@ from tensordict import TensorClass, is_tensor_collection, is_tensorclass
 from tensordict.base import _register_tensor_class
 from tensordict.utils import TensorDictFuture
 
-from rlframework.errors import BatchError, BatchTypeError, DataError
-from rlframework.files import replacing_directory
+from rlframework.base.errors import BatchError, BatchTypeError, DataError
+from rlframework.base.files import replacing_directory
 
 _FORMER_MODULES = {
     "rlframework.datasets.reward_data": "rlframework.data.reward_data",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 
 VERL_COLUMN, VERL_KEY = "reward_model", "ground_truth"
 """The column of verl's rows with the reference answer, and its key in there."""

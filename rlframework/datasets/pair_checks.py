@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.preferences import PreferenceRow
-from rlframework.errors import DataError
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.conversations import is_missing, read_turns
 from rlframework.datasets.pair_checks import check_pairs
 from rlframework.datasets.pictures import PictureReader
@@ -26,7 +27,6 @@ from rlframework.datasets.preferences import PreferenceRow, is_score
 from rlframework.datasets.sources.memory import RowSequence, given_rows
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.tool_rows import read_tools
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Content, Message, text_of
 
 LAYOUTS = (

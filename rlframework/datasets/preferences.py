@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import BatchError, BatchTypeError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.datasets.memmap import MemmapTensorClass
 from rlframework.datasets.rendering import render_completion, render_prompt
 from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
 from rlframework.datasets.tokens import pad_rows
-from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolSpec, pictures_of
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
 from rlframework.datasets.chat_turns import Chat, Segment, Vocabulary
 from rlframework.datasets.conversations import lone_surrogate
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolSpec, pictures_of
 

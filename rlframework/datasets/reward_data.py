@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.datasets.memmap import MemmapTensorClass
-from rlframework.errors import BatchError, BatchTypeError
 
 _CHUNK = 1 << 24
 """Elements of a mask to check at a time, so that checking mapped data takes little memory."""

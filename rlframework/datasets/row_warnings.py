@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
 from rlframework.datasets.chat_template import apply_template
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, text_of
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.conversations import read_turns
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 
 FIELDS = ("prompt", "completions", "labels")

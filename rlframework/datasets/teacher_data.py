@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
+from rlframework.base.errors import DataError
+from rlframework.base.files import replacing_directory
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.tokens import TokenData, damaged, mapped
-from rlframework.errors import DataError
-from rlframework.files import replacing_directory
 
 _META, _ROWS = "teacher.json", "rows"
 _IDS, _LOGPROBS = ("topk_ids.bin", np.dtype("<u4")), ("topk_logprobs.bin", np.dtype("<f4"))

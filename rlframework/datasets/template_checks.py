@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.chat_template import apply_template
 from rlframework.datasets.rendering import end_of_turn
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ import torch
 from pydantic import Field, JsonValue, PositiveInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
+from rlframework.base.errors import DataError
+from rlframework.base.files import replacing_directory
 from rlframework.datasets.rendering import Rendered
-from rlframework.errors import DataError
-from rlframework.files import replacing_directory
 
 _FORMAT, _VERSION = "rlframework token rows", 1
 _File = Literal["tokens.bin", "mask.bin", "offsets.bin"]

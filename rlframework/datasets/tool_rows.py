@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.interfaces.messages import ToolCall, ToolSpec
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}

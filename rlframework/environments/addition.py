@@ -13,9 +13,9 @@ import re
 import string
 from collections.abc import Iterator, Sequence
 
+from rlframework.base.errors import DataError
 from rlframework.config.environments import AdditionConfig
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample, Split
 
 Terms = tuple[int, ...]

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from rlframework.base.errors import UserError
 from rlframework.environments.counted_failures import too_many
 from rlframework.environments.reward_calls import FAILURES
-from rlframework.errors import UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.messages import Message
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from rlframework.base.errors import UserError
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.reward_calls import FAILURES, Failure, NotApplicable, Report, RewardResult
-from rlframework.errors import UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 
 _LOG = logging.getLogger(__name__)

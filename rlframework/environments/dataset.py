@@ -19,6 +19,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from rlframework.base.errors import DataError, ImageError
 from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.conversations import conversation_of, with_texts
 from rlframework.datasets.image_addresses import ImageAddresses
@@ -34,7 +35,6 @@ from rlframework.environments.empty_columns import EmptyColumns
 from rlframework.environments.math_answers import is_comparable, same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
-from rlframework.errors import DataError, ImageError
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 

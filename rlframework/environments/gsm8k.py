@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from rlframework.base.errors import DataError
 from rlframework.config.environments import Gsm8kConfig
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import Rows, check_fields
 from rlframework.environments.math_answers import same_answer
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample, Split
 
 _FIELDS = {"question": str, "answer": str}

@@ -16,15 +16,15 @@ from collections.abc import Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlframework.base.errors import ConfigError
+from rlframework.base.secrets import HIDDEN, SHORTEST, hide_in_text
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.judge import JudgeConfig
 from rlframework.environments.counted_failures import CountedFailures
 from rlframework.environments.judge_replies import Replies
 from rlframework.environments.reward_calls import FAILURES, Failure, Report, RewardResult
-from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.messages import text_of
-from rlframework.secrets import HIDDEN, SHORTEST, hide_in_text
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlframework.files import AppendedFile
-from rlframework.logs import printable
+from rlframework.base.files import AppendedFile
+from rlframework.base.logs import printable
 
 
 class Replies:

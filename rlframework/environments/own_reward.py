@@ -25,11 +25,11 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
 
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.counted_failures import CountedFailures
 from rlframework.environments.reward_arguments import TextColumns, arguments_of, missing_columns
 from rlframework.environments.reward_calls import Failure, Report, RewardCalls, timed_out
-from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward
 

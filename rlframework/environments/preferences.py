@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rlframework.base.errors import DataError, ImageError
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.datasets.conversations import with_texts
 from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
@@ -25,7 +26,6 @@ from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.rows import Row, Rows
 from rlframework.datasets.sources.splits import open_splits
 from rlframework.datasets.step_rows import has_steps, steps_of
-from rlframework.errors import DataError, ImageError
 from rlframework.interfaces.environment import Environment, Sample, Split
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 

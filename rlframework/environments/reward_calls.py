@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.environments.process_ends import end_together
 from rlframework.environments.reward_arguments import TextColumns, arguments_of
-from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
 from rlframework.plugins.user_defined import load_reward, reward_form
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.config.episode_environments import ToolDataConfig, ToolsConfig
 from rlframework.environments import threads
 from rlframework.environments.answer_scores import AnswerScores
@@ -13,7 +14,6 @@ from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.reward_calls import Failure, read_result
 from rlframework.environments.tool_episodes import Score, ToolEpisode, ToolSession
 from rlframework.environments.tools import Toolbox
-from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.environment import Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 from rlframework.plugins.user_defined import load_import_path

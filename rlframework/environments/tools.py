@@ -23,9 +23,9 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import to_json
 from typing_extensions import Annotated, NotRequired, TypedDict, get_type_hints  # noqa: UP035 - pydantic asks for it
 
+from rlframework.base.errors import ConfigError
 from rlframework.environments import threads
 from rlframework.environments.tool_calls import RejectedCall, answer, object_of, refusal, require_known, spec
-from rlframework.errors import ConfigError
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
 
 _LOG = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework.interfaces.environment import Environment, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, text_of
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import BatchError, RLFrameworkError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.errors import BatchError, RLFrameworkError
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 
-from rlframework.errors import DeadlineExceeded, EngineFault, RLFrameworkError, WorkerLost
+from rlframework.base.errors import DeadlineExceeded, EngineFault, RLFrameworkError, WorkerLost
 from rlframework.generation.engine_handle import EngineHandle
 from rlframework.generation.result_contract import ResultContract
 from rlframework.generation.scheduler import Outcome, Scheduler

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlframework.errors import RefitError
+from rlframework.base.errors import RefitError
 from rlframework.generation.client import GenerationClient
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.observers.timeline import Timeline

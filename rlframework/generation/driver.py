@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
+from rlframework.base.errors import RefitError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import RunConfig
-from rlframework.errors import RefitError
 from rlframework.generation.batch import batch_of, requests_of
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.completions import Completions, require_version

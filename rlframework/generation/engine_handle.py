@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rlframework.errors import WorkerError
+from rlframework.base.errors import WorkerError
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup

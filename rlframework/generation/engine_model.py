@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.errors import DataError, RefitError, UserError
+from rlframework.base.errors import DataError, RefitError, UserError
 from rlframework.generation.weight_fit import require_none
 from rlframework.huggingface.model_directories import quiet_transformers, read_config
 from rlframework.models.file_weights import FileLayout, FileWeight, file_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rlframework.errors import RequestError
+from rlframework.base.errors import RequestError
 from rlframework.generation.media import Media
 from rlframework.huggingface.image_features import count_features
 from rlframework.huggingface.image_processor import image_token

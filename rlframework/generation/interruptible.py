@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlframework.errors import WorkerLost
+from rlframework.base.errors import WorkerLost
 from rlframework.generation.completions import Completions
 from rlframework.generation.scheduler import MOST_LOSSES
 from rlframework.interfaces.generation import FinishReason, GenerationResult, SamplingParams, WeightSpan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 
 
 def require_own_process(engine: str) -> None:

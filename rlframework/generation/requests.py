@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import RequestError
+from rlframework.base.errors import RequestError
 from rlframework.generation.row_limits import RowLimits
 from rlframework.huggingface.model_directories import first_size
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams

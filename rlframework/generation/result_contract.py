@@ -5,7 +5,7 @@ spans that hide how stale the tokens are. So it ends the run. All results of an 
 microseconds for each, and array operations over their tokens.
 
 What only the policy can tell (log-probabilities of other weights, a changed token, results of two requests exchanged)
-shows where the policy scores the tokens: `rlframework.training.sampling_check`.
+shows where the policy scores the tokens: `rlframework.algorithms.sampling_check`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlframework.errors import EngineFault
+from rlframework.base.errors import EngineFault
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan
 from rlframework.interfaces.generation_exchange import Incoming
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.errors import RequestError
+from rlframework.base.errors import RequestError
 from rlframework.models.rotary import regime_limits
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlframework.errors import EngineFault, RequestError, WorkerLost
+from rlframework.base.errors import EngineFault, RequestError, WorkerLost
 from rlframework.generation.result_contract import Answer
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlframework.base.errors import WorkerError
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import WorkerError
 from rlframework.generation.image_places import ImagePlace, image_places
 from rlframework.generation.requests import ServingLimits, check_requests
 from rlframework.huggingface.model_directories import read_config

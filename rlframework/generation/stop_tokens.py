@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import ConfigError, DataError
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import first_size, read_config
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import auto_class
 from rlframework.weight_sync.buffers import WeightInfo

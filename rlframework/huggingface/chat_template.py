@@ -8,7 +8,7 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.huggingface import template_trial
 
 _GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.huggingface.model_files import check_model_files
 
 _LOG = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.huggingface.hub import local_files_only, quiet_hub
 from rlframework.huggingface.model_directories import first_size
 

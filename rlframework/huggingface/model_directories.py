@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import ConfigError, DataError
-from rlframework.files import replacing_directory
+from rlframework.base.errors import ConfigError, DataError
+from rlframework.base.files import replacing_directory
 from rlframework.huggingface.hub import local_files_only, quiet_hub
 
 if TYPE_CHECKING:

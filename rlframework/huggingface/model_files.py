@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 
 OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 """Files of a model directory that are JSON objects; each may be absent."""

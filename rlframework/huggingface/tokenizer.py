@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.huggingface import hub
 from rlframework.huggingface.chat_template import check_chat_template, read_chat_template
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.interfaces.environment import Environment, Sample, StepOutcome
 
 

@@ -1,7 +1,7 @@
 """The data-processor interface: global batches and microbatches in the form a backend's model takes.
 
-The default, `rlframework.microbatches.data_processor.MicrobatchProcessor`, works for every engine whose model takes
-rows of tokens.
+The default, `rlframework.policy.microbatches.data_processor.MicrobatchProcessor`, works for every engine whose model
+takes rows of tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ class Microbatch(ProcessedMicrobatch):
       otherwise. Padding that the rule adds at the end of the row counts as one more sequence: `[b + 2]`;
     - `head_positions [N]` int64: flat indices into `n * L` at which the head runs, the positions that predict a target;
     - `targets [N]` int64: the target token of each of them; `[N, 1 + K]` with the tokens of a set after it, where
-      workers have added sets (`rlframework.microbatches.token_sets`);
+      workers have added sets (`rlframework.policy.microbatches.token_sets`);
     - `scatter [N]` int64: flat indices into `b * S'` to which the results are scattered, the positions of the targets;
     - `is_dummy`: True if the microbatch only repeats rows, so that all ranks run the same number of forward passes;
       it contributes to no result;

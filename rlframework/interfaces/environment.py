@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.interfaces.messages import Message, ToolSpec
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rlframework.errors import NotSupported, RequestError
+from rlframework.base.errors import NotSupported, RequestError
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rlframework.errors import RequestError
+from rlframework.base.errors import RequestError
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 
 

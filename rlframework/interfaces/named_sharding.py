@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

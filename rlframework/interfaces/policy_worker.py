@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypeAlias, TypedDict
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 
 Mode = Literal["selective", "full"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.policy import LoraConfig
-from rlframework.errors import ConfigError
 from rlframework.models.named_tensors import ADAPTER, external_name
 from rlframework.models.parts import modules_of_part
 from rlframework.policy.engine import Engine, WeightSpec, no_adapters

@@ -17,8 +17,8 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
+from rlframework.base.errors import DataError
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError
 from rlframework.huggingface.hub import local_files_only
 from rlframework.models.file_weights import FileWeight
 from rlframework.models.named_tensors import named_tensors

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError, NotSupported
 from rlframework.huggingface.hub import local_files_only
 from rlframework.huggingface.model_directories import invalid_config, quiet_transformers, read_config
 from rlframework.huggingface.model_files import check_model_files

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.models.loading import is_multimodal
 
 

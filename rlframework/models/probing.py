@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.models import attention as row_attention
 from rlframework.models.loading import is_loadable, new_model
 from rlframework.policy.head.formula import require_known_formula

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rlframework.logs import ProgressCallback, printable
+from rlframework.base.logs import ProgressCallback, printable
 from rlframework.observers.environment import Resumed, read_environment
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlframework.files import write_atomically
+from rlframework.base.files import write_atomically
 from rlframework.observers.jsonl import METRICS_FILE, History, add_row, read_history, seconds_of, series
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 

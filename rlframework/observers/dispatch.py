@@ -10,12 +10,12 @@ from typing import Any, Literal, Self
 
 from pluggy import HookRelay
 
+from rlframework.base.errors import WriteError
+from rlframework.base.logs import printable
+from rlframework.base.secrets import hide_in_text
 from rlframework.config.sections import ObserversConfig
-from rlframework.errors import WriteError
-from rlframework.logs import printable
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan
 from rlframework.plugins.loading import load_target, new_pluggy
-from rlframework.secrets import hide_in_text
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rlframework.base.errors import ConfigError
+from rlframework.base.files import write_atomically
+from rlframework.base.logs import printable
+from rlframework.base.secrets import HIDDEN, hide_in_text, hide_secrets, is_secret_name, named_secrets
 from rlframework.config.yaml_text import parse_value
-from rlframework.errors import ConfigError
-from rlframework.files import write_atomically
-from rlframework.logs import printable
 from rlframework.observers import host
 from rlframework.plugins.listing import PluginListing
-from rlframework.secrets import HIDDEN, hide_in_text, hide_secrets, is_secret_name, named_secrets
 from rlframework.workers.machine import cpu_count
 
 ENVIRONMENT_FILE = "environment.json"

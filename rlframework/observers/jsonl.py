@@ -15,9 +15,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rlframework.errors import DataError
-from rlframework.files import AppendedFile, writing
-from rlframework.logs import printable
+from rlframework.base.errors import DataError
+from rlframework.base.files import AppendedFile, writing
+from rlframework.base.logs import printable
 from rlframework.observers.environment import run_id
 from rlframework.observers.sample_images import store_image
 from rlframework.observers.timeline import timeline_row

@@ -7,8 +7,8 @@ import re
 from io import BytesIO
 from pathlib import Path
 
+from rlframework.base.files import write_atomically
 from rlframework.datasets.pictures import decoded
-from rlframework.files import write_atomically
 from rlframework.interfaces.pictures import Picture
 
 FOLDER = "sample_images"

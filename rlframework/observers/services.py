@@ -17,13 +17,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from rlframework.base.errors import ConfigError
+from rlframework.base.files import AppendedFile
+from rlframework.base.secrets import hide_in_text, hide_secrets
 from rlframework.config.sections import MlflowConfig, ObserversConfig
-from rlframework.configure import dump_config
-from rlframework.errors import ConfigError
-from rlframework.files import AppendedFile
 from rlframework.observers.environment import read_environment, run_id
+from rlframework.plugins.configure import dump_config
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
-from rlframework.secrets import hide_in_text, hide_secrets
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class WandbObserver:
     """Logs metrics by step under their own names, a table `samples`, checkpoint paths and the final state.
 
     W&B's own record of the command line, user and host is disabled, because it may contain what
-    `rlframework.secrets` hides.
+    `rlframework.base.secrets` hides.
     """
 
     _run: Any = None

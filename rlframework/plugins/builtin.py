@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.distillation import DistillationConfig
@@ -29,7 +30,6 @@ from rlframework.config.sections import (
     RunConfig,
     WorkerGroupConfig,
 )
-from rlframework.errors import ConfigError
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import (
     AlgorithmRecord,
@@ -48,7 +48,7 @@ _Kind = TypeVar("_Kind", bound=Record)
 @hookimpl
 def rlframework_data_processors() -> list[DataProcessorRecord]:
     """The built-in microbatch processor."""
-    target, summary = "microbatches.data_processor:MicrobatchProcessor", "padded, dynamic or packed microbatches"
+    target, summary = "policy.microbatches.data_processor:MicrobatchProcessor", "padded, dynamic or packed microbatches"
     return [_core(DataProcessorRecord, "microbatches", target, summary)]
 
 

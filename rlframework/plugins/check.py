@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
+from rlframework.base.errors import PluginError
 from rlframework.config.problems import Problem
 from rlframework.config.sections import RunConfig
-from rlframework.errors import PluginError
 from rlframework.plugins.manager import Registered
 from rlframework.plugins.types import CAPABILITY_OF_AXIS, CAPABILITY_OF_FORM, Capability
 

@@ -230,7 +230,7 @@ def rlframework_agent_endpoint() -> str | None:
 def rlframework_run_planned(parts: Any, backend: PolicyWorkerRecord, dry_run: bool) -> None:
     """Called when a run is checked and planned, before its workers start. `dry_run`: they will not.
 
-    `parts` is a `rlframework.algorithm.Parts` whose policy and generation are not started; `backend` is the record
+    `parts` is a `rlframework.rollout.parts.Parts` whose policy and generation are not started; `backend` is the record
     of the training backend. A `UserError` prevents the run, any other error is a warning.
 
     >>> from rlframework.plugins.hookspec import hookimpl

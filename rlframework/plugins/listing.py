@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.plugins.loading import did_you_mean
 from rlframework.plugins.types import RECORD_TYPES
 

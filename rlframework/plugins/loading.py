@@ -21,8 +21,8 @@ from typing import Any
 import pluggy
 
 import rlframework
+from rlframework.base.errors import PluginError
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import PluginError
 from rlframework.plugins import hookspec as specs
 from rlframework.plugins.types import RECORD_TYPES, Capability, Record
 
@@ -203,7 +203,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def one_line(error: BaseException) -> str:
     """Return the error on one line, with its class unless it is one of rlframework's."""
     text, kind = " ".join(str(error).split()), type(error)
-    if kind.__module__ == "rlframework.errors":
+    if kind.__module__ == "rlframework.base.errors":
         return text
     return f"{kind.__name__}: {text}" if text else kind.__name__
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import pluggy
 
+from rlframework.base.errors import PluginError
 from rlframework.config.peer_values import value_hint
-from rlframework.errors import PluginError
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
     DISABLE_VARIABLE,

@@ -229,7 +229,7 @@ class EnvironmentRecord(Record):
 
 
 class AlgorithmRecord(Record):
-    """An algorithm: `target` implements `rlframework.algorithm.Algorithm`."""
+    """An algorithm: `target` implements `rlframework.algorithms.algorithm.Algorithm`."""
 
     kind = "algorithm"
     key = "algorithm.name"

@@ -17,7 +17,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
-from rlframework.errors import ConfigError, PluginError
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.plugins.loading import check_model, did_you_mean, make_current_directory_importable
 from rlframework.plugins.types import API_VERSION, AlgorithmRecord, Capability, EnvironmentRecord
 
@@ -144,7 +144,7 @@ def environment_record(path: str) -> EnvironmentRecord:
 
 def algorithm_record(path: str) -> AlgorithmRecord:
     """Return a record of the algorithm class at `path`. Its attribute `config_model`, if any, types its section."""
-    target, _ = _load_class(AlgorithmRecord.key, path, "rlframework.algorithm", "Algorithm")
+    target, _ = _load_class(AlgorithmRecord.key, path, "rlframework.algorithms.algorithm", "Algorithm")
     record = AlgorithmRecord(path, path, API_VERSION, "your own", config_model=getattr(target, "config_model", None))
     check_model(record)
     return record

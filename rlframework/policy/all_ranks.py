@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlframework.errors import DataError, RLFrameworkError, UserError, WriteError
+from rlframework.base.errors import DataError, RLFrameworkError, UserError, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 
 T = TypeVar("T")

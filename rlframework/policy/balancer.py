@@ -18,9 +18,9 @@ from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import has_media
 from rlframework.batch.packing import TokenCost
 from rlframework.interfaces.loss import GROUP_IDS
-from rlframework.microbatches.global_batch import check_fits, rows_with_targets
-from rlframework.microbatches.row_groups import check_groups_fit, least_tokens, read_group_ids, with_whole_groups
-from rlframework.microbatches.shapes import Padding
+from rlframework.policy.microbatches.global_batch import check_fits, rows_with_targets
+from rlframework.policy.microbatches.row_groups import check_groups_fit, least_tokens, read_group_ids, with_whole_groups
+from rlframework.policy.microbatches.shapes import Padding
 
 PLANNED_LENGTHS = "planned_lengths"
 """Key of the lengths that the plan is based on; it never reaches a worker."""

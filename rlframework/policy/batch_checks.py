@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.batch_rows import count_rows, describe, is_integral, read_lengths
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.huggingface.model_directories import first_size, read_config
 from rlframework.huggingface.vision_models import TOKEN_TYPES, packs_images
 from rlframework.interfaces.loss import TOKEN_SETS, LossColumn
-from rlframework.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
-from rlframework.microbatches.row_groups import read_group_ids
+from rlframework.policy.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
+from rlframework.policy.microbatches.row_groups import read_group_ids
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

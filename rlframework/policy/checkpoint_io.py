@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlframework.errors import ConfigError, DataError, NotSupported
-from rlframework.files import require_space, writing
+from rlframework.base.errors import ConfigError, DataError, NotSupported
+from rlframework.base.files import require_space, writing
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import check_files, reading
 from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import NotSupported
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, Tag
 from rlframework.interfaces.generation_exchange import Incoming, submit_each
 from rlframework.plugins.loading import load_target

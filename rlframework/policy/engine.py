@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.base import Section
-from rlframework.errors import NotSupported
 from rlframework.interfaces.data_processor import MicrobatchRule
 from rlframework.interfaces.loss import head_of
 from rlframework.policy.profiling import DeviceWait

@@ -17,12 +17,12 @@ from rlframework.batch.packed_tensor import has_media
 from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch
 from rlframework.interfaces.loss import LossFunction, head_of
 from rlframework.interfaces.policy_worker import Rows
-from rlframework.microbatches.data_processor import make_dummy
-from rlframework.microbatches.on_demand import Made, on_device
-from rlframework.microbatches.row_groups import least_tokens, read_group_ids
-from rlframework.microbatches.shapes import Padding
 from rlframework.policy.engine import Engine, Step, StepResult
 from rlframework.policy.head.patch import HeadOutput
+from rlframework.policy.microbatches.data_processor import make_dummy
+from rlframework.policy.microbatches.on_demand import Made, on_device
+from rlframework.policy.microbatches.row_groups import least_tokens, read_group_ids
+from rlframework.policy.microbatches.shapes import Padding
 from rlframework.policy.profiling import LOSS, trace_span
 from rlframework.policy.sampled_tokens import SampledTokensCheck
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.policy import OptimizerConfig, SchedulerConfig
-from rlframework.errors import ConfigError
 
 
 def parameter_groups(

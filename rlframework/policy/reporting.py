@@ -1,7 +1,7 @@
 """A worker's report on itself: device, memory, environment; and its profilers.
 
-Traces are for Perfetto and Chrome; `rlframework.training.device_time` sums one up. Not supported: tracing the driver if
-the workers are separate processes.
+Traces are for Perfetto and Chrome; `rlframework.algorithms.device_time` sums one up. Not supported: tracing the driver
+if the workers are separate processes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rlframework.errors import NotSupported
-from rlframework.files import write_atomically, writing
+from rlframework.base.errors import NotSupported
+from rlframework.base.files import write_atomically, writing
 from rlframework.interfaces.policy_worker import WorkerInfo
 from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import BatchError, NotSupported
 from rlframework.batch.batch_rows import copy_to_cpu
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.interfaces.loss import TOKEN_SETS
 from rlframework.interfaces.policy_worker import Rows
-from rlframework.microbatches.on_demand import on_host
-from rlframework.microbatches.token_sets import with_token_sets
 from rlframework.policy.engine import Engine, Step, require_head
 from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.host_buffers import HostBuffers
+from rlframework.policy.microbatches.on_demand import on_host
+from rlframework.policy.microbatches.token_sets import with_token_sets
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
 from rlframework.policy.shared_state import Residency
 

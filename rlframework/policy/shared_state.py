@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.interfaces.policy_worker import BytesMoved
 from rlframework.policy.engine import Engine
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import DataError
 from rlframework.config.policy import LoraConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import DataError
 from rlframework.policy.checkpoint.adapter import read_adapter, write_adapter
 from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors
 from rlframework.policy.checkpoint.saved import differences

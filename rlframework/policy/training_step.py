@@ -12,8 +12,8 @@ from functools import cached_property
 
 import torch
 
+from rlframework.base.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.batch.batch_rows import copy_to
-from rlframework.errors import BatchError, NonFiniteGradients, NotSupported
 from rlframework.huggingface.model_directories import text_config
 from rlframework.interfaces.loss import (
     TOKEN_SETS,
@@ -24,12 +24,12 @@ from rlframework.interfaces.loss import (
     needs_groups,
 )
 from rlframework.interfaces.policy_worker import Rows, SampledDifference, SamplingBound, TrainResult
-from rlframework.microbatches.global_batch import rows_with_targets
-from rlframework.microbatches.token_sets import with_token_sets
 from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine, require_head_of
 from rlframework.policy.flops import ModelFlops
 from rlframework.policy.head.patch import HeadRequest
+from rlframework.policy.microbatches.global_batch import rows_with_targets
+from rlframework.policy.microbatches.token_sets import with_token_sets
 from rlframework.policy.microbatching import Microbatching, average_metrics, loss_step, reduce_metrics, require_results
 from rlframework.policy.optimization import learning_rate
 from rlframework.policy.profiling import CLIP_AND_STEP, trace_span

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rlframework.base.errors import NotSupported, RefitNotPrepared, UserError
 from rlframework.config.sections import RefitConfig
-from rlframework.errors import NotSupported, RefitNotPrepared, UserError
 from rlframework.interfaces.policy_worker import RefitState
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.engine import Engine

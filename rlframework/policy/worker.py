@@ -95,7 +95,7 @@ class PolicyWorkerBase(PolicyWorker):
         backend_config: Mapping[str, Any] | Section | None = None,
         generation: GenerationConfig | None = None,
         generation_target: str | None = None,
-        processor_target: str = "rlframework.microbatches.data_processor:MicrobatchProcessor",
+        processor_target: str = "rlframework.policy.microbatches.data_processor:MicrobatchProcessor",
     ) -> None:
         """Build the model on this rank.
 

@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from rlframework.base.errors import PluginError
 from rlframework.config.episode_environments import AttemptsConfig
-from rlframework.errors import PluginError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample
@@ -23,7 +23,7 @@ from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlframework.algorithm import Parts
+    from rlframework.rollout.parts import Parts
 
 
 class AgentRunner(Protocol):

@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlframework.base.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.config.asynchrony import AsyncConfig
 from rlframework.datasets.loader import PromptLoader
-from rlframework.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.interfaces.policy_worker import SAMPLED_NOW
@@ -35,7 +35,7 @@ from rlframework.rollout.step_rollouts import StepRollouts
 from rlframework.rollout.tickets import Settled, Ticket
 
 if TYPE_CHECKING:
-    from rlframework.algorithm import Parts
+    from rlframework.rollout.parts import Parts
 
 R = TypeVar("R")
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.chat_template import (
     ASKED,
     PROBE,
@@ -20,7 +21,6 @@ from rlframework.datasets.chat_template import (
     template_text,
     without_template_warnings,
 )
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message, ToolSpec
 from rlframework.rollout.chat_text import ChatText
 from rlframework.rollout.continuation import common_prefix

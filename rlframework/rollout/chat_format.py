@@ -8,7 +8,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.interfaces.messages import Message, ToolSpec, pictures_of, text_of
 from rlframework.interfaces.pictures import Picture
 from rlframework.rollout.call_formats import reader_of

@@ -13,10 +13,10 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.chat_template import ASKED, PROBE, apply_template, template_text
 from rlframework.datasets.rendering import encode_texts
 from rlframework.datasets.tools_as_text import tools_as_text
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Content, ContentPart, Message, TextPart, ToolCall, ToolSpec, text_of
 from rlframework.interfaces.pictures import Picture
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.generation.completions import Completions
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample
@@ -23,7 +23,7 @@ from rlframework.rollout.seeds import task_seeds
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlframework.algorithm import Parts
+    from rlframework.rollout.parts import Parts
 
 _LOG = logging.getLogger(__name__)
 

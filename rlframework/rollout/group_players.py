@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from rlframework.base.errors import UserError
 from rlframework.datasets.rendering import render_prompt
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import UserError
 from rlframework.generation.batch import batch_of
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.agents import runs_agents
@@ -31,7 +31,7 @@ from rlframework.rollout.seeds import task_seeds
 from rlframework.rollout.single_turn import NO_MEDIA, media_of, rollout_of_turns, score_turns
 
 if TYPE_CHECKING:
-    from rlframework.algorithm import Parts
+    from rlframework.rollout.parts import Parts
 
 G = TypeVar("G")
 

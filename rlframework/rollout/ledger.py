@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic
 
-from rlframework.errors import DataError, LedgerError
+from rlframework.base.errors import DataError, LedgerError
 from rlframework.rollout.tickets import Failed, G, P, Settled, Slot, Ticket
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
+from rlframework.base.errors import UserError
 from rlframework.datasets.pictures import KINDS, PictureReader, decoded
-from rlframework.errors import UserError
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
 from rlframework.interfaces.messages import ContentPart, ImagePart, Message, ToolCall, ToolSpec
 from rlframework.interfaces.pictures import Picture

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlframework.base.errors import RLFrameworkError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import RLFrameworkError
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.generation import WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of, text_of

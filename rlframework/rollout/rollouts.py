@@ -16,7 +16,7 @@ from rlframework.rollout.result import Rollout
 from rlframework.rollout.single_turn import single_turns
 
 if TYPE_CHECKING:
-    from rlframework.algorithm import Parts
+    from rlframework.rollout.parts import Parts
 
 
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:

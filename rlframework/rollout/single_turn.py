@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
-from rlframework.errors import NotSupported
 from rlframework.interfaces.messages import Message, pictures_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.outcomes import outcome_metrics, require_numbers
@@ -20,9 +20,9 @@ from rlframework.rollout.result import Rollout, accuracy_of, parts_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlframework.algorithm import Parts
     from rlframework.generation.driver import Generation
     from rlframework.interfaces.environment import Sample, StepOutcome
+    from rlframework.rollout.parts import Parts
 
 
 NO_MEDIA: Mapping[str, Any] = {}

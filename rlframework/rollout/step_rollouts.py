@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.loader import PromptLoader
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
 
 if TYPE_CHECKING:
-    from rlframework.algorithm import Parts
+    from rlframework.rollout.parts import Parts
 
 
 class StepRollouts(ABC):

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import ConfigError, NotSupported, UserError
+from rlframework.base.secrets import hide_in_text
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation import TeacherEndpointConfig
-from rlframework.errors import ConfigError, NotSupported, UserError
 from rlframework.generation.driver import run_in_loop
-from rlframework.secrets import hide_in_text
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -18,20 +18,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlframework.algorithms.checkpoints import newest_checkpoint
+from rlframework.base.errors import DataError, UserError
+from rlframework.base.files import replacing_directory
+from rlframework.base.logs import ProgressCallback
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError, UserError
-from rlframework.files import replacing_directory
 from rlframework.huggingface.model_files import check_model_files, read_object
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.logs import ProgressCallback
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
 from rlframework.policy.checkpoint.merged import MergedWeights
 from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_tensors
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved, has_adapters, is_sharded, reject_native
 from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
 from rlframework.policy.engine import TensorShard
-from rlframework.training.checkpoints import newest_checkpoint
 
 FORMATS = ("portable", "sharded", "huggingface")
 RUN, MODEL, OPTIMIZER = "run.json", "model", "optimizer"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.environments import RowsConfig
 from rlframework.config.problems import raise_problems
 from rlframework.config.sections import RunConfig
 from rlframework.config.validate import check_run
-from rlframework.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlframework.algorithm import Algorithm
+    from rlframework.algorithms.algorithm import Algorithm
     from rlframework.datasets.sources.memory import Data
     from rlframework.interfaces.environment import Environment
 

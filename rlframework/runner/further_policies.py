@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.further_policies import naming
-from rlframework.errors import ConfigError, PluginError
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.runner.placeholder import Placeholder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlframework.algorithm import Algorithm
+    from rlframework.algorithms.algorithm import Algorithm
     from rlframework.config.sections import RunConfig
     from rlframework.plugins.manager import PluginManager
     from rlframework.policy.client import Policy

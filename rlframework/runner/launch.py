@@ -20,19 +20,22 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.algorithm import Parts, RunResult
+from rlframework.algorithms.algorithm import RunResult
+from rlframework.algorithms.interrupts import ending_on_signals, raise_if_ended
+from rlframework.base.errors import ConfigError, PluginError, UserError
+from rlframework.base.files import exclusive_directory, remove_temporary, write_atomically
+from rlframework.base.logs import ProgressCallback, log_to_stderr
+from rlframework.base.secrets import has_secrets, hide_secrets
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
 from rlframework.config.validate import notes_without_effect
 from rlframework.config.yaml_text import parse_yaml
-from rlframework.configure import config_yaml, dump_config, load_config
-from rlframework.errors import ConfigError, PluginError, UserError
-from rlframework.files import exclusive_directory, remove_temporary, write_atomically
-from rlframework.logs import ProgressCallback, log_to_stderr
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.observers.services import flatten
+from rlframework.plugins.configure import config_yaml, dump_config, load_config
 from rlframework.plugins.loading import install_command, one_line
 from rlframework.plugins.manager import PluginManager, create_manager
+from rlframework.rollout.parts import Parts
 from rlframework.runner.data import require_data, with_data
 from rlframework.runner.parts import (
     algorithm_class,
@@ -43,15 +46,13 @@ from rlframework.runner.parts import (
     require_models,
 )
 from rlframework.runner.restarts import Attempt, run_with_restarts
-from rlframework.secrets import has_secrets, hide_secrets
-from rlframework.training.interrupts import ending_on_signals, raise_if_ended
 
 if TYPE_CHECKING:
     from rlframework.datasets.sources.memory import Data
-    from rlframework.evaluation.plan import EvaluationPlan
-    from rlframework.evaluation.report import Evaluation
     from rlframework.observers.environment import Resumed
     from rlframework.plugins.hookspec import Uploads
+    from rlframework.runner.evaluation.plan import EvaluationPlan
+    from rlframework.runner.evaluation.report import Evaluation
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,9 +109,9 @@ def _train(
     config: RunConfig, manager: PluginManager, attempt: Attempt, lock: Callable[[], None], overwrite: bool
 ) -> RunResult:
     """Make one attempt at the run. `lock` locks the run's folder until the end of all attempts, when first called."""
+    from rlframework.algorithms.checkpoints import seed_random_states, step_of_checkpoint  # imports torch
     from rlframework.observers.environment import write_environment
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
-    from rlframework.training.checkpoints import seed_random_states, step_of_checkpoint  # imports torch
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
     first = attempt.number == 0
@@ -173,7 +174,7 @@ def _save_models(parts: Parts, folder: Path) -> None:
 
 def _note_best(config: RunConfig) -> None:
     """Log which of the kept checkpoints of a finished run is the best, and how to get its model."""
-    from rlframework.training.checkpoints import best_checkpoint
+    from rlframework.algorithms.checkpoints import best_checkpoint
 
     section = config.checkpoints
     if not (section.every and section.keep_best):
@@ -233,7 +234,7 @@ def resume(
     no run or no checkpoint, or if its configuration asks for what only a run that is trusted may (`config.trust`);
     `trust_run` says that it is. A run on rows from Python needs the same rows as `data` again.
     """
-    from rlframework.training.checkpoints import newest_checkpoint
+    from rlframework.algorithms.checkpoints import newest_checkpoint
 
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
@@ -298,8 +299,8 @@ def evaluate(
     finished completions and the total. Returns the evaluations, and as JSON values the summary of one model, or the
     summaries of several and their comparison.
     """
-    from rlframework.evaluation.evaluate import evaluate as run_evaluation
-    from rlframework.evaluation.report import comparison, summary
+    from rlframework.runner.evaluation.evaluate import evaluate as run_evaluation
+    from rlframework.runner.evaluation.report import comparison, summary
 
     results: list[Evaluation] = []
     summaries: list[dict[str, Any]] = []

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlframework.base.errors import ConfigError, UserError
+from rlframework.base.files import LOCK_FILE, check_writable
 from rlframework.config.sections import RunConfig
-from rlframework.configure import dump_config
-from rlframework.errors import ConfigError, UserError
-from rlframework.files import LOCK_FILE, check_writable
 from rlframework.observers.environment import ENVIRONMENT_FILE, read_environment
 from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE
+from rlframework.plugins.configure import dump_config
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def check_output_dir(config: RunConfig, overwrite: bool = False) -> None:
             f"nor --overwrite{deletable} touches these. Take another output_dir, or move them away"
         )
     if contents.results and not overwrite:
-        from rlframework.training.checkpoints import newest_checkpoint  # imports torch, which takes seconds
+        from rlframework.algorithms.checkpoints import newest_checkpoint  # imports torch, which takes seconds
 
         resume = "" if newest_checkpoint(folder) is None else f"resume it ({config.resume_command}), "
         raise ConfigError(

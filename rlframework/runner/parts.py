@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.algorithm import Algorithm, Parts
-from rlframework.configure import resolve_device
-from rlframework.errors import ConfigError, PluginError
+from rlframework.algorithms.algorithm import Algorithm
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.huggingface.hub import require_available
 from rlframework.observers.environment import read_environment
+from rlframework.plugins.configure import resolve_device
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability, GenerationEngineRecord, PolicyWorkerRecord
+from rlframework.rollout.parts import Parts
 from rlframework.runner.data import require_data, with_data, with_steps
 from rlframework.runner.further_policies import planned_models, started_models
 from rlframework.runner.placeholder import Placeholder as Placeholder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 
 
 class Placeholder:

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlframework.algorithm import RunResult
+from rlframework.algorithms.algorithm import RunResult
+from rlframework.base.errors import DeadlineExceeded, WorkerLost
+from rlframework.base.files import AppendedFile
+from rlframework.base.logs import printable
+from rlframework.base.secrets import hide_in_text
 from rlframework.config.sections import RunConfig
-from rlframework.errors import DeadlineExceeded, WorkerLost
-from rlframework.files import AppendedFile
-from rlframework.logs import printable
 from rlframework.observers.jsonl import drop_steps_after
-from rlframework.secrets import hide_in_text
 
 if TYPE_CHECKING:
     from rlframework.observers.dispatch import Observers
@@ -58,7 +58,7 @@ def run_with_restarts(
     section, current, in_a_row = config.fault_tolerance, Attempt(0, checkpoint), 0
     if not section.max_restarts:
         return _without_restarts(config, attempt, current)
-    from rlframework.training import checkpoints  # imports torch
+    from rlframework.algorithms import checkpoints  # imports torch
 
     _report_limitations(config)
     while True:
@@ -106,7 +106,7 @@ def _without_restarts(config: RunConfig, attempt: Callable[[Attempt], RunResult]
     try:
         return attempt(first)
     except Exception as error:
-        from rlframework.training import checkpoints  # imports torch
+        from rlframework.algorithms import checkpoints  # imports torch
 
         reached = checkpoints.newest_checkpoint(config.output_dir)
         if reached is not None and _is_recoverable(error, first):

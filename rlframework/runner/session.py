@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.config.load import Source, compose
 from rlframework.config.problems import NOT_GIVEN
-from rlframework.configure import load_config
+from rlframework.plugins.configure import load_config
 from rlframework.runner.parts import build_parts
 
 if TYPE_CHECKING:

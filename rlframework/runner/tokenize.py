@@ -8,6 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlframework.algorithms.input_checks import BATCH
+from rlframework.base.errors import ConfigError, DataError
+from rlframework.base.files import check_new_folder
+from rlframework.base.logs import ProgressCallback
+from rlframework.base.secrets import hide_secrets
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig
@@ -17,17 +22,12 @@ from rlframework.datasets.rendering import Rendered, render_prompt, render_sampl
 from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.template_checks import require_contents, warn_of_template
 from rlframework.datasets.tokens import TokenData, write_token_data
-from rlframework.errors import ConfigError, DataError
-from rlframework.files import check_new_folder
 from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.interfaces.environment import Sample
-from rlframework.logs import ProgressCallback
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.parts import open_environment, open_images, open_tokenizer
-from rlframework.secrets import hide_secrets
-from rlframework.training.input_checks import BATCH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rlframework.errors import RefitError
+from rlframework.base.errors import RefitError
 
 ALIGNMENT = 512
 """Each weight begins at a multiple of this many bytes, which suits every dtype, vector unit and DMA engine."""

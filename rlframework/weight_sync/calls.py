@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from rlframework.errors import DeadlineExceeded, EngineLost, RefitError, UserError, WorkerError, WorkerLost
+from rlframework.base.errors import DeadlineExceeded, EngineLost, RefitError, UserError, WorkerError, WorkerLost
 from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 

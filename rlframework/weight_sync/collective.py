@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframework.errors import RefitError
+from rlframework.base.errors import RefitError
 from rlframework.weight_sync import buffers, rendezvous
 from rlframework.weight_sync.buffers import Slot, WeightInfo
 

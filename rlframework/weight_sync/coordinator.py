@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from rlframework.base.errors import ConfigError, EngineNotReady, RefitError, UserError
 from rlframework.config.sections import RefitConfig
-from rlframework.errors import ConfigError, EngineNotReady, RefitError, UserError
 from rlframework.interfaces.generation import GenerationEngine, Tag
 from rlframework.interfaces.policy_worker import PolicyWorker, RefitState
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlframework.errors import NotSupported, RefitError
+from rlframework.base.errors import NotSupported, RefitError
 from rlframework.observers.host import available_memory
 from rlframework.weight_sync import buffers
 from rlframework.weight_sync.buffers import Slot, WeightInfo

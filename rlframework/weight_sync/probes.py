@@ -21,9 +21,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlframework.base.errors import RefitError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import RefitError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.interfaces.generation_exchange import Incoming
 from rlframework.interfaces.policy_worker import Rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlframework.errors import RefitError
+from rlframework.base.errors import RefitError
 from rlframework.interfaces.generation import WeightReport
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import listed

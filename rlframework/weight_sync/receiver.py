@@ -15,7 +15,7 @@ from typing import Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from rlframework.errors import RefitError, RefitNotPrepared, UserError
+from rlframework.base.errors import RefitError, RefitNotPrepared, UserError
 from rlframework.interfaces.generation import GenerationEngine, WeightReport
 from rlframework.weight_sync import collective, ipc
 from rlframework.weight_sync.buffers import Slot, WeightInfo, as_bytes, checksum, layout_checksum, read_weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlframework.errors import EngineNotReady, RefitError
+from rlframework.base.errors import EngineNotReady, RefitError
 
 
 class WeightState:

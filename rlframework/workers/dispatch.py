@@ -16,7 +16,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rlframework.errors import BatchError, ConfigError, UserError
+from rlframework.base.errors import BatchError, ConfigError, UserError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup, WorkerSpec
 

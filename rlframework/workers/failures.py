@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rlframework.errors import RLFrameworkError, WorkerError, WorkerLost
-from rlframework.secrets import hide_in_text
+from rlframework.base.errors import RLFrameworkError, WorkerError, WorkerLost
+from rlframework.base.secrets import hide_in_text
 
 _CONNECTION_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "remote process")
 _COLLECTIVE_FAILED = (*_CONNECTION_LOST, "gloo")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from rlframework.base.errors import ConfigError, WorkerError
 from rlframework.config.sections import WorkerGroupConfig
-from rlframework.errors import ConfigError, WorkerError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
 from rlframework.plugins.loading import load_target

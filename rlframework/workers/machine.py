@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from rlframework.errors import ConfigError, WorkerError
-from rlframework.secrets import is_secret_name
+from rlframework.base.errors import ConfigError, WorkerError
+from rlframework.base.secrets import is_secret_name
 
 FORWARDED = ("RLFRAMEWORK_DISABLE_PLUGINS", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Environment variables that workers get from the driver, besides those that `worker_environment` sets."""

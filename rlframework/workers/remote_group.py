@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 
+from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError
+from rlframework.base.logs import log_to_stderr
 from rlframework.config.sections import RemoteGroupConfig, WorkerGroupConfig
-from rlframework.errors import ConfigError, DeadlineExceeded, WorkerError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec, never
-from rlframework.logs import log_to_stderr
 from rlframework.plugins.loading import load_target
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import MOST_LISTED, HostFailure, as_exception, list_ranks

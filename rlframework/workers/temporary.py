@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from rlframework.files import writing
+from rlframework.base.files import writing
 
 PREFIX = "rlf-workers-"
 _RANDOM = "[a-z0-9_]" * 8

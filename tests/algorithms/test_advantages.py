@@ -16,7 +16,7 @@ from rlframework.algorithms.advantages import (
     reward_std,
     sum_to_end,
 )
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 
 
 def test_group_mean_and_standard_deviation():

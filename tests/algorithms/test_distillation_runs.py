@@ -12,9 +12,9 @@ from probe_runs import numbers_of, refused
 from transformers import AutoModelForCausalLM
 
 from rlframework import build_parts, load_config, run
+from rlframework.base.errors import ConfigError
 from rlframework.datasets.teacher_data import write_teacher_data
 from rlframework.datasets.tokens import TokenData
-from rlframework.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.runner.launch import resume

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 from rlframework import load_config, run
+from rlframework.algorithms.loop import Timer
 from rlframework.algorithms.ppo import PPO
+from rlframework.base.errors import ConfigError
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
 from rlframework.runner.parts import build_parts
-from rlframework.training.loop import Timer
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from probe_runs import assert_same_weights, numbers_of, refused
 from safetensors.torch import load_file
 
 from rlframework import run
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.runner.launch import dry_run, resume
 
 pytestmark = pytest.mark.slow

@@ -13,13 +13,13 @@ from image_rows import inputs_of_rows, write_images
 from tiny_vlms import assert_gradients
 
 from rlframework import load_config, run
+from rlframework.algorithms.loop import Timer
 from rlframework.algorithms.preferences import PreferenceTraining
+from rlframework.base.errors import DataError, ImageError
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.datasets.preferences import mismatched_rows
-from rlframework.errors import DataError, ImageError
 from rlframework.models.loading import auto_class
 from rlframework.runner.parts import build_parts
-from rlframework.training.loop import Timer
 from rlframework_dtensor.engine import DTensorEngine
 
 BETA, PAIRS = 0.5, 4

@@ -10,7 +10,7 @@ import torch
 from stub_engines import AnswersB
 
 from rlframework.algorithms.advantages import group_advantages
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
 from rlframework.rollout.single_turn import single_turns

@@ -5,8 +5,8 @@ import pytest
 import torch
 from probe_batches import make_batch, numbers, pickled_and_back, same, shares_memory
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
-from rlframework.errors import BatchError, BatchTypeError
 
 # --- size, dictionary, device
 

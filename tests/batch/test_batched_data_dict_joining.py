@@ -6,9 +6,9 @@ import pytest
 import torch
 from probe_batches import make_batch, shares_memory
 
+from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
 # --- from_batches
 

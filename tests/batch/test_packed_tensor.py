@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.packed_tensor import PackedTensor, sharing_media
-from rlframework.errors import BatchError, BatchTypeError
 
 
 def images():

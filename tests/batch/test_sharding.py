@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 
 
 def batch_of(lengths, width):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from probe_batches import make_batch, numbers
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import SlicedDataDict
-from rlframework.errors import BatchError
 
 # --- sharding and reordering
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.errors import BatchError
 
 ODD = 17  # the width of a tensor whose dimension 1 is not a sequence; wider than any sequence here
 KNOWN = ["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]

@@ -16,10 +16,10 @@ import pytest
 from probe_runs import call
 
 import rlframework
-from rlframework.algorithm import RunResult
+from rlframework.algorithms.algorithm import RunResult
+from rlframework.base.errors import UserError, WorkerError
 from rlframework.config.policy import PolicyConfig
-from rlframework.configure import load_config
-from rlframework.errors import UserError, WorkerError
+from rlframework.plugins.configure import load_config
 
 BACKEND = """
 from rlframework.plugins.hookspec import hookimpl

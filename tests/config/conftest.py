@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, PositiveInt, model_validator
 
+from rlframework.base.errors import PluginError
 from rlframework.config.base import Section
 from rlframework.config.sections import (
     AlgorithmConfig,
@@ -17,7 +18,6 @@ from rlframework.config.sections import (
     RunConfig,
     WorkerGroupConfig,
 )
-from rlframework.errors import PluginError
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.manager import Registered
 from rlframework.plugins.types import (

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import rlframework.configure as configure
-from rlframework.configure import config_yaml, dump_config, load_config, resolve_device, restore_config
-from rlframework.errors import ConfigError, PluginError, UserError
+import rlframework.plugins.configure as configure
+from rlframework.base.errors import ConfigError, PluginError, UserError
+from rlframework.plugins.configure import config_yaml, dump_config, load_config, resolve_device, restore_config
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.types import AlgorithmRecord
 

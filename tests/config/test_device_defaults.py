@@ -7,7 +7,7 @@ import pytest
 from rlframework import load_config
 from rlframework.cli import main
 from rlframework.config.device_defaults import device_defaults
-from rlframework.configure import config_yaml, load_with_defaults
+from rlframework.plugins.configure import config_yaml, load_with_defaults
 
 
 def run_on(device: str, **policy):

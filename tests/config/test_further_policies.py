@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlframework.base.errors import ConfigError, DataError, PluginError
 from rlframework.config.further_policies import in_section, naming
 from rlframework.config.yaml_text import parse_yaml
-from rlframework.configure import config_yaml, dump_selected, load_config
-from rlframework.errors import ConfigError, DataError, PluginError
+from rlframework.plugins.configure import config_yaml, dump_selected, load_config
 from rlframework.plugins.manager import create_manager
 
 POLICY = {

@@ -9,6 +9,7 @@ import pytest
 from probe_hints import MINIMAL, error_of
 from pydantic import BaseModel, Field
 
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import DatasetConfig
@@ -19,8 +20,7 @@ from rlframework.config.peer_values import PEER_VALUES
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RunConfig
-from rlframework.configure import load_config
-from rlframework.errors import ConfigError, PluginError
+from rlframework.plugins.configure import load_config
 from rlframework_ray.config import RayGroupConfig
 
 MOVING = Path(__file__).resolve().parents[2] / "docs" / "moving"

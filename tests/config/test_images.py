@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.configure import load_config
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
+from rlframework.plugins.configure import load_config
 
 
 @pytest.mark.parametrize(

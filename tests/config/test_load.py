@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from rlframework.base.errors import ConfigError
+from rlframework.base.secrets import hide_in_text
 from rlframework.config.load import compose, escape_interpolation
-from rlframework.errors import ConfigError
-from rlframework.secrets import hide_in_text
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

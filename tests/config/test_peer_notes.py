@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from probe_hints import MINIMAL, error_of
 
-from rlframework.configure import load_config
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
+from rlframework.plugins.configure import load_config
 
 
 @pytest.mark.parametrize(

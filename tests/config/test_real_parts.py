@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.worker_groups import RemoteGroupConfig
-from rlframework.configure import config_yaml, dump_config, load_config
-from rlframework.errors import ConfigError, PluginError
+from rlframework.plugins.configure import config_yaml, dump_config, load_config
 
 BACKEND = """
 from rlframework.config.base import Section

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from rlframework.config.yaml_text import parse_yaml, read_yaml
-from rlframework.configure import config_schema, config_yaml, load_config
+from rlframework.plugins.configure import config_schema, config_yaml, load_config
 from rlframework.plugins.manager import create_manager
 
 ROOT = Path(__file__).resolve().parents[2]

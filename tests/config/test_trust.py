@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlframework.base.errors import ConfigError
 from rlframework.cli import main
 from rlframework.config.base import ImportsCode, NeedsTrust
 from rlframework.config.sections import RunConfig
-from rlframework.configure import load_config
-from rlframework.errors import ConfigError
+from rlframework.plugins.configure import load_config
 from rlframework.plugins.manager import create_manager
 
 PLUGIN = """

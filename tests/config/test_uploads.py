@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlframework.configure import load_config
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
+from rlframework.plugins.configure import load_config
 
 SECRETS = [
     "s3://me:s3cr3t-word@bucket/run",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.yaml_text import parse_value, parse_yaml, read_yaml, to_yaml
-from rlframework.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chat_formats import NAMES, TOOLS, tokenizer
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.chat_template import (
     apply_template,
     template_message,
@@ -16,7 +17,6 @@ from rlframework.datasets.chat_template import (
     without_template_warnings,
 )
 from rlframework.datasets.rendering import render_conversation, render_prompt
-from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.messages import Message
 from rlframework.rollout.chat_format import ChatFormat

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.config.environments import ColumnsConfig
 from rlframework.datasets.conversations import Conversation, conversation_of, is_missing, lone_surrogate, number_text
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message
 
 NAN = float("nan")

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from rlframework import load_config
+from rlframework.base.errors import ConfigError, ImageError
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.images import ImagesConfig
 from rlframework.config.preference_environment import PreferencesConfig
@@ -25,7 +26,6 @@ from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.pictures import PictureReader, decoded
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.preferences import PreferencesEnvironment
-from rlframework.errors import ConfigError, ImageError
 from rlframework.interfaces.messages import pictures_of
 
 

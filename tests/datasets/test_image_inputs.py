@@ -13,6 +13,7 @@ import tiny_vlm_directories
 import torch
 from PIL import Image
 
+from rlframework.base.errors import DataError, ImageError
 from rlframework.config.environments import ColumnsConfig, DatasetConfig
 from rlframework.config.images import ImagesConfig
 from rlframework.datasets.conversations import Conversation, conversation_of
@@ -21,7 +22,6 @@ from rlframework.datasets.image_inputs import ImageInputs
 from rlframework.datasets.pictures import PictureReader, decoded
 from rlframework.datasets.rendering import render_prompt, render_samples
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import DataError, ImageError
 from rlframework.huggingface.image_processor import load_processor
 from rlframework.huggingface.model_directories import read_config
 from rlframework.huggingface.tokenizer import load_tokenizer

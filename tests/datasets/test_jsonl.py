@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.sources.rows import JsonlRows
-from rlframework.errors import DataError
 
 
 def test_numbers_count_blank_lines_and_odd_line_ends(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.loader import PromptLoader, Source, shuffled
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 
 

@@ -10,8 +10,8 @@ import datasets
 import numpy as np
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.sources.memory import given_rows
-from rlframework.errors import DataError
 
 ROWS = [{"question": f"{number}+1?", "answer": str(number + 1), "tags": ["sum", None]} for number in range(5)]
 

@@ -9,10 +9,10 @@ from typing import Any
 import datasets
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.config.images import ImagesConfig
 from rlframework.datasets.pictures import PictureReader
 from rlframework.datasets.preference_rows import preference_of, read_preferences
-from rlframework.errors import DataError
 
 TOOL = {"name": "half", "description": "Halve n", "parameters": {"type": "object", "properties": {}}}
 

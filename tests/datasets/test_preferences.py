@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import BatchError, BatchTypeError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.gsm8k_preferences import pair_solutions, read_graded_solutions
 from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
 from rlframework.datasets.reward_data import RewardData
-from rlframework.errors import BatchError, BatchTypeError, DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.messages import Message
 

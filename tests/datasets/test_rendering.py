@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt, render_samples
 from rlframework.datasets.tokens import pad_rendered, pad_rows
-from rlframework.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message

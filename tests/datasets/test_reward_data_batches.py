@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets import reward_data
 from rlframework.datasets.reward_data import RewardData
-from rlframework.errors import BatchError, BatchTypeError
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])

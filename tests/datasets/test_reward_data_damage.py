@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tensordict import TensorClass, TensorDict, tensorclass
 from torch._subclasses import FakeTensorMode
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.preferences import PreferencePairs
 from rlframework.datasets.reward_data import RewardData
-from rlframework.errors import DataError
 
 INNER = "_tensordict"
 

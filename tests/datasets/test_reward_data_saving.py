@@ -13,9 +13,9 @@ import torch
 from probe_forked import run_program
 from tensordict import LazyStackedTensorDict, TensorDict
 
+from rlframework.base.errors import BatchError, BatchTypeError, DataError, WriteError
 from rlframework.datasets.preferences import PreferencePairs
 from rlframework.datasets.reward_data import RewardData
-from rlframework.errors import BatchError, BatchTypeError, DataError, WriteError
 
 
 def make(rows: int = 3, start: int = 0, **values: Any) -> RewardData:

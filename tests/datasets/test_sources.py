@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, disable_progress_bars, enable_progress_bars
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.sources import opening as sources
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.sources.rows import ArrowRows
-from rlframework.errors import DataError
 
 TALK = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "yes"}]
 ROWS: list[dict[str, Any]] = [{"n": n, "text": "x" * n, "messages": TALK * n, "none": None} for n in range(1, 8)]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.datasets.step_rows import steps_of
 from rlframework.environments.preferences import PreferencesEnvironment
-from rlframework.errors import DataError
 
 ROW: dict[str, Any] = {"prompt": "8 even?", "completions": ["8 = 2 * 4", "yes"], "labels": [True, 0.5]}
 

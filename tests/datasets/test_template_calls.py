@@ -8,8 +8,8 @@ import published_templates
 import pytest
 from chat_formats import TOOLS
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.chat_template import apply_template, knows_tools
-from rlframework.errors import DataError
 
 PROBE = "7305186249"
 ARGUMENTS = (

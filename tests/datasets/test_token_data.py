@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.tokens import TokenData, write_token_data
-from rlframework.errors import DataError
 
 Rendered = tuple[list[int], list[bool]]
 ROWS: list[Rendered] = [

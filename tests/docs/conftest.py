@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlframework.configure import config_schema
+from rlframework.plugins.configure import config_schema
 from rlframework.plugins.manager import create_manager
 
 

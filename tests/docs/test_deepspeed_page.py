@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from rlframework.config.hints import models_in
 from rlframework.config.policy import PolicyConfig
-from rlframework.configure import load_config
+from rlframework.plugins.configure import load_config
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.neutral_keys import NEUTRAL
 from rlframework_deepspeed.rejected_keys import REJECTED

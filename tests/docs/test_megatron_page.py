@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rlframework.config.hints import models_in
 from rlframework.config.policy import PolicyConfig
-from rlframework.configure import load_config
+from rlframework.plugins.configure import load_config
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability
 from rlframework_megatron.architectures import ARCHITECTURES

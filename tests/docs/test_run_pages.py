@@ -14,8 +14,8 @@ from probe_runs import call, rows_of
 from test_pages import DOCS, blocks
 
 from rlframework import load_config, run
-from rlframework.configure import config_yaml
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
+from rlframework.plugins.configure import config_yaml
 
 PAGES = ("resume.md", "checkpoints.md", "observers.md")
 HERE = {
@@ -92,7 +92,7 @@ def test_messages_of_a_run_can_be_written_to_a_file(tmp_path: Path, monkeypatch:
     handlers, level = list(logger.handlers), logger.level
     try:
         exec(snippet, {"logging": logging})  # noqa: S102 - the page's own lines
-        logging.getLogger("rlframework.training").info("a message")
+        logging.getLogger("rlframework.algorithms").info("a message")
     finally:
         for handler in set(logger.handlers) - set(handlers):
             handler.close()

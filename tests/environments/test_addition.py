@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rlframework.base.errors import BatchError, DataError
 from rlframework.config.environments import AdditionConfig
 from rlframework.environments.addition import AdditionEnvironment, read_answer
-from rlframework.errors import BatchError, DataError
 
 
 def make(seed: int = 0, **config: Any) -> AdditionEnvironment:

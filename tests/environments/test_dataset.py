@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.sources.memory import given_rows
@@ -17,7 +18,6 @@ from rlframework.datasets.sources.rows import JsonlRows
 from rlframework.environments import dataset
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.math_answers import is_comparable
-from rlframework.errors import DataError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 TRAIN, TEST = FIXTURES / "gsm8k_train.jsonl", FIXTURES / "gsm8k_test.jsonl"

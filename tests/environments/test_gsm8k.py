@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rlframework.base.errors import DataError
 from rlframework.config.environments import Gsm8kConfig
 from rlframework.environments.gsm8k import Gsm8kEnvironment, gold_answer
 from rlframework.environments.math_answers import same_answer
-from rlframework.errors import DataError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 TRAIN, TEST = FIXTURES / "gsm8k_train.jsonl", FIXTURES / "gsm8k_test.jsonl"

@@ -5,7 +5,7 @@ import sys
 import pytest
 from episode_play import play, says, texts
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework_environments.config import GymnasiumConfig
 from rlframework_environments.gymnasium import GymnasiumEnvironment
 

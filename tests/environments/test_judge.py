@@ -15,10 +15,10 @@ import yaml
 from judge_server import PROMPT, Answer, Server, completion, failure, serving
 from pydantic import ValidationError
 
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.judge import JudgeConfig
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import ConfigError, UserError
 
 KEY = "very-private-0123456789"
 

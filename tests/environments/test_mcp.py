@@ -13,7 +13,7 @@ import psutil
 import pytest
 from episode_play import calls, play, says, texts
 
-from rlframework.errors import ConfigError, RLFrameworkError
+from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework_environments.config import McpConfig
 from rlframework_environments.mcp import McpEnvironment
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from websockets.sync.server import serve
 
 from rlframework import run
-from rlframework.errors import RLFrameworkError
+from rlframework.base.errors import RLFrameworkError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework_environments import openenv

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from own_reward_runs import REWARDS, rewards, scored
 
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.environments import reward_calls
-from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import LARGEST_REWARD, StepOutcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]

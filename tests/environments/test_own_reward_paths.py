@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from own_reward_runs import rewards
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.environments import DatasetConfig
-from rlframework.configure import load_config
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import ConfigError
+from rlframework.plugins.configure import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
 
@@ -69,7 +69,7 @@ def test_a_missing_module_is_reported_with_the_current_directory(folder: Path, m
 PROGRAM = """
 import own_rewards
 from rlframework.config.environments import DatasetConfig
-from rlframework.configure import load_config
+from rlframework.plugins.configure import load_config
 from rlframework.environments.dataset import DatasetEnvironment
 
 BONUS = [0.25]

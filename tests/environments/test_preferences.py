@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.config.preference_environment import PreferencesConfig
 from rlframework.datasets.sources.memory import given_rows
 from rlframework.environments.preferences import PreferencesEnvironment
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample
 
 SOLUTIONS = Path(__file__).parents[1] / "fixtures" / "gsm8k_model_solutions.jsonl"

@@ -8,7 +8,7 @@ import json
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.interfaces.environment import Sample
 from rlframework_environments.config import ReasoningGymConfig
 from rlframework_environments.reasoning_gym import REFUSED, ReasoningGymEnvironment, dataset_of

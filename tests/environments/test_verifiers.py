@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlframework import run
-from rlframework.errors import ConfigError, RLFrameworkError
+from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.agents import AgentSession

@@ -7,9 +7,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import ConfigError, UserError
 
 MODULE = """
 def right(completion, answer):

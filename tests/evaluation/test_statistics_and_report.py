@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframework.errors import ConfigError, DataError
-from rlframework.evaluation.plan import choose_attempts
-from rlframework.evaluation.report import Evaluation, differences, paired_difference
-from rlframework.training import intervals
-from rlframework.training.intervals import bootstrap, estimate, pass_at_k, wilson
+from rlframework.algorithms import intervals
+from rlframework.algorithms.intervals import bootstrap, estimate, pass_at_k, wilson
+from rlframework.base.errors import ConfigError, DataError
+from rlframework.runner.evaluation.plan import choose_attempts
+from rlframework.runner.evaluation.report import Evaluation, differences, paired_difference
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlframework import load_config
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework_conformance import PolicyWorkerSuite
 
 pytestmark = pytest.mark.slow

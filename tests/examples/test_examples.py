@@ -14,7 +14,7 @@ import pytest
 from probe_forked import run_program
 
 from rlframework import load_config
-from rlframework.errors import ConfigError, WorkerError
+from rlframework.base.errors import ConfigError, WorkerError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.generation.adapted_weights import AdaptedWeights
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import Held, WeightSink

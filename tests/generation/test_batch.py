@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlframework.base.errors import BatchError, RLFrameworkError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import BatchError, RLFrameworkError
 from rlframework.generation.batch import batch_of, generate, requests_of
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, SamplingParams
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from scripted_episodes import END
 
+from rlframework.base.errors import BatchError, EngineFault, RefitError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import BatchError, EngineFault, RefitError
 from rlframework.generation.driver import Generation
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan
 from rlframework.interfaces.generation_exchange import Incoming

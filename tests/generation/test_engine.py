@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import BatchError, ConfigError, RequestError, RLFrameworkError
+from rlframework.base.errors import BatchError, ConfigError, RequestError, RLFrameworkError
 from rlframework.generation.stop_tokens import stop_tokens
 from rlframework.huggingface.tokenizer import character_tokenizer
 

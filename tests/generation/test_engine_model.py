@@ -11,7 +11,7 @@ import torch
 from batched_engine import Batches
 from torch import Tensor
 
-from rlframework.errors import DataError, EngineNotReady, RefitError, UserError
+from rlframework.base.errors import DataError, EngineNotReady, RefitError, UserError
 from rlframework.generation.engine_model import EngineModel
 from rlframework.huggingface.model_directories import make_llama, quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer

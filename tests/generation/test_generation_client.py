@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from stub_engines import FakeEngine, request, run, until
 
-from rlframework.errors import RLFrameworkError
+from rlframework.base.errors import RLFrameworkError
 from rlframework.generation.client import GenerationClient
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from stub_engines import FakeEngine, request, run, until
 
-from rlframework.errors import DeadlineExceeded, EngineNotReady, RequestError, RLFrameworkError, WorkerLost
+from rlframework.base.errors import DeadlineExceeded, EngineNotReady, RequestError, RLFrameworkError, WorkerLost
 from rlframework.generation.client import GenerationClient
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming, Outgoing

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rlframework import run
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.restarts import RESTARTS_FILE

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlframework.errors import RequestError
+from rlframework.base.errors import RequestError
 from rlframework.generation.image_places import image_places
 from rlframework.interfaces.generation import GenerationRequest
 

@@ -8,8 +8,8 @@ import pytest
 import tiny_vlms
 import torch
 
+from rlframework.base.errors import RequestError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import RequestError
 from rlframework.generation.media import Media
 from rlframework.huggingface.image_processor import image_tokens
 from rlframework.huggingface.model_directories import quiet_transformers

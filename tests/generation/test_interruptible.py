@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import WorkerLost
+from rlframework.base.errors import WorkerLost
 from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.generation.scheduler import MOST_LOSSES
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan

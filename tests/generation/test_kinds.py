@@ -14,8 +14,8 @@ from causal_kinds import KINDS, tiny_model
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
+from rlframework.base.errors import NotSupported, RequestError
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import NotSupported, RequestError
 from rlframework.generation.sampling import choose, row_uniforms
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 import torch
 from stub_engines import request, run
 
-from rlframework.errors import WorkerLost
+from rlframework.base.errors import WorkerLost
 from rlframework.generation import client
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import RemoteEngine

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stub_engines import FakeEngine, run, until
 
-from rlframework.errors import EngineFault
+from rlframework.base.errors import EngineFault
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.result_contract import Answer, ResultContract
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rlframework.errors import RequestError, RLFrameworkError, WorkerLost
+from rlframework.base.errors import RequestError, RLFrameworkError, WorkerLost
 from rlframework.generation.scheduler import MOST_LOSSES, Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightSpan
 from rlframework.interfaces.generation_exchange import Incoming

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import test_scheduler
 
-from rlframework.errors import RLFrameworkError
+from rlframework.base.errors import RLFrameworkError
 from rlframework.generation.scheduler import Scheduler
 
 

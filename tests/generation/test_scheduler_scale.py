@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import WorkerLost
+from rlframework.base.errors import WorkerLost
 from rlframework.generation.scheduler import Scheduler
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.interfaces.generation_exchange import Incoming

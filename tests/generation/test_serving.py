@@ -10,7 +10,7 @@ import torch
 from causal_kinds import KINDS, tiny_model
 from torch import Tensor
 
-from rlframework.errors import EngineNotReady, RequestError
+from rlframework.base.errors import EngineNotReady, RequestError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan
 from rlframework_transformers.decoding import RowBatch
 from rlframework_transformers.engine import TransformersEngine

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlframework.base.errors import EngineNotReady, RequestError
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import EngineNotReady, RequestError
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_limits import RowLimits
 from rlframework.generation.serving import Collected, ServingEngine

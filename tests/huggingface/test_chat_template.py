@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.huggingface.chat_template import check_chat_template, read_chat_template
 
 

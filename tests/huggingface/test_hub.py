@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.sources.opening import open_rows
-from rlframework.errors import DataError
 from rlframework.huggingface import hub
 from rlframework.huggingface.hub import local_files_only, require_available
 from rlframework.huggingface.tokenizer import load_tokenizer

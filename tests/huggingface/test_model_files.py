@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.huggingface.model_files import check_model_files
 
 CONFIG = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 2, "text_config": {"num_experts": 3}}

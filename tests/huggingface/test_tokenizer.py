@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import modeling_utils
 
-from rlframework.errors import ConfigError, DataError
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.huggingface import hub
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer, tokenizer_fingerprint

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.policy import ParallelismConfig
-from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import POLICY_AXES, NamedSharding, policy_sharding
 
 

@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
-from rlframework.microbatches.data_processor import (
+from rlframework.policy.microbatches.data_processor import (
     MicrobatchProcessor,
     group_rows,
     make_dummy,
     make_microbatch,
 )
-from rlframework.microbatches.shapes import Padding
+from rlframework.policy.microbatches.shapes import Padding
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe_rows import changed, rows_of
 
+from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.interfaces.loss import LossType
-from rlframework.microbatches.global_batch import (
+from rlframework.policy.microbatches.global_batch import (
     check_sequence_dim,
     check_tokens,
     process_global_batch,

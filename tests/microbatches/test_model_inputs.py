@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.batch_rows import round_up
-from rlframework.errors import BatchError, BatchTypeError
-from rlframework.microbatches.model_inputs import (
+from rlframework.policy.microbatches.model_inputs import (
     get_flash_attention_kwargs,
     group_and_cat_tensors,
     pack_sequences,

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe_rows import DYNAMIC, EOS, FIXED, PACKED, TOKENIZER, rows_of
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.errors import BatchError
-from rlframework.microbatches.nemo_rl import (
+from rlframework.nemo_rl.data_processor import (
     get_microbatch_iterator,
     make_processed_microbatch_iterator,
     process_microbatch,

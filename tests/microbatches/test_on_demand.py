@@ -13,8 +13,8 @@ from probe_forked import run_forked
 from rlframework.batch.batch_rows import copy_to
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
-from rlframework.microbatches.data_processor import MicrobatchProcessor
-from rlframework.microbatches.on_demand import Made, on_device, on_host
+from rlframework.policy.microbatches.data_processor import MicrobatchProcessor
+from rlframework.policy.microbatches.on_demand import Made, on_device, on_host
 
 CPU = torch.device("cpu")
 

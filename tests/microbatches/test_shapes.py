@@ -9,8 +9,8 @@ import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
-from rlframework.microbatches.data_processor import MicrobatchProcessor
-from rlframework.microbatches.shapes import Padding, step_up
+from rlframework.policy.microbatches.data_processor import MicrobatchProcessor
+from rlframework.policy.microbatches.shapes import Padding, step_up
 
 CPU = torch.device("cpu")
 

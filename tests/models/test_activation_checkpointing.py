@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.models.activation_checkpointing import checkpoint_activations, selective_contexts
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, LAYERS, VOCABULARY = 32, 64, 4, 2, 3, 50

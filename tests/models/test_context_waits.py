@@ -18,10 +18,10 @@ def positions_of_rank_zero() -> None:
     from transformers import LlamaConfig
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
-    from rlframework.microbatches.data_processor import make_microbatch
-    from rlframework.microbatches.on_demand import to_device
-    from rlframework.microbatches.shapes import Padding
     from rlframework.models.forward import ContextParallel
+    from rlframework.policy.microbatches.data_processor import make_microbatch
+    from rlframework.policy.microbatches.on_demand import to_device
+    from rlframework.policy.microbatches.shapes import Padding
 
     counting_device.register()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

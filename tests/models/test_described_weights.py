@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlframework.base.errors import DataError
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError
 from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import empty_model, load_config, load_model, pretrained_weights, require_vocabulary
 from rlframework_conformance import cases

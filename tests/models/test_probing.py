@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AttentionInterface, BloomConfig, LlamaConfig
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.models.attention import ATTENTION
 from rlframework.models.probing import probe_packing
 

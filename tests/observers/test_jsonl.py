@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.config.sections import ObserversConfig
-from rlframework.errors import DataError
 from rlframework.observers.jsonl import JsonlObserver, drop_steps_after, read_history
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
 

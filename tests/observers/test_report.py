@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import UserError
 from rlframework.cli import main
-from rlframework.errors import UserError
 from rlframework.observers.report import render, write_report
 from rlframework.observers.report.charts import arrange
 from rlframework.observers.report.content import breakdowns_of, content, phases_of, thin

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.environments import AdditionConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import MlflowConfig, ObserversConfig, RunConfig, WandbConfig
-from rlframework.errors import ConfigError
 from rlframework.observers import services
 from rlframework.observers.dispatch import Observers
 from rlframework.observers.environment import write_environment

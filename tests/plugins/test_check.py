@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlframework.base.errors import PluginError
 from rlframework.config.images import ImagesConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import (
@@ -14,7 +15,6 @@ from rlframework.config.sections import (
     RunConfig,
     WorkerGroupConfig,
 )
-from rlframework.errors import PluginError
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import Registered
 from rlframework.plugins.types import Capability, EnvironmentRecord, GenerationEngineRecord, PolicyWorkerRecord, Problem

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.plugins.listing import PluginTable, named
 from rlframework.plugins.manager import create_manager
 

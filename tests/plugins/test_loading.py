@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel
 
+from rlframework.base.errors import PluginError
 from rlframework.config.sections import EnvironmentConfig
-from rlframework.errors import PluginError
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.loading import load_target, read_plugin
 from rlframework.plugins.types import (

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 import rlframework
+from rlframework.base.errors import PluginError
 from rlframework.config.algorithm_presets import AlgorithmName
-from rlframework.errors import PluginError
 from rlframework.plugins import loading
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import EnvironmentRecord, PolicyWorkerRecord

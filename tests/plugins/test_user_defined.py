@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.plugins.user_defined import load_agent
 
 

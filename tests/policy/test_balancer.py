@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
-from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
-from rlframework.microbatches.data_processor import MicrobatchProcessor
 from rlframework.policy.balancer import BatchBalancer
+from rlframework.policy.microbatches.data_processor import MicrobatchProcessor
 
 WIDTH = 24
 

@@ -10,11 +10,11 @@ import tiny_vlms
 import torch
 
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.policy.batch_checks import BatchLimits, check_groups, check_loss, detached, require_batch
 

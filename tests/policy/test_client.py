@@ -9,8 +9,8 @@ import torch
 
 from rlframework import build_parts, create_manager, load_config
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.base.errors import NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework.policy.client import Policy

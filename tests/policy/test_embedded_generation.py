@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_refits import TinyEngine, TinyModel
 
+from rlframework.base.errors import RefitError, UserError
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import RefitError, UserError
 from rlframework.interfaces.generation import GenerationRequest, WeightReport
 from rlframework.policy.embedded_generation import EmbeddedGeneration
 from rlframework.policy.scoring import Scoring, SnapshotReference

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.plugins.types import Capability
 from rlframework.policy.engine import Engine
 

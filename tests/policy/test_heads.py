@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from rlframework import create_manager, load_config
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.base.errors import BatchError, NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import BatchError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.policy.client import Policy
 from rlframework_conformance import cases

@@ -10,9 +10,9 @@ import torch
 
 from rlframework import create_manager, load_config
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.base.errors import BatchError, NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.errors import BatchError, NotSupported
 from rlframework.generation.driver import start_generation
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.policy.client import Policy

@@ -8,8 +8,8 @@ import socket
 import pytest
 import torch
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target

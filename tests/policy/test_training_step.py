@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.policy import OptimizerConfig, SchedulerConfig
-from rlframework.errors import ConfigError
 from rlframework.policy.optimization import learning_rate, parameter_groups, resolve_total_steps
 from rlframework.policy.training_step import MallocTrimmer
 

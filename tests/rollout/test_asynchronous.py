@@ -19,13 +19,13 @@ from probe_runs import assert_same_weights, begin, numbers_of, rows_of, wait_for
 from probe_tasks import Digits
 
 from rlframework import run
-from rlframework.configure import config_yaml
-from rlframework.errors import ConfigError, DataError, EngineFault, UserError
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.base.errors import ConfigError, DataError, EngineFault, UserError
 from rlframework.interfaces.generation import WeightSpan
+from rlframework.plugins.configure import config_yaml
 from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.rollout.tickets import Ticket
 from rlframework.runner.launch import dry_run, resume
-from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow
 

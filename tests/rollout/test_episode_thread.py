@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.interfaces.generation import SamplingParams
 from rlframework.rollout.episode_thread import Bridge, _LoopThread, run_beside
 

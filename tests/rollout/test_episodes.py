@@ -11,7 +11,7 @@ import pytest
 import torch
 from scripted_episodes import END, Counter, samples
 
-from rlframework.errors import RefitError
+from rlframework.base.errors import RefitError
 from rlframework.interfaces.environment import StepOutcome
 from rlframework.rollout.chat_format import ChatFormat, characters_of
 from rlframework.rollout.episode_thread import Bridge

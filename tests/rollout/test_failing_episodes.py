@@ -15,7 +15,7 @@ import pytest
 import torch
 from scripted_episodes import Counter, samples
 
-from rlframework.errors import DataError, RLFrameworkError, UserError
+from rlframework.base.errors import DataError, RLFrameworkError, UserError
 from rlframework.interfaces.environment import Episode, StepOutcome
 from rlframework.rollout import episodes
 from rlframework.rollout.rollouts import rollout

@@ -12,7 +12,7 @@ from PIL import Image
 
 from rlframework import load_config
 from rlframework.algorithms.sft import SFT
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import pictures_of
 from rlframework.models.loading import auto_class

@@ -11,7 +11,7 @@ import pytest
 from broken_ledgers import BROKEN, TrustsEngines
 from ledger_worlds import Facts, Schedule, World, random_schedule, synchronous
 
-from rlframework.errors import DataError, LedgerError
+from rlframework.base.errors import DataError, LedgerError
 from rlframework.rollout.ledger import Ledger
 
 SCHEDULES = 10_000

@@ -11,9 +11,9 @@ import torch
 from probe_runs import refused, rows_of
 
 from rlframework import run
+from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.further_policies import RewardModelConfig
-from rlframework.errors import ConfigError
 from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.rollout.model_rewards import add_model_rewards
 from rlframework.rollout.result import Rollout

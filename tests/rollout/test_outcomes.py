@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scripted_episodes import samples
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.interfaces.environment import StepOutcome
 from rlframework.rollout.outcomes import EpisodeChecks, outcome_metrics
 

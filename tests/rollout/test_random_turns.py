@@ -9,8 +9,8 @@ import published_templates
 import pytest
 from chat_formats import TOOLS
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.chat_template import apply_template
-from rlframework.errors import DataError
 from rlframework.interfaces.messages import Message
 from rlframework.rollout.chat_format import ChatFormat
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlframework.base.errors import UserError
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import UserError
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.rollout.group_players import SingleTurnPlayer, Turns

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlframework.configure import config_yaml
+from rlframework.plugins.configure import config_yaml
 
 pytestmark = pytest.mark.slow
 

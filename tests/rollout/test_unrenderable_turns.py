@@ -10,7 +10,7 @@ import pytest
 import torch
 from scripted_episodes import Counter, samples
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import StepOutcome
 from rlframework.rollout.rollouts import rollout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rlframework.algorithm import Algorithm, RunResult
+from rlframework.algorithms.algorithm import Algorithm, RunResult
 from rlframework.algorithms.grpo import GRPO
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.sections import AlgorithmConfig

@@ -12,13 +12,13 @@ from probe_runs import call
 from safetensors.torch import load_file, save_file
 
 from rlframework import run
-from rlframework.errors import DataError, UserError
-from rlframework.evaluation.plan import find_model
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.base.errors import DataError, UserError
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.runner.convert import convert
+from rlframework.runner.evaluation.plan import find_model
 from rlframework.runner.launch import resume
 from rlframework.runner.parts import build_parts
-from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from probe_runs import numbers_of, refused, rows_of
 from rlframework import build_parts, load_config, resume, run, with_data
 from rlframework.algorithms.grpo import GRPO
 from rlframework.algorithms.sft import SFT
-from rlframework.errors import ConfigError, DataError
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.runner.data import with_steps
 
 OWN = ["~environment", 'environment={"name": "dataset"}', "policy.train_global_batch_size=8"]

@@ -12,7 +12,7 @@ from probe_runs import assert_same_weights, numbers_of, refused, rows_of
 from safetensors.torch import load_file
 
 from rlframework import load_config, run
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.runner.launch import resume

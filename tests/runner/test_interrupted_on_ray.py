@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.configure import config_yaml
+from rlframework.plugins.configure import config_yaml
 
 FOLDER = Path(__file__).parent
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("ray"), pytest.mark.timeout(560)]

@@ -13,7 +13,7 @@ from judge_server import PROMPT, Answer, Server, completion, failure, serving
 from probe_runs import call, numbers_of, refused
 
 from rlframework import run
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.runner.launch import dry_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlframework import run
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 
 pytestmark = [
     pytest.mark.slow,

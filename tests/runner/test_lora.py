@@ -11,11 +11,11 @@ from probe_runs import numbers_of
 from safetensors.torch import load_file
 
 from rlframework import run
-from rlframework.errors import DataError, UserError
-from rlframework.evaluation.plan import configurations, find_model
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.base.errors import DataError, UserError
 from rlframework.runner.convert import convert
+from rlframework.runner.evaluation.plan import configurations, find_model
 from rlframework.runner.launch import resume
-from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow
 

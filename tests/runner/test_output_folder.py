@@ -8,13 +8,13 @@ import pytest
 from probe_runs import call, rows_of
 
 from rlframework import run
-from rlframework.configure import config_yaml
-from rlframework.errors import ConfigError, UserError
-from rlframework.files import exclusive_directory
+from rlframework.algorithms.checkpoints import Checkpoints, checkpoints_in
+from rlframework.base.errors import ConfigError, UserError
+from rlframework.base.files import exclusive_directory
 from rlframework.observers.environment import read_environment
+from rlframework.plugins.configure import config_yaml
 from rlframework.policy.client import Policy
 from rlframework.runner.output_folder import check_output_dir, clear, read_contents
-from rlframework.training.checkpoints import Checkpoints, checkpoints_in
 from rlframework_tools.estimates.printing import estimate_run
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlframework import config_yaml, load_config, run
-from rlframework.errors import ConfigError, PluginError
+from rlframework.base.errors import ConfigError, PluginError
 
 pytestmark = pytest.mark.slow
 

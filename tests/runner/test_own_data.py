@@ -13,15 +13,14 @@ import torch
 from probe_runs import refused
 
 from rlframework import load_config, run
-from rlframework.algorithms import sft
+from rlframework.algorithms import input_checks, sft
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.datasets.tokens import TokenData
-from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message
 from rlframework.runner.tokenize import tokenize
-from rlframework.training import input_checks
 
 pytestmark = pytest.mark.slow
 
@@ -221,7 +220,7 @@ def test_a_row_that_was_not_looked_at_is_named_when_it_is_due(
     long = "v" if message.startswith("validation") else "a"
     rows = [talk(f"hi {n}", "b" * (130 if n == 9 and long == "a" else 1)) for n in range(10)]
     other = write(tmp_path / "v.jsonl", [talk("hi", "b" * (130 if long == "v" else 1))])
-    monkeypatch.setattr(f"rlframework.training.input_checks.{name}", replacement)
+    monkeypatch.setattr(f"rlframework.algorithms.input_checks.{name}", replacement)
     options = [*own(write(tmp_path / "a.jsonl", rows), validation_path=str(other)), "policy.batching.tokens=null"]
     with pytest.raises(DataError, match=message):
         run(run_config("sft", *options))

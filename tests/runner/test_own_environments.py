@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlframework import config_yaml, load_config, run
-from rlframework.errors import ConfigError, PluginError, UserError
+from rlframework.base.errors import ConfigError, PluginError, UserError
 
 pytestmark = pytest.mark.slow
 

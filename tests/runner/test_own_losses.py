@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlframework import config_yaml, load_config, run
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.runner.launch import resume
 
 pytestmark = pytest.mark.slow

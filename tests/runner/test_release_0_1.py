@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rlframework import load_config, resume, run
+from rlframework.base.errors import ConfigError
 from rlframework.config.yaml_text import read_yaml
-from rlframework.errors import ConfigError
 
 OLD = Path(__file__).parents[1] / "fixtures" / "release_0_1"
 

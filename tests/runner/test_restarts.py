@@ -13,13 +13,20 @@ import pytest
 from probe_runs import assert_same_run, rows_of
 
 from rlframework import run
-from rlframework.algorithm import RunResult
-from rlframework.configure import config_yaml
-from rlframework.errors import ConfigError, DeadlineExceeded, NonFiniteGradients, RunTerminated, WorkerError, WorkerLost
+from rlframework.algorithms.algorithm import RunResult
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.base.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    NonFiniteGradients,
+    RunTerminated,
+    WorkerError,
+    WorkerLost,
+)
+from rlframework.plugins.configure import config_yaml
 from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
 from rlframework.runner.restarts import RESTARTS_FILE, Attempt, run_with_restarts
-from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow
 

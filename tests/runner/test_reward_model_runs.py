@@ -12,8 +12,8 @@ import torch
 
 from rlframework import resume, run
 from rlframework.algorithms.reward_model import ProcessRewardModelTraining
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.environment import Sample
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlframework import Session, loop_config
-from rlframework.errors import ConfigError, WorkerError
+from rlframework.base.errors import ConfigError, WorkerError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 

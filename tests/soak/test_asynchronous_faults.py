@@ -18,10 +18,10 @@ from probe_runs import rows_of
 from probe_usage import growth
 
 from rlframework import run
-from rlframework.configure import config_yaml, load_config
+from rlframework.algorithms.checkpoints import checkpoints_in
 from rlframework.datasets.loader import PromptLoader
+from rlframework.plugins.configure import config_yaml, load_config
 from rlframework.runner.launch import resume
-from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]
 

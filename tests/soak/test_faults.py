@@ -20,9 +20,9 @@ from probe_faults import Fault, asynchronous_faults, moment, ray_faults, save_fa
 from probe_programs import Program, Programs, command_of, wait_for
 from probe_runs import SHARDED, assert_same_run
 
-from rlframework.configure import config_yaml
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.plugins.configure import config_yaml
 from rlframework.policy.checkpoint.manifest import check_files
-from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 full = pytest.mark.skipif(not os.environ.get("SOAK_FILE"), reason="make soak runs it")

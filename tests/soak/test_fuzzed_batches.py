@@ -15,7 +15,7 @@ from mutated_batches import DIFFERENT, HARMLESS, METHODS, POSITIONS, ROWS, WRONG
 from torch import Tensor
 
 from rlframework import create_manager, load_config
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework.generation.driver import Generation, start_generation
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer
 from rlframework.interfaces.worker_group import WorkerGroup

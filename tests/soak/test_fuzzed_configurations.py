@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from generated_configurations import Generator, Keys, Values, contradicted, damaged, damaged_text, overrides_of, written
 
+from rlframework.base.errors import UserError
 from rlframework.config.load import escape_interpolation
 from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import to_yaml
-from rlframework.configure import config_schema, config_yaml, dump_selected, load_config
-from rlframework.errors import UserError
+from rlframework.plugins.configure import config_schema, config_yaml, dump_selected, load_config
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.runner.launch import dry_run
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from rlframework import run
+from rlframework.algorithms.checkpoints import Checkpoints, newest_checkpoint
+from rlframework.base.errors import UserError
 from rlframework.datasets.reward_data import RewardData
 from rlframework.datasets.tokens import TokenData, write_token_data
-from rlframework.errors import UserError
-from rlframework.evaluation.plan import plan_evaluation
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.observers.jsonl import drop_steps_after, read_history
 from rlframework.observers.report import render
@@ -32,8 +32,8 @@ from rlframework.policy.checkpoint.manifest import check_files
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.saved import native_files
 from rlframework.policy.checkpoint.shared_directory import save_native
+from rlframework.runner.evaluation.plan import plan_evaluation
 from rlframework.runner.parts import build_parts
-from rlframework.training.checkpoints import Checkpoints, newest_checkpoint
 from rlframework_conformance.parity.recorded_step import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlframework.base.errors import UserError
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import UserError
 from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions, quiet_transformers
 from rlframework.huggingface.tokenizer import load_tokenizer

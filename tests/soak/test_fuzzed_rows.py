@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], "answer": "2"},

@@ -14,7 +14,7 @@ from probe_forked import begin_forked
 from probe_usage import growth
 
 from rlframework import run
-from rlframework.configure import config_yaml, load_config
+from rlframework.plugins.configure import config_yaml, load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

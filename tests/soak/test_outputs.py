@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from probe_runs import call
 
+from rlframework.base.logs import _StderrHandler, printable
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.environments import AdditionConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.logs import _StderrHandler, printable
 from rlframework.observers.dispatch import Observers
 from rlframework.observers.report import write_report
 from rlframework.plugins.hookspec import RunInfo, SampleRecord

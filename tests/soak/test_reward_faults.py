@@ -13,7 +13,7 @@ from probe_faults import NOTHING
 from probe_programs import Program, Programs, command_of, wait_for
 from probe_runs import rows_of
 
-from rlframework.configure import config_yaml
+from rlframework.plugins.configure import config_yaml
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

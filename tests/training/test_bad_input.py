@@ -13,13 +13,13 @@ import torch
 from probe_runs import refused
 
 from rlframework import run
+from rlframework.algorithms import input_checks
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.environments.tool_environment import ToolDataEnvironment
-from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import make_llama, model_positions
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.runner.launch import dry_run
-from rlframework.training import input_checks
 
 POSITIONS = 128  # of the model that run_config takes
 ONE_STEP = ["algorithm.num_steps=1", "algorithm.validation={at_start: false, at_end: false}"]

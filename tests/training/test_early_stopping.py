@@ -10,9 +10,9 @@ import pytest
 from probe_runs import numbers_of
 
 from rlframework import run
+from rlframework.algorithms.early_stopping import EarlyStopping
 from rlframework.config.sections import EarlyStoppingConfig
 from rlframework.runner.launch import resume
-from rlframework.training.early_stopping import EarlyStopping
 
 
 def ends_at(values: list[float], **settings: Any) -> int | None:

@@ -17,11 +17,11 @@ import pytest
 from probe_runs import SHARDED, assert_same_weights, numbers_of
 
 from rlframework import run
-from rlframework.configure import config_yaml
-from rlframework.errors import WriteError
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.base.errors import WriteError
+from rlframework.plugins.configure import config_yaml
 from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
-from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow
 

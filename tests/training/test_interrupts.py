@@ -12,11 +12,11 @@ import pytest
 from probe_runs import rows_of
 
 from rlframework import run
-from rlframework.errors import RunInterrupted, RunTerminated, WorkerLost
+from rlframework.algorithms.checkpoints import Checkpoints
+from rlframework.algorithms.interrupts import ending_on_signals, raise_if_ended
+from rlframework.algorithms.loop import Timer
+from rlframework.base.errors import RunInterrupted, RunTerminated, WorkerLost
 from rlframework.policy.client import Policy
-from rlframework.training.checkpoints import Checkpoints
-from rlframework.training.interrupts import ending_on_signals, raise_if_ended
-from rlframework.training.loop import Timer
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframework.training.performance import performance_metrics
+from rlframework.algorithms.performance import performance_metrics
 
 MIB = 2**20
 

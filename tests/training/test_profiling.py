@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlframework import run
-from rlframework.errors import NotSupported, WriteError
+from rlframework.base.errors import NotSupported, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy import profiling
 from rlframework.policy.device_memory import DeviceMemory

@@ -10,13 +10,13 @@ import torch
 
 from rlframework import run
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.algorithms.recording import describe_loss
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.loss import LossInput, LossType
 from rlframework.plugins.manager import create_manager
 from rlframework.policy.client import Policy
-from rlframework.training.recording import describe_loss
 from rlframework_conformance.parity.command import replay
 from rlframework_conformance.parity.compare import compare_with_oracle
 from rlframework_conformance.parity.outcome import UPDATE, Candidate
@@ -234,7 +234,7 @@ def test_losses_are_described_so_that_they_can_be_made_again():
 
 
 def test_what_cannot_be_written_of_a_batch_is_said(tmp_path):
-    from rlframework.training.recording import _write_batch
+    from rlframework.algorithms.recording import _write_batch
 
     batch = {"names": ["a", "b"], "objects": [object()], "pixels": PackedTensor(torch.ones(1, 2), dim_to_pack=0)}
     missing = _write_batch(tmp_path, batch)

@@ -13,10 +13,10 @@ import pytest
 from probe_runs import assert_same_run, assert_same_weights, begin, numbers_of, rows_of, wait_for, weights
 
 from rlframework import run
-from rlframework.errors import ConfigError, DataError, RunTerminated, UserError
-from rlframework.files import exclusive_directory
+from rlframework.algorithms.checkpoints import checkpoints_in, step_of_checkpoint
+from rlframework.base.errors import ConfigError, DataError, RunTerminated, UserError
+from rlframework.base.files import exclusive_directory
 from rlframework.runner.launch import resume
-from rlframework.training.checkpoints import checkpoints_in, step_of_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def test_the_last_step_has_a_checkpoint_too(run_config, tmp_path, every, written
 def test_a_run_that_stops_early_has_a_checkpoint_of_its_last_step(run_config, tmp_path, monkeypatch):
     """A resume trains on only for a higher goal."""
     monkeypatch.setattr(
-        "rlframework.training.loop.validate", lambda parts, step: ({"validation/accuracy": 0.1 * step}, [])
+        "rlframework.algorithms.loop.validate", lambda parts, step: ({"validation/accuracy": 0.1 * step}, [])
     )
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.stop_at_accuracy=0.3"))
     assert [step_of_checkpoint(path) for path in checkpoints_in(tmp_path / "run")] == [2, 3]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from short_runs import short_run
 
-from rlframework.errors import SamplingMismatch
+from rlframework.algorithms.sampling_check import SamplingCheck
+from rlframework.base.errors import SamplingMismatch
 from rlframework.interfaces.policy_worker import SAMPLED_NOW, SampledDifference, SamplingBound
-from rlframework.training.sampling_check import SamplingCheck
 
 DATA: Any = {"generation_logprobs": torch.zeros(2, 4)}
 

@@ -11,11 +11,11 @@ from probe_runs import SHARDED, assert_same_weights
 from torch.distributed.checkpoint import FileSystemWriter
 
 from rlframework import run
-from rlframework.errors import DataError, WorkerLost
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.base.errors import DataError, WorkerLost
 from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
 from rlframework.runner.parts import build_parts
-from rlframework.training.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.slow
 

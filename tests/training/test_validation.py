@@ -10,13 +10,13 @@ import pytest
 import torch
 from stub_engines import AnswersB
 
+from rlframework.algorithms.loop import StepLoop
+from rlframework.algorithms.validation import attempt_metrics, validate
+from rlframework.base.errors import ConfigError
 from rlframework.config.sections import GenerationConfig, ValidationConfig
-from rlframework.errors import ConfigError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
 from rlframework.rollout.seeds import row_seeds
-from rlframework.training.loop import StepLoop
-from rlframework.training.validation import attempt_metrics, validate
 
 
 class Graded(Environment):

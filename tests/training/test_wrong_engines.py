@@ -12,7 +12,7 @@ import pytest
 from probe_runs import rows_of
 
 from rlframework import run
-from rlframework.errors import EngineFault, RefitError, RLFrameworkError, SamplingMismatch
+from rlframework.base.errors import EngineFault, RefitError, RLFrameworkError, SamplingMismatch
 
 pytestmark = pytest.mark.slow
 

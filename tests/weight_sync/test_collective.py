@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlframework.errors import RefitError, RefitNotPrepared
+from rlframework.base.errors import RefitError, RefitNotPrepared
 from rlframework.weight_sync import collective
 from rlframework.weight_sync.buffers import as_bytes, checksum
 from rlframework.weight_sync.collective import RefitGroup

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.sections import RefitConfig
-from rlframework.errors import ConfigError
 from rlframework.interfaces.generation import WeightReport
 from rlframework.plugins.types import Capability
 from rlframework.weight_sync.coordinator import Refitter

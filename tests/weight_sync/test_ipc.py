@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from rlframework.errors import EngineNotReady, RefitError, RefitNotPrepared, UserError
+from rlframework.base.errors import EngineNotReady, RefitError, RefitNotPrepared, UserError
 from rlframework.weight_sync import buffers, receiver
 from rlframework.weight_sync.buffers import layout_checksum
 from rlframework.weight_sync.ipc import (

@@ -12,7 +12,7 @@ import torch
 from tiny_refits import VOCABULARY, Run, TinyEngine
 from torch import Tensor
 
-from rlframework.errors import EngineFault, RefitError
+from rlframework.base.errors import EngineFault, RefitError
 from rlframework.interfaces.generation import (
     GenerationRequest,
     GenerationResult,

@@ -10,7 +10,15 @@ import torch
 from refit_faults import FAULTS, partial_commit
 from tiny_refits import AdapterEngine, CollectingEngine, Run, TinyEngine, TinyModel
 
-from rlframework.errors import EngineLost, EngineNotReady, NotSupported, RefitError, RequestError, UserError, WorkerLost
+from rlframework.base.errors import (
+    EngineLost,
+    EngineNotReady,
+    NotSupported,
+    RefitError,
+    RequestError,
+    UserError,
+    WorkerLost,
+)
 from rlframework.interfaces.generation import GenerationRequest, WeightReport
 from rlframework.policy.lora_math import A, B, merge
 from rlframework.weight_sync.proof import compare_reports, sent_by_all

@@ -1,6 +1,6 @@
 """Errors raised by the probe worker, in a module of their own that the driver does not import."""
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 
 
 class Plain(RuntimeError):

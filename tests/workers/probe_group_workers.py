@@ -78,7 +78,7 @@ class Plain:
         if kind == "OfThisModule":
             raise OfThisModule(1, 2)
         if kind == "BatchError":
-            from rlframework.errors import BatchError
+            from rlframework.base.errors import BatchError
 
             raise BatchError("rows differ")
         raise getattr(builtins, kind)("bad thing")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
 from rlframework.workers.dispatch import DispatchingWorkerGroup, select_results

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from rlframework.errors import (
+from rlframework.base.errors import (
     BatchError,
     BatchKeyError,
     NonFiniteGradients,

@@ -7,8 +7,8 @@ import traceback
 
 import pytest
 
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.sections import WorkerGroupConfig
-from rlframework.errors import ConfigError, PluginError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers.inline import InlineWorkerGroup

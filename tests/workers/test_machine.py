@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.workers import machine
 
 

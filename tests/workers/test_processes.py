@@ -12,8 +12,8 @@ import time
 import pytest
 import torch
 
+from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
-from rlframework.errors import ConfigError, DeadlineExceeded, WorkerError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine, processes

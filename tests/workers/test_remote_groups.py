@@ -8,9 +8,9 @@ import platform
 import pytest
 import torch
 
+from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
-from rlframework.errors import ConfigError, DeadlineExceeded, WorkerError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine

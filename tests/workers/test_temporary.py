@@ -102,7 +102,7 @@ def listed(*folders: Path) -> set[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dtensor", "deepspeed", "megatron"])
 def test_a_run_leaves_nothing_besides_its_folder(run_config, tmp_path, monkeypatch, backend):
-    from rlframework.configure import config_yaml
+    from rlframework.plugins.configure import config_yaml
 
     keys = [f"policy.backend={backend}", "worker_group={name: processes, num_workers: 2}", "plugins=[]"]
     config = run_config("sft", *keys, "checkpoints.every=1", f"output_dir={tmp_path / 'run'}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlframework.microbatches.data_processor import MicrobatchProcessor
+from rlframework.policy.microbatches.data_processor import MicrobatchProcessor
 
 if TYPE_CHECKING:
     import torch

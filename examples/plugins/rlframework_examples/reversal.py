@@ -6,8 +6,8 @@ import itertools
 import random
 from collections.abc import Sequence
 
+from rlframework.base.errors import DataError
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample, Split
 
 from rlframework_examples.plugin import ReversalConfig

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlframework.base.files import replacing_directory
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.files import replacing_directory
 from rlframework.huggingface.model_directories import quiet_transformers
 
 ALPHABET = string.digits + string.ascii_lowercase + "+-=? "

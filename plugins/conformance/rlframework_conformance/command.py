@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import ConfigError, UserError
-from rlframework.files import check_writable, write_atomically
+from rlframework.base.errors import ConfigError, UserError
+from rlframework.base.files import check_writable, write_atomically
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
 from rlframework_conformance import SUITES, suite_of
 from rlframework_conformance.layouts import Layout, declared_layouts, enough_gpus, select_layouts

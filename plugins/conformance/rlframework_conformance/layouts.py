@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.plugins.types import CAPABILITY_OF_AXIS, Capability, PolicyWorkerRecord, Record, WorkerGroupRecord
 
 AXES = ("data", "tensor", "context", "pipeline", "expert")

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlframework.errors import DataError, UserError
-from rlframework.files import write_atomically
+from rlframework.base.errors import DataError, UserError
+from rlframework.base.files import write_atomically
 from rlframework.plugins.types import Capability
 from rlframework_conformance.contracts import CONTRACTS
 from rlframework_conformance.report import FORMAT

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import RLFrameworkError
+from rlframework.base.errors import RLFrameworkError
 from rlframework_conformance.contracts import CONTRACTS
 
 if TYPE_CHECKING:

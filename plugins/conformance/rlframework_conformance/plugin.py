@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from rlframework.base.errors import UserError
 from rlframework.cli.common import Debug, TrustRun, print_table
-from rlframework.errors import UserError
 from rlframework.plugins.hookspec import hookimpl
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.configure import load_config
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
+from rlframework.plugins.configure import load_config
 from rlframework.policy.client import Policy
 from rlframework.workers.processes import ProcessWorkerGroup
 from rlframework_conformance.layouts import Layout

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework.interfaces.worker_group import WorkerContext
 
 

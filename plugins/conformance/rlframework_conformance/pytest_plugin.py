@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _writable(path: str) -> str:
     """Return `path`, so that an unwritable report is an error before the run."""
-    from rlframework.errors import UserError
-    from rlframework.files import check_writable
+    from rlframework.base.errors import UserError
+    from rlframework.base.files import check_writable
 
     try:
         check_writable(Path(path).absolute().parent)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 
-from rlframework.files import write_atomically
+from rlframework.base.files import write_atomically
 from rlframework.observers.host import cpu_name, package_version
 from rlframework.workers.machine import cpu_count
 from rlframework_conformance.contracts import CONTRACTS

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import PluginError
+from rlframework.base.errors import PluginError
 from rlframework_conformance.measure import ConformanceFailure
 from rlframework_conformance.report import Outcome, Result, SuiteRun, plain
 from rlframework_conformance.sections import plain_paths, section_words

@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.problems import raise_problems
 from rlframework.config.validate import validate
 from rlframework.config.yaml_text import Tree, parse_value
-from rlframework.configure import OPEN_SECTIONS
-from rlframework.errors import ConfigError
+from rlframework.plugins.configure import OPEN_SECTIONS
 from rlframework.plugins.types import Record
 
 _SET_BY_SUITE: Mapping[str, frozenset[str]] = {"worker_group": frozenset({"name", "num_workers", "deadlines"})}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pytest
 
-from rlframework.errors import ConfigError, PluginError
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
 from rlframework_conformance.layouts import Layout, select_layouts
 from rlframework_conformance.report import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 
-from rlframework.errors import WorkerError
+from rlframework.base.errors import WorkerError
 
 NOT_WRITTEN = re.compile(r"NotImplementedError: (.+)(\n  in        .+)?")
 """Finds what is not implemented, and the line with its place, in the text of an error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord, Problem
 from rlframework_dtensor.engine import DTensorEngine

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.cli import main
-from rlframework.errors import ConfigError, UserError
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import command
 from rlframework_conformance.command import Request, find_parts, module_text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework.interfaces.data_processor import DataProcessor, Microbatch, ProcessedInputs
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import DataProcessorSuite

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlframework.base.errors import DataError
 from rlframework.environments.addition import AdditionEnvironment
-from rlframework.errors import DataError
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import EnvironmentSuite
 from rlframework_conformance.layouts import Layout

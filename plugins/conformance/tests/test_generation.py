@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlframework.errors import EngineNotReady, RefitError, RequestError
+from rlframework.base.errors import EngineNotReady, RefitError, RequestError
 from rlframework.interfaces.generation import (
     GenerationEngine,
     GenerationRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlframework.errors import ConfigError, DataError, NotSupported, UnsupportedConfig
+from rlframework.base.errors import ConfigError, DataError, NotSupported, UnsupportedConfig
 from rlframework.plugins.types import PolicyWorkerRecord
 from rlframework_conformance import cases
 from rlframework_conformance.layouts import Layout

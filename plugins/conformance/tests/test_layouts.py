@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.plugins.types import Capability, GenerationEngineRecord, PolicyWorkerRecord, WorkerGroupRecord
 from rlframework_conformance.layouts import select_layouts
 

@@ -11,8 +11,8 @@ from itertools import product
 import pytest
 import torch
 
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.cli import main
-from rlframework.errors import ConfigError, PluginError
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.measure import Measurement
 from rlframework_conformance.parity.command import KEYS, parity

@@ -296,7 +296,7 @@ def test_the_kit_costs_nothing_until_a_suite_is_imported(tests, pytester):
     for options, more in (
         ([], ""),
         (["-n", "1", "--conformance-layout", "all"], ""),
-        (["--conformance-json", "report.json"], ", rlframework.errors, rlframework.files"),
+        (["--conformance-json", "report.json"], ", rlframework.base.errors, rlframework.base.files"),
     ):
         result = pytester.runpytest_subprocess(*options)
         result.assert_outcomes(passed=1)

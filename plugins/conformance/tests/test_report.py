@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework_conformance.markdown import main, markdown, markdown_of, read
 from rlframework_conformance.report import (
     RESULT_JSON,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframework.errors import NotSupported, WorkerError
+from rlframework.base.errors import NotSupported, WorkerError
 from rlframework.workers.failures import HostFailure, as_exception
 from rlframework_conformance.unfinished import not_written
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from rlframework.base.errors import WorkerError
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
-from rlframework.errors import WorkerError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework_conformance import worker_pool

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.named_tensors import ADAPTER
 from rlframework.models.replacing import replacing

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models.replacing import replacing
 from rlframework.workers import process_groups

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.errors import DataError, NotSupported
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models.replacing import replacing
 from rlframework.policy.all_ranks import run_on_all_ranks

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.file_weights import FileLayout, FileWeight, gathered
 from rlframework.models.loading import pretrained_weights

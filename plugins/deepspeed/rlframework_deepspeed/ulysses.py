@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.models.forward import Attend, ContextParallel
 from rlframework_deepspeed.checks import unexchangeable
 from rlframework_deepspeed.config import DeepSpeedConfig

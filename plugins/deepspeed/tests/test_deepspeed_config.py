@@ -7,9 +7,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.policy import OffloadConfig, PolicyConfig
-from rlframework.configure import config_yaml, load_config
-from rlframework.errors import ConfigError
+from rlframework.plugins.configure import config_yaml, load_config
 from rlframework.plugins.manager import create_manager
 from rlframework_deepspeed.config import OWN, OWNED, DeepSpeedConfig, Keys, engine_config
 from rlframework_deepspeed.device_defaults import device_defaults

@@ -69,11 +69,11 @@ def errors(folder: Path, exchange: str, layout: str) -> tuple[float, dict[str, f
     """The largest error of a log-probability, and of each weight's gradient relative to all gradients."""
     import torch.distributed as dist
 
-    from rlframework.microbatches.data_processor import make_microbatch
-    from rlframework.microbatches.shapes import Padding
     from rlframework.models.forward import attending, forward
     from rlframework.models.rotary import rotate_by_sequence
     from rlframework.policy.head.patch import HeadPatch, HeadRequest
+    from rlframework.policy.microbatches.data_processor import make_microbatch
+    from rlframework.policy.microbatches.shapes import Padding
     from rlframework_deepspeed.config import DeepSpeedConfig
     from rlframework_deepspeed.ulysses import context_of
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework_deepspeed import environment
 
 DISK = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}

@@ -14,7 +14,7 @@ import torch
 from tiny_vlms import TOKENIZER, assert_gradients, expected_step, save
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.huggingface.vision_models import PACKS_IMAGES
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_deepspeed.engine import DeepSpeedEngine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.errors import DataError, NotSupported
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import PolicyWorkerSuite, cases
 from rlframework_conformance.layouts import Layout

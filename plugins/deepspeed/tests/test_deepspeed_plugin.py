@@ -14,7 +14,7 @@ from rlframework_deepspeed.config import DeepSpeedConfig
 LIGHT = """
 import sys
 from rlframework.config.sections import RunConfig
-from rlframework.configure import load_config
+from rlframework.plugins.configure import load_config
 from rlframework.plugins.manager import create_manager
 manager = create_manager(["rlframework_deepspeed.plugin"])
 parts = {"algorithm": {"name": "sft"}, "environment": {"name": "addition"}, "device": "cpu"}

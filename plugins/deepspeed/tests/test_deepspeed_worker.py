@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.base.errors import DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import DataError
 from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.policies import read_weights
 

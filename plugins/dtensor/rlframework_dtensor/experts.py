@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework_dtensor.config import experts_problem
 from rlframework_dtensor.styles import shard_parameter
 

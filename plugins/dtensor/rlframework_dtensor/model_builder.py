@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import adapters
 from rlframework.models.activation_checkpointing import checkpoint_activations

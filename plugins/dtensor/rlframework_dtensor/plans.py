@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from rlframework.errors import ConfigError, NotSupported
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.models.loading import is_multimodal
 from rlframework_dtensor.styles import (
     REPLICATED,

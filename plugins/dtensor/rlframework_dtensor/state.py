@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.models import adapters
 from rlframework.models.file_weights import FileLayout, gathered
 from rlframework.models.named_tensors import external_name, named_tensors

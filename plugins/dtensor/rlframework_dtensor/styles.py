@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 
 REPLICATED, SEQUENCE = Replicate(), Shard(1)
 """Layouts of hidden states `[B, S, H]`: whole on each rank, or sharded along the sequence."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from rlframework.errors import ConfigError, NotSupported
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.models.adapters import layers_of
 from rlframework.models.named_tensors import ADAPTER
 from rlframework.plugins.model_checks import DIVIDED, indivisible

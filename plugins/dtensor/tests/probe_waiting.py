@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.microbatches import on_demand
+from rlframework.policy.microbatches import on_demand
 from rlframework_conformance import cases
 from rlframework_dtensor import experts
 from rlframework_dtensor.worker import DTensorPolicyWorker

@@ -11,8 +11,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models.forward import QueryBlock, query_blocks, ranges
 from rlframework.plugins.manager import create_manager

@@ -9,18 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import ConfigError, UserError
 from rlframework.generation.driver import Generation
 from rlframework.generation.engine_model import EngineModel
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.microbatches.data_processor import make_dummy, make_microbatch
-from rlframework.microbatches.shapes import Padding
 from rlframework.models import loading
 from rlframework.models.file_weights import FileWeight
 from rlframework.models.load_balancing import real_tokens
 from rlframework.plugins.manager import create_manager
+from rlframework.policy.microbatches.data_processor import make_dummy, make_microbatch
+from rlframework.policy.microbatches.shapes import Padding
 from rlframework.workers import process_groups
 from rlframework_conformance import cases
 from rlframework_conformance.layouts import Layout

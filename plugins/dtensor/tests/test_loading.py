@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlframework.base.errors import DataError
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.models import loading
 from rlframework.models.file_weights import FileLayout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlframework.errors import ConfigError, NotSupported, UserError
+from rlframework.base.errors import ConfigError, NotSupported, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.policy import ParallelismConfig
-from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.policy.shared_state import TrainingProgress
 from rlframework_dtensor.mesh import Mesh, Sizes

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework_dtensor.worker import DTensorPolicyWorker
 

@@ -15,9 +15,9 @@ from selected_cases import selected_cases
 from tiny_vlms import TOKENIZER, assert_gradients, expected_step, save
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.base.errors import BatchError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.errors import BatchError, DataError
 from rlframework.huggingface.vision_models import PACKS_IMAGES
 from rlframework_dtensor.engine import DTensorEngine
 from rlframework_dtensor.worker import DTensorPolicyWorker
@@ -295,8 +295,8 @@ def _images(name: str) -> list[int]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_media_of_two_kinds(packed):
     """If ranks have images and videos, a microbatch gets a row for each kind that it lacks."""
-    from rlframework.microbatches import aligned_media as media
-    from rlframework.microbatches.data_processor import make_microbatch
+    from rlframework.policy.microbatches import aligned_media as media
+    from rlframework.policy.microbatches.data_processor import make_microbatch
 
     rows = tiny_vlms.make_rows("qwen2_vl", [1, 0, 1]).select_indices([0, 1, 2])
     films = PackedTensor([None, None, torch.ones(2, 2)], dim_to_pack=0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from rlframework.errors import ConfigError, NotSupported
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import PolicyWorkerSuite, cases
 from rlframework_conformance.layouts import Layout

@@ -65,7 +65,7 @@ def errors(folder: Path, context: Any, sequence: bool) -> dict[str, float]:
 
 def outcome(kind: str, folder: Path, context: Any, *, sequence: bool) -> dict[str, float] | str:
     """`errors`, or the sentence by which the kind is rejected."""
-    from rlframework.errors import NotSupported
+    from rlframework.base.errors import NotSupported
 
     try:
         return errors(folder / kind, context, sequence)

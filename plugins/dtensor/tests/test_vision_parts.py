@@ -12,8 +12,8 @@ from test_multimodal import Recorder
 from tiny_vlms import TOKENIZER, assert_gradients, expected_step, save
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.model_directories import make_llama, quiet_transformers
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlframework.algorithms.losses import NLLLoss
+from rlframework.base.errors import BatchError, DataError, NotSupported, RefitError, UserError
 from rlframework.config.sections import GenerationConfig
-from rlframework.errors import BatchError, DataError, NotSupported, RefitError, UserError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.host_buffers import HostBuffers
 from rlframework.workers import process_groups

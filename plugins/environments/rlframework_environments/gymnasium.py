@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rlframework.base.errors import ConfigError
 from rlframework.environments import threads
 from rlframework.environments.tool_calls import encodable
 from rlframework.environments.verifiable import prompt_messages
-from rlframework.errors import ConfigError
 from rlframework.interfaces.environment import Environment, Episode, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, text_of
 from rlframework.plugins.loading import make_current_directory_importable

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlframework.base.errors import ConfigError, RLFrameworkError
+from rlframework.base.logs import plugin_logger
 from rlframework.environments.tool_calls import RejectedCall, answer, names_of, object_of, refusal, require_known
 from rlframework.environments.tool_environment import ToolDataEnvironment
 from rlframework.environments.tool_episodes import Score, ToolSession
-from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
-from rlframework.logs import plugin_logger
 from rlframework_environments.config import McpConfig
 from rlframework_environments.mcp_pool import McpPool
 from rlframework_environments.mcp_server import McpServer

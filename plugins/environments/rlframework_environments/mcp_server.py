@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.environments import process_ends
 from rlframework.environments.tool_calls import RejectedCall, spec
-from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.messages import ToolSpec
 from rlframework_environments.config import McpConfig
 

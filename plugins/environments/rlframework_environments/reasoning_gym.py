@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.own_reward import OwnReward
 from rlframework.environments.verifiable import VerifiableEnvironment, prompt_messages
-from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message
 from rlframework_environments.config import ReasoningGymConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from rlframework.errors import ConfigError, RLFrameworkError
+from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.interfaces.agents import AgentSession, NoReward
 from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message

@@ -20,8 +20,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.environments import process_ends
-from rlframework.errors import ConfigError, RLFrameworkError
 from rlframework_environments import verifiers_server
 from rlframework_environments.config import VerifiersConfig
 

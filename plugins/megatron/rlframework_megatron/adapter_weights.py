@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.policy import LoraConfig
-from rlframework.errors import ConfigError
 from rlframework.policy.lora_math import A, B
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.names import Weight, model_weights, owner_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

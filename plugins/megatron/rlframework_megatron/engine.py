@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.errors import ConfigError, DataError, NotSupported
+from rlframework.base.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
 from rlframework.models.described_weights import new_weights, weights_folder
 from rlframework.models.loading import load_config, require_vocabulary

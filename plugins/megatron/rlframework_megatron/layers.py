@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework_megatron.architectures import architecture, fits_plain_layers, is_sparse, value_of
 from rlframework_megatron.attention import CoreAttention, Rotary
 from rlframework_megatron.config import MegatronConfig

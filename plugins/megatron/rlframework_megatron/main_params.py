@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.errors import ConfigError, NotSupported
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework_megatron.architectures import (
     ARCHITECTURES,
     Mixture,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
-from rlframework.errors import DataError, NotSupported
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.policy.checkpoint.pickles import without_code
 from rlframework.policy.checkpoint.saved import INDEX
 from rlframework.policy.checkpoint.sharded import read_index

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.interfaces.named_sharding import data_parallel_size
 from rlframework.workers import process_groups
 from rlframework_megatron.upstream import parallel_state, random_states

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import DataError, NotSupported
 from rlframework.models.rotary import length_dependent
 from rlframework_megatron.architectures import SLIDING, architecture, expert_count, is_sparse, value_of
 from rlframework_megatron.config import MegatronConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlframework.errors import DataError, NotSupported
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.models.described_weights import ModelFiles, new_head_hint
 from rlframework.models.file_weights import FileLayout
 from rlframework.models.loading import auto_class

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 
 Slices = tuple[slice, ...]
 Region = tuple[Slices, Slices]

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_conformance.layouts import Layout
 from rlframework_megatron.worker import MegatronPolicyWorker

@@ -10,9 +10,9 @@ import json
 import pytest
 from pydantic import create_model
 
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
-from rlframework.errors import ConfigError, NotSupported
 from rlframework_megatron import config as megatron_config
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.coordinates import Coordinates

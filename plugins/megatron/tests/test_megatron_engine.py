@@ -19,8 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from rlframework.base.errors import ConfigError, DataError, NotSupported
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
-from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.workers import process_groups
 from rlframework_megatron import cpu, layers

@@ -14,7 +14,7 @@ from causal_kinds import KINDS, tiny_config
 from forked_ranks import complaints
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework_megatron.architectures import ARCHITECTURES
 from rlframework_megatron.settings import require_same_function
 

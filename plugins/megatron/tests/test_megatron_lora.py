@@ -10,8 +10,8 @@ import torch
 from causal_kinds import KINDS, tiny_model
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.config.policy import LoraConfig
-from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import cases

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlframework.errors import ConfigError, NotSupported
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.models.file_weights import by_file_names
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.flat_ranges import flat_blocks, range_blocks

@@ -12,7 +12,7 @@ import pytest
 import torch
 from forked_ranks import complaints
 
-from rlframework.errors import DataError, NotSupported
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.policy.engine import Moments
 from rlframework_conformance import cases
 

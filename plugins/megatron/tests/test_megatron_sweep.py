@@ -9,8 +9,8 @@ import torch
 from causal_kinds import KINDS
 from transformers import MixtralConfig, Qwen3MoeConfig
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.models.loading import load_config
 from rlframework_megatron.architectures import ARCHITECTURES
 from rlframework_megatron.config import unsupported

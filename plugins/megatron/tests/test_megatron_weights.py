@@ -13,7 +13,7 @@ from forked_ranks import complaints
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rlframework.errors import DataError, NotSupported
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.policy.checkpoint.saved import SavedTensors
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.gathering import Groups

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.sections import WorkerGroupConfig
-from rlframework.errors import ConfigError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerSpec
 from rlframework.workers import machine

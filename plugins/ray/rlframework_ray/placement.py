@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 
 Resources = Mapping[str, float]
 """Resource amounts by name, such as `{"CPU": 8, "GPU": 4}`."""

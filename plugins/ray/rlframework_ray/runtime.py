@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlframework.errors import ConfigError, RunTerminated, WriteError
+from rlframework.base.errors import ConfigError, RunTerminated, WriteError
 from rlframework.workers.machine import cpu_count, inherited_environment
 from rlframework_ray.private_ray import PrivateRay
 

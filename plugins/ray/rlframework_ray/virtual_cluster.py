@@ -18,8 +18,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlframework.errors import ConfigError, DeadlineExceeded
-from rlframework.logs import plugin_logger
+from rlframework.base.errors import ConfigError, DeadlineExceeded
+from rlframework.base.logs import plugin_logger
 from rlframework.workers.machine import PortReserver
 from rlframework_ray import placement, runtime
 from rlframework_ray.placement import ClusterArgumentError, Machine, Placement

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from rlframework.errors import ConfigError, PluginError
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework.workers import machine
 from rlframework.workers.failures import portable

@@ -23,11 +23,11 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from rlframework.base.errors import WorkerError, WorkerLost
+from rlframework.base.secrets import is_secret
 from rlframework.config.sections import DeadlinesConfig
-from rlframework.errors import WorkerError, WorkerLost
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
-from rlframework.secrets import is_secret
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import FAILURE, HostFailure, root_cause
 from rlframework.workers.remote_group import KILL_WAIT, SMALL, RemoteWorkerGroup, check_ranks

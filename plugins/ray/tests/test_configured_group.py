@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import machine

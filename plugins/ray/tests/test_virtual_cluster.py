@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework_ray import placement
 from rlframework_ray.placement import Machine, Placement
 from rlframework_ray.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, init_ray

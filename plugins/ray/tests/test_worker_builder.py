@@ -9,7 +9,7 @@ import pytest
 import ray
 from probe_options import OUTER
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework.workers.failures import FAILURE, portable
 from rlframework_ray.virtual_cluster import RayVirtualCluster
 from rlframework_ray.worker_actor import Configuration, Description, WorkerClassError, find_class, split_path

@@ -11,7 +11,7 @@ import pytest
 import ray
 from kept_ray_groups import PLAIN, pids_of
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework_ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 

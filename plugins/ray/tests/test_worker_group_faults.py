@@ -11,7 +11,7 @@ import ray
 from kept_ray_groups import PLAIN, pids_of, running
 from ray.util.placement_group import placement_group_table
 
-from rlframework.errors import BatchError, UserError, WorkerError
+from rlframework.base.errors import BatchError, UserError, WorkerError
 from rlframework_ray import runtime
 from rlframework_ray.virtual_cluster import RayVirtualCluster
 from rlframework_ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.datasets.pictures import data_uri
 from rlframework.environments import threads
 from rlframework.environments.answer_scores import AnswerScores
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.reward_calls import Failure, read_result
-from rlframework.errors import ConfigError, UserError
 from rlframework.interfaces.agents import AgentSession, NoReward
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.messages import Message

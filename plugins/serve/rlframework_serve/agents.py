@@ -13,14 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from rlframework.base.errors import UserError
+from rlframework.base.logs import plugin_logger
 from rlframework.config.episode_environments import AttemptsConfig
 from rlframework.environments.threads import failing_alone
 from rlframework.environments.user_tracebacks import described, traceback_of
-from rlframework.errors import UserError
 from rlframework.interfaces.agents import AgentSession, NoReward, RunsAgents
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.generation import SamplingParams
-from rlframework.logs import plugin_logger
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.outcomes import require_numbers
@@ -30,7 +30,7 @@ from rlframework_serve.server import Endpoint, served
 from rlframework_serve.sessions import Session
 
 if TYPE_CHECKING:
-    from rlframework.algorithm import Parts
+    from rlframework.rollout.parts import Parts
 
 _LOG = plugin_logger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
+from rlframework.base.errors import ImageError
 from rlframework.config.images import ImagesConfig
 from rlframework.datasets.pictures import decoded, scheme_of
-from rlframework.errors import ImageError
 from rlframework.interfaces.messages import ImagePart
 from rlframework.interfaces.pictures import Picture
 from rlframework_serve.errors import ApiError

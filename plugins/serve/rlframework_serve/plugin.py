@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from rlframework.base.errors import UserError
 from rlframework.cli.common import Debug, OldOverrides, Overrides, TrustRun, with_old_overrides
 from rlframework.config.sections import RunConfig
-from rlframework.errors import UserError
 from rlframework.plugins.builtin import check_tools, problem_of
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import EnvironmentRecord, Problem
@@ -77,7 +77,7 @@ def serve(
     """
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token):
         raise UserError("--token: give at least 16 printable ASCII characters without spaces, or leave it out")
-    from rlframework.evaluation.plan import generation_config
+    from rlframework.runner.evaluation.plan import generation_config
 
     config = generation_config(name, overrides=with_old_overrides(overrides or (), old_overrides), trust_run=trust_run)
     from rlframework.runner.parts import build_generation, open_images

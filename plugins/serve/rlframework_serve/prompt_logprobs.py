@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError
 from rlframework_serve.errors import ApiError
 from rlframework_serve.requests import integer, number, reject_unknown
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from rlframework.base.errors import DataError, RequestError
 from rlframework.environments.tool_calls import is_malformed, is_whole
-from rlframework.errors import DataError, RequestError
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlframework.base.errors import ConfigError, UserError
+from rlframework.base.logs import plugin_logger
 from rlframework.config.images import ImagesConfig
-from rlframework.errors import ConfigError, UserError
-from rlframework.logs import plugin_logger
 from rlframework_serve.bodies import Incoming, answer_early, json_response
 from rlframework_serve.chat import ChatReply
 from rlframework_serve.completion_replies import CompletionReply

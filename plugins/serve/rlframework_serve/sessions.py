@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlframework.errors import EngineFault, RefitError
+from rlframework.base.errors import EngineFault, RefitError
 from rlframework.interfaces.environment import LARGEST_REWARD
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
 from rlframework.interfaces.pictures import Picture

@@ -16,8 +16,8 @@ import torch
 from probe_agents import CALLED, SESSIONS
 from scripted_episodes import END, ScriptedEngine, samples
 
+from rlframework.base.errors import EngineFault, UserError
 from rlframework.config.sections import RunConfig
-from rlframework.errors import EngineFault, UserError
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer

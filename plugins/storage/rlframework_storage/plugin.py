@@ -30,7 +30,7 @@ def rlframework_uploads(config: RunConfig) -> Uploads | None:
     """Return the uploads to `checkpoints.upload`, if it is set."""
     if config.checkpoints.upload is None:
         return None
-    from rlframework.training.checkpoints import kept_checkpoints
+    from rlframework.algorithms.checkpoints import kept_checkpoints
     from rlframework_storage.remote_folder import RemoteFolder
     from rlframework_storage.uploads import Uploads as UploadsInBackground
 

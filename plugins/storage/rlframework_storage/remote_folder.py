@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlframework.errors import ConfigError, RLFrameworkError
-from rlframework.secrets import hide_in_text
+from rlframework.base.errors import ConfigError, RLFrameworkError
+from rlframework.base.secrets import hide_in_text
 
 _PACKAGES = {
     "s3": "s3fs",

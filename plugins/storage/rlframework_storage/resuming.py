@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlframework.algorithms.checkpoints import FOLDER, newest_checkpoint
+from rlframework.base.errors import ConfigError
+from rlframework.base.files import exclusive_directory
+from rlframework.base.logs import plugin_logger
+from rlframework.base.secrets import hide_in_text
 from rlframework.config.sections import RunConfig
-from rlframework.errors import ConfigError
-from rlframework.files import exclusive_directory
-from rlframework.logs import plugin_logger
 from rlframework.runner.output_folder import check_output_dir
-from rlframework.secrets import hide_in_text
-from rlframework.training.checkpoints import FOLDER, newest_checkpoint
 from rlframework_storage.remote_folder import RemoteFolder
 from rlframework_storage.transfer import complete_checkpoints, fetch
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 
-from rlframework.files import replacing_directory
+from rlframework.base.files import replacing_directory
 from rlframework_storage.remote_folder import RemoteFolder, StorageError
 
 FORMAT = 1

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlframework.errors import RunInterrupted
-from rlframework.logs import plugin_logger
-from rlframework.secrets import hide_in_text
+from rlframework.base.errors import RunInterrupted
+from rlframework.base.logs import plugin_logger
+from rlframework.base.secrets import hide_in_text
 from rlframework_storage.remote_folder import RemoteFolder, StorageError
 from rlframework_storage.transfer import complete_checkpoints, delete, delete_unfinished, send
 

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from faulty_files import FaultyFiles
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework_storage.remote_folder import RemoteFolder, StorageError
 from rlframework_storage.transfer import complete_checkpoints, fetch, send
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rlframework.algorithms.checkpoints import kept_checkpoints
 from rlframework.config.sections import CheckpointsConfig
-from rlframework.training.checkpoints import kept_checkpoints
 from rlframework_storage.remote_folder import RemoteFolder, StorageError
 from rlframework_storage.transfer import Sent, complete_checkpoints, delete, fetch, send
 from rlframework_storage.uploads import Uploads

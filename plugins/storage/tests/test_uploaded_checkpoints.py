@@ -15,9 +15,9 @@ import pytest
 from probe_runs import assert_same_weights, call, numbers_of, refused, rows_of
 
 from rlframework import run
-from rlframework.configure import config_yaml
-from rlframework.errors import ConfigError
-from rlframework.training.checkpoints import checkpoints_in
+from rlframework.algorithms.checkpoints import checkpoints_in
+from rlframework.base.errors import ConfigError
+from rlframework.plugins.configure import config_yaml
 from rlframework_storage.remote_folder import RemoteFolder, StorageError
 from rlframework_storage.transfer import complete_checkpoints
 

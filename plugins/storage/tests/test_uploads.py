@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
+from rlframework.algorithms.checkpoints import kept_checkpoints
+from rlframework.base.errors import RunInterrupted, RunTerminated
 from rlframework.config.sections import CheckpointsConfig
-from rlframework.errors import RunInterrupted, RunTerminated
-from rlframework.training.checkpoints import kept_checkpoints
 from rlframework_storage.remote_folder import StorageError
 from rlframework_storage.transfer import complete_checkpoints
 from rlframework_storage.uploads import Uploads

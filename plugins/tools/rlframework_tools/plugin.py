@@ -55,7 +55,7 @@ def doctor(
     rlframework doctor grpo.yaml worker_group.num_workers=8
     rlframework doctor grpo.yaml --measure
     """
-    from rlframework.errors import UserError
+    from rlframework.base.errors import UserError
     from rlframework_tools.doctor.examination import examine
 
     if config is None and (measure or rates is not None):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.models.attention import RowLayout, Segments, attention, register
 from rlframework.models.scores import PLAIN, Scores
 from rlframework_transformers.key_values import KeyValues, Slots

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
+from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import NotSupported
 from rlframework.generation.row_limits import RowLimits
 from rlframework.interfaces.generation import SamplingParams
 from rlframework.models.probing import tiny_model

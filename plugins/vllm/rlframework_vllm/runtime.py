@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import ConfigError, PluginError
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.generation.image_places import ImagePlace
 from rlframework.generation.own_process import require_own_process
 from rlframework.generation.sampling import folded_seed

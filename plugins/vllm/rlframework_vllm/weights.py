@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframework.errors import RefitError
+from rlframework.base.errors import RefitError
 from rlframework.generation.packed_linears import shows_columns
 from rlframework.weight_sync.buffers import Slot
 from rlframework.weight_sync.staged import Source

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.configure import load_config
-from rlframework.errors import ConfigError, PluginError
-from rlframework.plugins.manager import create_manager
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.generation import engine_environment
+from rlframework.plugins.configure import load_config
+from rlframework.plugins.manager import create_manager
 from rlframework_vllm import checks
 from rlframework_vllm.config import OWNED, VllmGenerationConfig, VllmKeys
 from rlframework_vllm.plugin import rlframework_generation_engines

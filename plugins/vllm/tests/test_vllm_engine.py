@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframework.errors import EngineNotReady, RefitError, RequestError
+from rlframework.base.errors import EngineNotReady, RefitError, RequestError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan

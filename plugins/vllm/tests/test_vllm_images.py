@@ -11,7 +11,7 @@ import pytest
 import tiny_vlms
 import torch
 
-from rlframework.errors import RefitError, RequestError
+from rlframework.base.errors import RefitError, RequestError
 from rlframework.huggingface.image_processor import image_tokens
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import EngineNotReady, WorkerError
+from rlframework.base.errors import EngineNotReady, WorkerError
 from rlframework.generation.requests import ServingLimits
 from rlframework.generation.row_limits import RowLimits
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, WeightReport, WeightSpan

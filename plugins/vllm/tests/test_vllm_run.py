@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlframework.configure import config_yaml
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.plugins.configure import config_yaml
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed in this environment: make vllm"),

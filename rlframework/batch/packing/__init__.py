@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.batch_rows import read_count, round_up
 from rlframework.batch.packing.balanced import pack_balanced
 from rlframework.batch.packing.dynamic import balanced_microbatches as balanced_microbatches
@@ -22,7 +23,6 @@ from rlframework.batch.packing.groups import GroupIds as GroupIds
 from rlframework.batch.packing.groups import RowGroups as RowGroups
 from rlframework.batch.packing.lengths import Floats, Ints, Lengths, assign_by_cost, bin_sums, read_lengths
 from rlframework.batch.packing.lengths import TokenCost as TokenCost
-from rlframework.errors import BatchError, BatchTypeError
 
 
 class PackingAlgorithm(enum.Enum):

@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batch_rows import round_up
 from rlframework.batch.packing.groups import GroupIds, RowGroups
 from rlframework.batch.packing.lengths import (
@@ -21,7 +22,6 @@ from rlframework.batch.packing.lengths import (
     sort_descending,
     spread_empty,
 )
-from rlframework.errors import BatchError
 
 Run = tuple[int, int]  # positions `[start, end)` in the groups sorted by length: one microbatch
 PRECISION = 0.004  # relative, of the bisection for the lowest cost level; each step of it passes over all microbatches

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.packing.lengths import Ints
-from rlframework.errors import BatchError, BatchTypeError
 
 GroupIds = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 """The group of each row: a list, numpy array or 1-D tensor of integers. Rows with equal ids are a group."""

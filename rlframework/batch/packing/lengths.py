@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.batch_rows import read_count
-from rlframework.errors import BatchError, BatchTypeError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.sources.rows import ArrowRows, reading
-from rlframework.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa

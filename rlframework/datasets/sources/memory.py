@@ -21,9 +21,9 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.sources.opening import dataset_rows
 from rlframework.datasets.sources.rows import Row, Rows, counted_from_0
-from rlframework.errors import DataError
 from rlframework.interfaces.pictures import Picture
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.sources.csv_rows import read_csv
 from rlframework.datasets.sources.rows import ArrowRows, JsonlRows, Rows, read_parquet, reading
-from rlframework.errors import DataError
 from rlframework.huggingface.hub import announce_hub_request, hub_problem, is_path, quiet_hub
 from rlframework.plugins.loading import did_you_mean
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from rlframework.base.errors import DataError
 from rlframework.config.environments import RowsConfig
 from rlframework.datasets.sources.opening import is_local, open_rows
 from rlframework.datasets.sources.rows import Rows
-from rlframework.errors import DataError
 
 
 def open_splits(

@@ -19,8 +19,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from rlframework.errors import UserError
-from rlframework.files import write_atomically
+from rlframework.base.errors import UserError
+from rlframework.base.files import write_atomically
 from rlframework.observers.report.content import content
 from rlframework.observers.report.figures import draw_figures
 from rlframework.observers.report.runs import read_runs

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
-from rlframework.logs import printable
+from rlframework.base.logs import printable
 from rlframework.observers.curve import STYLE, draw_series, write_png
 from rlframework.observers.report.charts import arrange, split_of, worth_drawing
 from rlframework.observers.report.content import phases_of

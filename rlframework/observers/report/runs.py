@@ -17,8 +17,9 @@ from typing import Annotated, Any, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rlframework.base.errors import ConfigError, DataError, UserError
+from rlframework.base.secrets import hide_secrets
 from rlframework.config.yaml_text import read_yaml
-from rlframework.errors import ConfigError, DataError, UserError
 from rlframework.observers.console import duration
 from rlframework.observers.environment import ENVIRONMENT_FILE, Resumed, setting_text
 from rlframework.observers.jsonl import (
@@ -32,7 +33,6 @@ from rlframework.observers.jsonl import (
 )
 from rlframework.observers.services import flatten
 from rlframework.observers.timeline import ENGINE
-from rlframework.secrets import hide_secrets
 
 CONFIG_FILE, MODEL = "config.yaml", "model"
 FACTS = {

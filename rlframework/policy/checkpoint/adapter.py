@@ -20,8 +20,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlframework.base.errors import DataError
 from rlframework.config.policy import LoraConfig
-from rlframework.errors import DataError
 from rlframework.policy.checkpoint.manifest import reading
 from rlframework.policy.checkpoint.saved import ADAPTER_CONFIG, differences
 from rlframework.policy.engine import WeightSpec

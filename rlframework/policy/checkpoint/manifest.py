@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 
 MANIFEST = "checksums.json"
 _BLOCK = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.policy.checkpoint.adapter import adapter_config, adapter_matrices, base_folder, require_base
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors
 from rlframework.policy.lora_math import A, B, is_adapter, merge

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 
 _FORCE, _FORCE_OTHER = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")  # in the messages of torch 2.13

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlframework.errors import PluginError
-from rlframework.files import replacing_directory
+from rlframework.base.errors import PluginError
+from rlframework.base.files import replacing_directory
 from rlframework.huggingface.image_processor import copy_processor
 from rlframework.huggingface.vision_models import scoring_architecture
 from rlframework.policy.all_ranks import exhausting

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.policy.checkpoint.manifest import reading
 from rlframework.policy.engine import Moments, WeightSpec
 

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from rlframework.errors import DataError
-from rlframework.files import writing
+from rlframework.base.errors import DataError
+from rlframework.base.files import writing
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading, require_inside

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from rlframework.errors import UserError
-from rlframework.files import Replacement, writing
+from rlframework.base.errors import UserError
+from rlframework.base.files import Replacement, writing
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, write_manifest

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 
 SOFTCAPS = ("final_logit_softcapping",)
 FACTORS = ("logit_scale", "lm_head_multiplier")

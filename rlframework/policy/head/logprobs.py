@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework.policy.head.chunks import Chunks, chunk_rows
 from rlframework.policy.head.compiled import Compiled
 from rlframework.policy.head.vocabulary_shard import VocabularyShard, columns_of, combined_statistics

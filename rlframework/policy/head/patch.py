@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.policy.head.formula import LogitFormula, without_formula
 from rlframework.policy.head.logprobs import chunked_logprobs, scaled_logits, top_logits, whole_logits
 from rlframework.policy.head.vocabulary_shard import VocabularyShard

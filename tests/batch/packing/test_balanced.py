@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.packing import TokenCost, get_packer
 from rlframework.batch.packing.balanced import BinFiller, initial_loads, least_bins
-from rlframework.errors import BatchError, BatchTypeError
 
 MANY = settings(deadline=None, max_examples=100)
 LINEAR, ATTENTIVE = TokenCost(1.0, 0.0), TokenCost(1.0, 0.01)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.packing import TokenCost
-from rlframework.errors import BatchError, BatchTypeError
 
 
 def test_costs_by_hand():

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.packing import TokenCost, balanced_microbatches, round_robin_microbatches
-from rlframework.errors import BatchError, BatchTypeError
 
 MANY = settings(deadline=None, max_examples=100)
 LINEAR = TokenCost(1.0, 0.0)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import PackingAlgorithm, RowGroups, balanced_microbatches, get_packer
-from rlframework.errors import BatchError, BatchTypeError
 
 LIMIT, LONGEST, MOST_ROWS = 60, 15, 4
 

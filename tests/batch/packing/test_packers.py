@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.packing import (
     PackingAlgorithm,
     PackingMetrics,
     get_packer,
 )
 from rlframework.batch.packing.first_fit import fill_bins
-from rlframework.errors import BatchError, BatchTypeError
 
 NAMES = [algorithm.name for algorithm in PackingAlgorithm]
 ESTABLISHED = NAMES[:-1]

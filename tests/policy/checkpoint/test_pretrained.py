@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlframework.errors import PluginError
+from rlframework.base.errors import PluginError
 from rlframework.policy.checkpoint.pretrained import write_tensors
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from rlframework.errors import DataError, WriteError
+from rlframework.base.errors import DataError, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
 from rlframework.policy.checkpoint.pretrained import open_saved

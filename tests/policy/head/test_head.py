@@ -11,7 +11,7 @@ from head_formula import limit_chunks, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframework.errors import BatchError, NotSupported
+from rlframework.base.errors import BatchError, NotSupported
 from rlframework.policy.head import chunks
 from rlframework.policy.head import logprobs as logprobs_module
 from rlframework.policy.head.formula import require_known_formula

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ConfigDict
 
+from rlframework.base.errors import DataError
 from rlframework.config.sections import EnvironmentConfig
-from rlframework.errors import DataError
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, text_of
 from rlframework.plugins.types import Capability

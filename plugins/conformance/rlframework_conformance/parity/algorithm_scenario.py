@@ -10,13 +10,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlframework.algorithm import Parts
-from rlframework.configure import load_config
-from rlframework.errors import NotSupported
+from rlframework.algorithms.loop import StepLoop, Timer
+from rlframework.base.errors import NotSupported
 from rlframework.huggingface.model_directories import read_config
 from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.plugins.configure import load_config
+from rlframework.rollout.parts import Parts
 from rlframework.runner.parts import algorithm_class, open_environment
-from rlframework.training.loop import StepLoop, Timer
 from rlframework_conformance.parity.oracle_policy import OraclePolicy, StoredGeneration
 from rlframework_conformance.parity.oracle_steps import oracle_step_with
 from rlframework_conformance.parity.scenario import LR, Scenario, new_oracle
@@ -127,7 +127,7 @@ def _config(
 def _comparable(config: RunConfig, manager: PluginManager) -> type[StepLoop]:
     kind = algorithm_class(config, manager)
     if not issubclass(kind, StepLoop):
-        raise NotSupported("it is not derived from rlframework.training.loop.StepLoop, whose steps are compared")
+        raise NotSupported("it is not derived from rlframework.algorithms.loop.StepLoop, whose steps are compared")
     return kind
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from rlframework.base.errors import ConfigError
+from rlframework.base.files import check_writable
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import ConfigError
-from rlframework.files import check_writable
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager

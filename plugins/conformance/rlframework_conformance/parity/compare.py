@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlframework.errors import RLFrameworkError, UserError
+from rlframework.base.errors import RLFrameworkError, UserError
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework_conformance import measure
 from rlframework_conformance.contracts import BF16, FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.base.errors import NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import NotSupported
 from rlframework.generation.batch import batch_of
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.loss import TOKEN_SETS, LossInput

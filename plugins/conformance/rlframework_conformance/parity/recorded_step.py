@@ -1,4 +1,4 @@
-"""Read a training step written by `rlframework.training.recording`, and replay it on each backend.
+"""Read a training step written by `rlframework.algorithms.recording`, and replay it on each backend.
 
 A replay shows why a run behaves differently on another engine. Both sides start with a fresh optimizer, because its
 moments are not recorded; the run's own figures are therefore comparable up to its first optimizer step:
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from rlframework.algorithms.recording import FOLDER, FORMAT, folder_of, is_loss_class
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.trust import require_trusted, require_trusted_imports
 from rlframework.config.yaml_text import Tree
-from rlframework.configure import restore_config
-from rlframework.errors import DataError, NotSupported
 from rlframework.interfaces.loss import LossInput
+from rlframework.plugins.configure import restore_config
 from rlframework.plugins.loading import load_target
-from rlframework.training.recording import FOLDER, FORMAT, folder_of, is_loss_class
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.parity.compare import compare_results, logprobs_measured, loss_measured, norm_measured
 from rlframework_conformance.parity.oracle_steps import oracle_step_with

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlframework
-from rlframework.files import write_atomically
+from rlframework.base.files import write_atomically
 from rlframework_conformance.contracts import BF16, FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
 from rlframework_conformance.parity import update
 from rlframework_conformance.parity.outcome import (

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.base.errors import DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.errors import DataError
 from rlframework_conformance import cases
 from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.parity.oracle_steps import OracleStepFunction, oracle_outputs

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from rlframework.errors import ConfigError, DataError, UserError
+from rlframework.base.errors import ConfigError, DataError, UserError
 from rlframework.interfaces.environment import Environment, Sample, Split, has_episodes
 from rlframework.interfaces.messages import Message, text_of
 from rlframework.plugins.types import Capability

@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.interfaces.environment import Environment, Sample
 from rlframework.interfaces.messages import Message
 from rlframework.plugins.types import Capability

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlframework.base.files import replacing_directory
 from rlframework.config.sections import EnvironmentConfig
-from rlframework.files import replacing_directory
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import Message, text_of

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.worker_group_failures import Failures, Lifecycle

@@ -6,7 +6,7 @@ import traceback
 from queue import Empty, Queue
 from typing import Any
 
-from rlframework.errors import BatchError, DeadlineExceeded, PluginError, WorkerError, WorkerLost
+from rlframework.base.errors import BatchError, DeadlineExceeded, PluginError, WorkerError, WorkerLost
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework_conformance.rules import holds
 from rlframework_conformance.suites.worker_group_harness import PATIENCE, PROBE, WorkerGroupHarness

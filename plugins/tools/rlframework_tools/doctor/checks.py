@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlframework.config.sections import RunConfig
-from rlframework.configure import load_config, resolve_device
 from rlframework.generation.engine_environment import ask
+from rlframework.plugins.configure import load_config, resolve_device
 from rlframework.plugins.manager import PluginManager, create_manager
 
 PROBE_SECONDS = 90.0

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlframework import __version__
+from rlframework.base.logs import printable
+from rlframework.base.secrets import hide_secrets
 from rlframework.config.sections import RunConfig
-from rlframework.logs import printable
-from rlframework.secrets import hide_secrets
 from rlframework_tools.doctor import machine, run
 from rlframework_tools.doctor.checks import Context, Finding, Level, unknown
 from rlframework_tools.doctor.rates import rates as engines_and_trainers

@@ -26,13 +26,13 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rlframework.base.errors import RLFrameworkError, UserError
 from rlframework.config.sections import RunConfig
-from rlframework.configure import load_config
-from rlframework.errors import RLFrameworkError, UserError
 from rlframework.generation.engine_environment import ProbeError, ask
 from rlframework.observers.report.runs import Run, TimelineRow, read_run
 from rlframework.observers.report.timeline import LITTLE
 from rlframework.observers.timeline import REFITS, TRAINER
+from rlframework.plugins.configure import load_config
 from rlframework_tools.doctor.checks import Context, Finding, broken, judged, note
 
 MEASURED_STEPS = 4

@@ -12,8 +12,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from rlframework.base.errors import RLFrameworkError
 from rlframework.config.sections import RunConfig
-from rlframework.errors import RLFrameworkError
 from rlframework.generation.engine_environment import ProbeError, ask
 from rlframework.huggingface.hub import hub_problem, is_path
 from rlframework.observers import host

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from rlframework.config.sections import RunConfig
-from rlframework.configure import resolve_device
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
+from rlframework.plugins.configure import resolve_device
 from rlframework.plugins.state_layout import Place, PlannedWorker, StateLayout, assumed_layout
 from rlframework.plugins.types import GenerationEngineRecord, PolicyWorkerRecord
 from rlframework_tools.estimates.advice import engine_remedy, remedy
@@ -28,7 +28,7 @@ from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_me
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlframework.algorithm import Parts
+    from rlframework.rollout.parts import Parts
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlframework.errors import ConfigError
-from rlframework.gpu_models import GPU_MODELS, named_gpu
+from rlframework.base.errors import ConfigError
+from rlframework.base.gpu_models import GPU_MODELS, named_gpu
 
 GIB = 1 << 30
 GPUS_PER_MACHINE = 8

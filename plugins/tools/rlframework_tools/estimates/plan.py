@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.further_policies import FURTHER_POLICIES
 from rlframework.config.load import Source, compose
 from rlframework.config.problems import NOT_GIVEN
 from rlframework.config.sections import GenerationConfig, RunConfig
 from rlframework.config.yaml_text import Tree
-from rlframework.configure import load_elsewhere, manager_of
-from rlframework.errors import ConfigError
+from rlframework.plugins.configure import load_elsewhere, manager_of
 from rlframework.plugins.loading import extra_of, install_command
 from rlframework.plugins.manager import PluginManager
 from rlframework.plugins.types import GenerationEngineRecord

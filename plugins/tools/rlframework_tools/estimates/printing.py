@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlframework.algorithm import Parts
+from rlframework.base.errors import ConfigError, DataError, NotSupported
+from rlframework.base.logs import plugin_logger
 from rlframework.cli.common import print_table
 from rlframework.config.sections import RunConfig
 from rlframework.config.validate import notes_without_effect
 from rlframework.datasets.sources.memory import Data
-from rlframework.errors import ConfigError, DataError, NotSupported
-from rlframework.logs import plugin_logger
 from rlframework.observers.services import check_addresses, check_services, missing_services
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import PolicyWorkerRecord
+from rlframework.rollout.parts import Parts
 from rlframework.runner.data import with_data
 from rlframework.runner.further_policies import used_policies
 from rlframework.runner.output_folder import check_output_dir

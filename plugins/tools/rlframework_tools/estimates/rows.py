@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.algorithm import Parts
+from rlframework.algorithms.input_checks import evenly_spaced, longest
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.rendering import render_prompt, render_samples
 from rlframework.datasets.tokens import TokenData
-from rlframework.errors import ConfigError, DataError
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.agents import runs_agents
 from rlframework.interfaces.environment import Sample, has_episodes
-from rlframework.training.input_checks import evenly_spaced, longest
+from rlframework.rollout.parts import Parts
 
 RENDERED, LONGEST = 256, 16
 """Of the samples, this many are rendered at even distances, and the longest by characters."""

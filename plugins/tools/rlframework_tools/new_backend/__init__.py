@@ -23,9 +23,9 @@ from string import Template
 from packaging.version import Version
 
 from rlframework import __version__
+from rlframework.base.errors import ConfigError
+from rlframework.base.files import replacing_directory
 from rlframework.config.policy import PolicyConfig
-from rlframework.errors import ConfigError
-from rlframework.files import replacing_directory
 from rlframework.plugins.loading import extra_of
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import (

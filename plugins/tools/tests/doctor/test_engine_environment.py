@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.configure import load_config
 from rlframework.generation.engine_environment import engine_environment, process_problems
+from rlframework.plugins.configure import load_config
 
 COUNTS = """
 import json

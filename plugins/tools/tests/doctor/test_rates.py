@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlframework.configure import config_yaml
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework.observers.report.runs import read_run
+from rlframework.plugins.configure import config_yaml
 from rlframework_tools.doctor import rates
 from rlframework_tools.doctor.checks import Level
 from rlframework_tools.doctor.rates import Rates, expected, print_measured, rates_of

@@ -124,7 +124,9 @@ def test_workers_on_a_cluster_are_held_against_its_nodes(found, with_config, mon
 def test_a_driver_without_a_gpu_takes_a_cluster_with_gpus_for_one_without(found, with_config, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(run, "cluster_nodes", lambda context: [{"cpus": 2.0, "gpus": 0.0}, {"cpus": 2.0, "gpus": 8.0}])
-    monkeypatch.setattr("rlframework.configure.resolve_device", lambda device: "cpu" if device == "auto" else device)
+    monkeypatch.setattr(
+        "rlframework.plugins.configure.resolve_device", lambda device: "cpu" if device == "auto" else device
+    )
     _, finding = found("run", "workers", with_config("worker_group.name=ray", "device=auto"))
     assert (finding.level, finding.remedy) == (Level.WARNING, "Set device=cuda")
     assert levels(found("run", "workers", with_config("worker_group.name=ray", "device=cuda"))) == [Level.OK]

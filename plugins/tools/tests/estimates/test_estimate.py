@@ -9,10 +9,10 @@ import pytest
 from probe_runs import call
 
 from rlframework import load_config, run
+from rlframework.base.errors import ConfigError, DataError, NotSupported
 from rlframework.config.yaml_text import to_yaml
-from rlframework.configure import config_yaml, dump_config
-from rlframework.errors import ConfigError, DataError, NotSupported
 from rlframework.observers.host import Gpu
+from rlframework.plugins.configure import config_yaml, dump_config
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import PolicyWorkerRecord
 from rlframework.runner.parts import Placeholder, backend_record, planned_parts

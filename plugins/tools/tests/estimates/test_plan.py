@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.plugins.manager import create_manager
 from rlframework_tools.estimates import plan
 from rlframework_tools.estimates.hardware import PlannedGpus

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from rlframework.base.errors import ConfigError, WriteError
 from rlframework.cli import main
-from rlframework.errors import ConfigError, WriteError
 from rlframework.policy.engine import Engine
 from rlframework_tools.new_backend import BACKEND, ENGINE, LONGEST, core_range, plugin_files, write_plugin
 

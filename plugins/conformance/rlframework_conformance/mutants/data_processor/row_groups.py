@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rlframework.microbatches.global_batch import rows_with_targets
+from rlframework.policy.microbatches.global_batch import rows_with_targets
 from rlframework_conformance.mutants.data_processor.base import batch_with, broken_each, broken_microbatches
 from rlframework_conformance.mutants.mutant import mutant
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import RequestError
+from rlframework.base.errors import RequestError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework_conformance.mutants.generation_engine.base import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.errors import EngineNotReady, RefitError
+from rlframework.base.errors import EngineNotReady, RefitError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightReport
 from rlframework.plugins.types import Capability
 from rlframework_conformance.mutants.generation_engine.base import broken_results, observed, saved_weights

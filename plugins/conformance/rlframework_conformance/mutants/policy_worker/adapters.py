@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.scoring import SnapshotReference
 from rlframework_conformance.layouts import Layout

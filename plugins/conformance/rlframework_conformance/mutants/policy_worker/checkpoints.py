@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.policy.scoring import SnapshotReference
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
 from rlframework_conformance.mutants.mutant import Mutant, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, in_service
 

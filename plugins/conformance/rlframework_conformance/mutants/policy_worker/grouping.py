@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlframework.microbatches.on_demand import on_host
+from rlframework.policy.microbatches.on_demand import on_host
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, in_service

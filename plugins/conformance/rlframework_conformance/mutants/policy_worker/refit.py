@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.errors import RefitError
+from rlframework.base.errors import RefitError
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import in_service

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.microbatches.on_demand import on_host
+from rlframework.policy.microbatches.on_demand import on_host
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import in_service

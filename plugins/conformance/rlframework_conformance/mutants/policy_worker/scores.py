@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlframework.base.errors import NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import NotSupported
-from rlframework.microbatches.on_demand import on_host
 from rlframework.policy.head.patch import SCORE_WEIGHT, HeadRequest
+from rlframework.policy.microbatches.on_demand import on_host
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, in_service
 from rlframework_conformance.mutants.policy_worker.grouping import DATA

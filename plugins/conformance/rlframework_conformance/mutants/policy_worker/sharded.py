@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import WriteError
+from rlframework.base.errors import WriteError
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, in_service

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rlframework.base.errors import RLFrameworkError, WorkerError
 from rlframework.config.sections import DeadlinesConfig
-from rlframework.errors import RLFrameworkError, WorkerError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_conformance.mutants.mutant import Mutant
 from rlframework_conformance.mutants.worker_group.base import TWO, Break, starting, with_methods, without

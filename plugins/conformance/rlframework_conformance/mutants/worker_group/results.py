@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframework.errors import DeadlineExceeded, RLFrameworkError, WorkerError, WorkerLost
+from rlframework.base.errors import DeadlineExceeded, RLFrameworkError, WorkerError, WorkerLost
 from rlframework_conformance.mutants.mutant import Mutant
 from rlframework_conformance.mutants.worker_group.base import TWO, Break, with_methods
 

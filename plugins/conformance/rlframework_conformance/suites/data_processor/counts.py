@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from rlframework.errors import BatchError
+from rlframework.base.errors import BatchError
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.data_processor.harness import ProcessorHarness
 from rlframework_conformance.suites.data_processor.rows import batch_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError
 from rlframework.interfaces.data_processor import BatchPlan
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.data_processor.harness import ProcessorHarness

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlframework.files import replacing_directory
+from rlframework.base.files import replacing_directory
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework_conformance import cases

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import EngineNotReady, RefitError, RLFrameworkError
+from rlframework.base.errors import EngineNotReady, RefitError, RLFrameworkError
 from rlframework.interfaces.generation import WeightReport
 from rlframework.plugins.types import Capability
 from rlframework.weight_sync import collective

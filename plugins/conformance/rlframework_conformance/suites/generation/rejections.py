@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.generation.harness import GenerationHarness

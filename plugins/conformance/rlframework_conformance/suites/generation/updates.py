@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.errors import EngineNotReady, RefitError
+from rlframework.base.errors import EngineNotReady, RefitError
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework.policy.lora_math import A, B

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlframework.errors import NonFiniteGradients, UserError
+from rlframework.base.errors import NonFiniteGradients, UserError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.oracle import Oracle, expert_by_expert
 from rlframework_conformance.policies import InspectedPolicy, read_weights

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from rlframework.base.errors import BatchError, NotSupported, UserError, WorkerError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import BatchError, NotSupported, UserError, WorkerError
 from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.policies import run_config

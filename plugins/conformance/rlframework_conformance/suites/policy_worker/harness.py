@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
+from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.config.sections import RunConfig
-from rlframework.errors import ConfigError, NotSupported
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.loss import LossFunction
 from rlframework_conformance import cases

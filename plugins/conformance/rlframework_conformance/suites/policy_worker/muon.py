@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.muon_oracle import MuonOracle
 from rlframework_conformance.rules import Suite, holds

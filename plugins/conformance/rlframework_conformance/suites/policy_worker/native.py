@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlframework.errors import DataError
+from rlframework.base.errors import DataError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import require_same_continuation, saved, train

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlframework.errors import ConfigError, RLFrameworkError
+from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.policies import InspectedEngines, InspectedPolicy
 from rlframework_conformance.rules import Suite, holds

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from rlframework.base.errors import WriteError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import WriteError
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframework.errors import DataError, WriteError
+from rlframework.base.errors import DataError, WriteError
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework_conformance.layouts import Layout, declared_layouts, enough_gpus

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from rlframework.base.errors import NonFiniteGradients
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.errors import NonFiniteGradients
 from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.contracts import FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS

@@ -1,0 +1,75 @@
+"""The algorithm interface: the training procedure of a run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlframework.rollout.parts import Parts
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import RunConfig
+    from rlframework.interfaces.environment import Environment
+
+__all__ = ["Algorithm", "Parts", "RunResult"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a run: its last metrics by name, and the metrics of each step."""
+
+    metrics: Mapping[str, float]
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Algorithm(ABC):
+    """Trains `parts.policy`. The class methods are called before the policy is built, to configure it."""
+
+    @classmethod
+    def needs_reference_model(cls, config: Any) -> bool:
+        """Whether `config`, the algorithm's own section, needs the reference policy."""
+        return False
+
+    @classmethod
+    def head(cls, config: Any) -> str:
+        """Return the `policy.head` that `config`, the algorithm's own section, trains."""
+        return "language"
+
+    @classmethod
+    def further_policies(cls, config: RunConfig) -> Mapping[str, int]:
+        """Return the further policies that the run uses, by the names of their sections.
+
+        Each with the number of its `train` calls, which its learning-rate schedule spans; 0 if it is not trained.
+        """
+        return {}
+
+    @classmethod
+    def training_calls(cls, config: Any) -> int:
+        """Return the number of calls of `Policy.train` in a run, the default length of the learning-rate schedule."""
+        return int(config.num_steps)
+
+    @classmethod
+    def samples_per_step(cls, config: RunConfig) -> int:
+        """Return the number of training samples that a step takes, by which `num_epochs` becomes a number of steps."""
+        return config.policy.train_global_batch_size
+
+    @classmethod
+    def training_samples(cls, config: RunConfig, environment: Environment) -> int:
+        """Return the number of samples that a run trains on: an epoch."""
+        return len(environment.samples("train"))
+
+    @abstractmethod
+    def __init__(self, parts: Parts) -> None:
+        """Check the parts against each other before any work; raise `ConfigError` or `DataError`."""
+
+    def restore(self) -> None:
+        """Load `parts.checkpoint`, if there is one, so that an error comes before the files of the run are changed.
+
+        Called once before `run`. By default it does nothing, and `run` loads it.
+        """
+
+    @abstractmethod
+    def run(self) -> RunResult:
+        """Train to the end and return the result."""

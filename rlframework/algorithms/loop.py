@@ -1,0 +1,274 @@
+"""The training loop of all algorithms: steps, validation, timing, observers. Algorithms implement `train_step`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeAlias
+
+import psutil
+import torch
+
+from rlframework.algorithms.algorithm import Algorithm, RunResult
+from rlframework.algorithms.checkpoints import Checkpoints, RunState, restore_random_states
+from rlframework.algorithms.early_stopping import EarlyStopping
+from rlframework.algorithms.garbage import collecting_what_is_new
+from rlframework.algorithms.input_checks import InputCheck
+from rlframework.algorithms.interrupts import raise_if_ended
+from rlframework.algorithms.performance import performance_metrics
+from rlframework.algorithms.recording import Recorder, profiling
+from rlframework.algorithms.sampling_check import SamplingCheck
+from rlframework.algorithms.validation import validate
+from rlframework.base.errors import ConfigError, DataError
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.loss import LossFunction
+from rlframework.interfaces.policy_worker import TrainResult
+from rlframework.observers.timeline import TRAINER, Timeline
+from rlframework.plugins.hookspec import SampleRecord
+from rlframework.rollout.parts import Parts
+from rlframework.rollout.result import LIMITS
+
+_LOG = logging.getLogger(__name__)
+
+StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
+"""The metrics of a step or a validation by name, and some of its samples to inspect."""
+
+
+class PositionInData(Protocol):
+    """The source of the data of each step, such as a `PromptLoader`."""
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the metrics of the position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as JSON values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+class Timer:
+    """Measures the seconds of each phase of one step, and adds them to `timeline`, except `step` itself."""
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._timeline = timeline
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to phase `name`. Raises at its beginning and its end if the run was ended."""
+        raise_if_ended()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self.seconds[name] += ended - started
+            if self._timeline is not None and name != "step":
+                self._timeline.add(TRAINER, name, started, ended)
+        raise_if_ended()
+
+
+def training_metrics(results: Sequence[TrainResult]) -> dict[str, float]:
+    """Combine what the `train` calls of one step returned: means, and the total number of skipped steps."""
+    norms = [norm for result in results if (norm := result["grad_norm"]) is not None]
+    return {
+        "train/loss": sum(result["loss"] for result in results) / len(results),
+        "train/grad_norm": float(torch.cat(norms).mean()),
+        "train/lr": results[-1]["lr"],
+        "train/skipped_steps": float(sum(result["skipped"] for result in results)),
+        "train/global_valid_toks": sum(result["global_valid_toks"] for result in results) / len(results),
+    }
+
+
+class StepLoop(Algorithm):
+    """Runs `num_steps` steps, with validation before, during and after them.
+
+    The constructor checks the validation data. The constructor of an algorithm checks its training data with `inputs`,
+    and creates the `loader`.
+    """
+
+    loader: PositionInData
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.config = parts.config.algorithm
+        self.train_samples = parts.environment.samples("train")
+        for split in ("train", "validation"):
+            if not len(parts.environment.samples(split)):
+                raise DataError(
+                    f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
+                )
+        self.inputs = InputCheck(parts)
+        self.recorder = Recorder(parts)
+        self.sampling_check = SamplingCheck(parts.config, lambda: parts.generation.probe_bounds)
+        self.checkpoints = Checkpoints(parts)
+        self.early_stopping = EarlyStopping(self.config.early_stopping)
+        self.timeline = Timeline()
+        self._history: list[dict[str, float]] = []
+        self._restored: RunState | None = None
+        self._trained: list[TrainResult] = []
+        self._noted_truncated = False
+        validation = self.config.validation
+        if validation.at_start or validation.at_end or validation.every:
+            self._reject_attempts()
+            self.check_validation(parts.environment.samples("validation")[: validation.samples])
+
+    def _reject_attempts(self) -> None:
+        """Raise `ConfigError` for settings of sampling if validation samples nothing, as it then measures losses."""
+        validation, environment = self.config.validation, self.parts.config.environment.name
+        for key in () if self.parts.environment.scores else ("attempts", "temperature"):
+            if (value := getattr(validation, key)) != type(validation).model_fields[key].default:
+                raise ConfigError(
+                    f"algorithm.validation.{key}={value}: environment {environment!r} does not score answers, so "
+                    "validation samples none; remove the key, or choose another environment"
+                )
+
+    def check_validation(self, samples: Sequence[Sample]) -> None:
+        """Check that `validate` can use `samples`; by default the environment must score answers."""
+        if not self.parts.environment.scores:
+            raise DataError(
+                f"environment {self.parts.config.environment.name!r} does not score answers, so it cannot be "
+                "validated; set algorithm.validation={at_start: false, at_end: false}, or choose another environment"
+            )
+        self.inputs.prompts("validation", samples)
+
+    def validate(self, step: int) -> StepResult:
+        """Return metrics over held-out samples (by default of answers to them), and some samples to inspect."""
+        return validate(self.parts, step)
+
+    @abstractmethod
+    def train_step(self, step: int, timer: Timer) -> StepResult:
+        """Run step `step` (counted from 1); return its metrics and the samples to keep.
+
+        Implementations call `self.train`, so that the step can be recorded.
+        """
+
+    def train(self, step: int, data: BatchedDataDict[Any], loss: LossFunction, gbs: int | None = None) -> TrainResult:
+        """Call `policy.train` in step `step`, and record the step if the configuration asks for it.
+
+        `gbs`: the rows of an optimizer step; None: `policy.train_global_batch_size`. Raises `SamplingMismatch` for
+        sampled tokens whose log-probabilities are not the policy's, before they are learned from.
+        """
+        bound = self.sampling_check.of_workers(data)
+        result = self.recorder.train(step, data, loss, gbs, bound)
+        self._trained.append(result)
+        self.sampling_check.after(step, data, result, self.parts)
+        return result
+
+    def should_stop(self, metrics: dict[str, float]) -> bool:
+        """Whether to end the run before `num_steps`."""
+        return False
+
+    def run(self) -> RunResult:
+        """See `Algorithm.run`. The `history` of a resumed run begins at its checkpoint."""
+        validation = self.config.validation
+        held_out = len(self.parts.environment.samples("validation"))
+        _LOG.info("samples: %d to train on, %d held out for validation", len(self.train_samples), held_out)
+        self.parts.timeline = self.parts.generation.client.timeline = self.timeline
+        with collecting_what_is_new(), self.checkpoints.handling_signals(), self.checkpoints.finishing():
+            last = self._begin()
+            stopped = self.early_stopping.ended
+            stopped |= self._restored is not None and self.should_stop(self._restored.measured)
+            for step in range(int(last["step"]) + 1, 0 if stopped else self.config.num_steps + 1):
+                raise_if_ended()
+                metrics, samples = self._timed_step(step)
+                self._note_truncated(step, metrics)
+                last_of_all = validation.at_end and step == self.config.num_steps
+                if last_of_all or (validation.every > 0 and step % validation.every == 0):
+                    scores, more = self._timed_validation(step)
+                    metrics, samples = metrics | scores, [*samples, *more]
+                last |= self._report(step, metrics, samples)
+                stopped = self.early_stopping.update(step, metrics) or self.should_stop(metrics)
+                ends = stopped or step == self.config.num_steps
+                with Timer(self.timeline).phase("checkpoint"):
+                    state = self.state_dict() | {"early_stopping": self.early_stopping.state_dict()}
+                    self.checkpoints.after_step(step, state, last, metrics, last=ends)
+                if stopped:
+                    break
+        return RunResult(metrics=last, history=self._history)
+
+    def restore(self) -> None:
+        """See `Algorithm.restore`."""
+        if (restored := self.checkpoints.restore()) is not None:
+            self.load_state_dict(restored.state)
+            if (state := restored.state.get("early_stopping")) is not None:
+                self.early_stopping.load_state_dict(state)
+            self._restored = restored
+
+    def _begin(self) -> dict[str, float]:
+        """Go on after the restored checkpoint, or validate as step 0. Return the latest metrics, including `step`."""
+        if (restored := self._restored) is not None:
+            restore_random_states(restored.random)  # last, as observers may have drawn numbers
+            return {**restored.metrics, "step": float(restored.step)}
+        if self.config.validation.at_start:
+            return dict(self._report(0, *self._timed_validation(0)))
+        return {"step": 0.0}
+
+    def _timed_step(self, step: int) -> StepResult:
+        timer, parts = Timer(self.timeline), self.parts
+        self._trained = []
+        parts.policy.reset_peak_memory_stats()
+        with profiling(parts, step) as profiled, timer.phase("step"):
+            metrics, samples = self.train_step(step, timer)
+        metrics |= self.loader.pop_metrics()
+        self.recorder.require(step)
+        metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()
+        if parts.uploads is not None:
+            metrics |= parts.uploads.pop_metrics()
+        metrics |= profiled | performance_metrics(
+            self._trained,
+            parts.policy.get_info(),
+            tokens=metrics.get("train/tokens"),
+            seconds=timer.seconds["step"],
+            peak_flops=None if (peak := parts.config.observers.peak_tflops) is None else peak * 1e12,
+        )
+        return metrics | {"memory/rss_mb": psutil.Process().memory_info().rss / 2**20}, samples
+
+    def _note_truncated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log, once per run, that most of the answers or episodes of a step were cut at a limit, and at which."""
+        fraction = metrics.get("train/truncated_fraction", 0.0)
+        if self._noted_truncated or fraction <= 0.5:
+            return
+        self._noted_truncated = True
+        of_each = {setting: metrics.get(f"train/truncated/{name}", 0.0) for name, setting in LIMITS.items()}
+        limits = [f"{100 * part:.0f}% at {setting}" for setting, part in of_each.items() if part]
+        answers = f"they reached generation.max_new_tokens={self.parts.config.generation.max_new_tokens}"
+        _LOG.warning(
+            "step %d: %.0f%% of the %s were truncated: %s. They are scored as they are, without an end. If this goes "
+            "on (metric train/truncated_fraction), raise the limit; if a model never ends its answers, check its chat "
+            "template with `rlframework tokenize CONFIG --show 3`",
+            step,
+            100 * fraction,
+            "episodes" if limits else "answers",
+            ", ".join(limits) or answers,
+        )
+
+    def _timed_validation(self, step: int) -> StepResult:
+        timer = Timer(self.timeline)
+        with timer.phase("validation"):
+            metrics, samples = self.validate(step)
+        seconds = timer.seconds["validation"]
+        if refit := self.parts.generation.pop_metrics():  # the time of this refit is part of the validation
+            metrics |= {"validation/refit_seconds": refit.pop("time/refit", 0.0), **refit}
+            seconds -= refit.get("time/engine_start", 0.0)
+        return metrics | {"time/validation": seconds}, samples
+
+    def _report(self, step: int, metrics: dict[str, float], samples: list[SampleRecord]) -> dict[str, float]:
+        """Pass the metrics of `step` on; return them with `step`."""
+        self._history.append({"step": float(step), **metrics})
+        self.parts.observers.step_finished(step, metrics, samples, self.timeline.pop())
+        return self._history[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The algorithm's own state for a checkpoint, as JSON values: the position in the data."""
+        return {"loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.loader.load_state_dict(state["loader"])

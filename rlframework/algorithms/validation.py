@@ -1,0 +1,56 @@
+"""Validation during a run: answers to the first held-out samples, one or several of each, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from rlframework.algorithms.intervals import default_ks, estimate, pass_at_k
+from rlframework.plugins.hookspec import SampleRecord
+from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.seeds import row_seeds
+
+if TYPE_CHECKING:
+    from rlframework.rollout.parts import Parts
+
+
+def validate(parts: Parts, step: int) -> tuple[dict[str, float], list[SampleRecord]]:
+    """Score answers to the first held-out samples, as `ValidationConfig` says; return metrics and some of the samples.
+
+    Attempts have the same seeds at each step, so that steps can be compared.
+    """
+    section = parts.config.algorithm.validation
+    samples = parts.environment.samples("validation")[: section.samples]
+    rows = [sample for sample in samples for _ in range(section.attempts)]
+    temperature = section.temperature_of(parts.config.generation)
+    result = rollout(parts, rows, row_seeds(parts.config.seed, 0, len(rows)), temperature=temperature)
+    found = dict(result.metrics)
+    if section.attempts > 1:
+        found |= attempt_metrics(result.accuracies, section.attempts)
+    found["samples"] = float(len(samples))
+    metrics = {f"validation/{name}": value for name, value in found.items()}
+    return metrics, result.records(step, "validation", parts.config.observers.samples, parts.tokenizer)
+
+
+def attempt_metrics(accuracies: Tensor, attempts: int) -> dict[str, float]:
+    """Return avg@k for all attempts, pass@k, and their intervals over prompts, `_low` and `_high`.
+
+    `accuracies [P * attempts]`: those of a prompt are adjacent. A mean without an interval, as of equal values, has
+    neither.
+    """
+    means = {f"avg@{attempts}": accuracies.double().view(-1, attempts).mean(1).tolist()}
+    metrics = dict[str, float]()
+    for name, values in (means | pass_rates(accuracies, attempts, default_ks(attempts)[1:])).items():
+        of_prompts = estimate(values)
+        metrics[name] = of_prompts.value
+        if of_prompts.low is not None and of_prompts.high is not None:
+            metrics |= {f"{name}_low": of_prompts.low, f"{name}_high": of_prompts.high}
+    return metrics
+
+
+def pass_rates(accuracies: Tensor, attempts: int, ks: Iterable[int]) -> dict[str, list[float]]:
+    """Return pass@k of each prompt for each of `ks`; `accuracies [P * attempts]` as of `attempt_metrics`."""
+    right = (accuracies >= 1.0).view(-1, attempts).sum(1).tolist()
+    return {f"pass@{k}": [pass_at_k(attempts, number, k) for number in right] for k in ks}

@@ -1,0 +1,91 @@
+"""Import paths of the last release that have moved: they work until the next release, with a `DeprecationWarning`.
+
+`MOVED` maps an old module or package to its new name; what lies inside a package follows it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "rlframework.algorithm": "rlframework.algorithms.algorithm",
+    "rlframework.configure": "rlframework.plugins.configure",
+    "rlframework.conformance": "rlframework_conformance",
+    "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
+    "rlframework.doctor": "rlframework_tools.doctor",
+    "rlframework.environments.agent": "rlframework_serve.agent_environment",
+    "rlframework.environments.gymnasium": "rlframework_environments.gymnasium",
+    "rlframework.environments.mcp": "rlframework_environments.mcp",
+    "rlframework.environments.openenv": "rlframework_environments.openenv",
+    "rlframework.environments.reasoning_gym": "rlframework_environments.reasoning_gym",
+    "rlframework.environments.verifiers": "rlframework_environments.verifiers",
+    "rlframework.errors": "rlframework.base.errors",
+    "rlframework.estimates": "rlframework_tools.estimates",
+    "rlframework.evaluation": "rlframework.runner.evaluation",
+    "rlframework.files": "rlframework.base.files",
+    "rlframework.generation.transformers_engine": "rlframework_transformers.engine",
+    "rlframework.gpu_models": "rlframework.base.gpu_models",
+    "rlframework.logs": "rlframework.base.logs",
+    "rlframework.microbatches": "rlframework.policy.microbatches",
+    "rlframework.microbatches.nemo_rl": "rlframework.nemo_rl.data_processor",
+    "rlframework.new_backend": "rlframework_tools.new_backend",
+    "rlframework.rollout.endpoint": "rlframework_serve",
+    "rlframework.secrets": "rlframework.base.secrets",
+    "rlframework.storage": "rlframework_storage",
+    "rlframework.training": "rlframework.algorithms",
+    "rlframework.workers.ray": "rlframework_ray",
+}
+
+
+def new_name(module: str) -> str | None:
+    """Return the new name of a module that has moved, or None."""
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):  # the longest old name first: a module may leave a package that moved
+        if new := MOVED.get(".".join(parts[:length])):
+            return ".".join([new, *parts[length:]])
+    return None
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules under their old names, first: a folder that an update has emptied would be a namespace package."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how `fullname` is imported if it has moved."""
+        new = new_name(fullname)
+        return None if new is None else ModuleSpec(fullname, _Alias(new), is_package=True)
+
+
+class _Alias(Loader):
+    """Loads a module that passes on the names of another one. It is another module, as each has its own `__spec__`."""
+
+    def __init__(self, new: str) -> None:
+        self._new = new
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the module under its new name, warn, and pass its names on."""
+        try:
+            target = import_module(self._new)
+        except ModuleNotFoundError as error:
+            if error.name != self._new.partition(".")[0]:
+                raise
+            extra = error.name.removeprefix("rlframework_")
+            message = f"{module.__name__} is now {self._new}: pip install 'rlframework-core[{extra}]'"
+            raise ModuleNotFoundError(message, name=error.name) from None
+        text = f"{module.__name__} has moved to {self._new}; the old name will be removed in the next release"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        module.__doc__ = target.__doc__
+        module.__getattr__ = lambda name: getattr(target, name)  # type: ignore[method-assign]
+        module.__dir__ = lambda: dir(target)  # type: ignore[method-assign]
+
+
+def install() -> None:
+    """Make old names importable. Called once, when `rlframework` is imported."""
+    sys.meta_path.insert(0, _Finder())

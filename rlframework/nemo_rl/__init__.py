@@ -1,0 +1,1 @@
+"""Names of NeMo-RL that are not those of the rooms that do the work."""

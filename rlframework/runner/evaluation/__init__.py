@@ -1,0 +1,1 @@
+"""The evaluate and generate commands: prompting a model, the report with its statistics."""

@@ -1,1 +1,0 @@
-"""The training loop that algorithms share: steps, validation, checkpoints, recording, profiling."""
