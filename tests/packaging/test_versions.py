@@ -70,7 +70,7 @@ def test_each_plugin_pins_the_core_of_its_release(name):
     assert pins == [f"rlframework-core=={version('core')}"]
 
 
-OPTIONAL = ("wandb", "mlflow", "gymnasium", "mcp", "openenv", "reasoning-gym", "serve", "judge", "vision")
+OPTIONAL = ("wandb", "mlflow", "trackio", "gymnasium", "mcp", "openenv", "reasoning-gym", "serve", "judge", "vision")
 """The extras of packages that one part each needs."""
 
 
