@@ -1,15 +1,14 @@
 """The command line. Each command parses its arguments and calls into another package; heavy imports are deferred.
 
-`common` has the application, shared options and error handling. Commands are grouped by purpose: `train` (train,
-convert, tokenize), `evaluate` (evaluate, generate), `serve`,
-`inspect` (config, schema, plugins, doctor, report) and `develop`
-(conformance, parity, new-backend).
+`common` has the application, shared options and error handling. Commands are grouped by purpose: `start` (init),
+`train` (train, convert, tokenize), `evaluate` (evaluate, generate), `serve`, `inspect` (config, schema, plugins,
+doctor, report) and `develop` (conformance, parity, new-backend).
 
 Exit codes: 0 for success; 2 for a user error (`UserError`, or bad arguments); 1 for any other failure,
 and where a check finds that something is not as it must be; 130 for Ctrl-C.
 """
 
-from rlframework.cli import develop, evaluate, inspect, serve, train  # noqa: F401 - they register their commands with `app`
+from rlframework.cli import develop, evaluate, inspect, serve, start, train  # noqa: F401 - they register their commands with `app`
 from rlframework.cli.common import app, main
 
 __all__ = ["app", "main"]
