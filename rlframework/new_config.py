@@ -121,7 +121,7 @@ def config_values(answers: Answers) -> dict[str, Any]:
 def _algorithm(answers: Answers) -> dict[str, Any]:
     values: dict[str, Any] = {"name": answers.algorithm.name, "num_steps": 100}
     if per_prompt := answers.algorithm.samples_per_prompt:
-        if answers.batch % per_prompt or not answers.batch:
+        if answers.batch % per_prompt:
             near = max(answers.batch - answers.batch % per_prompt, per_prompt)
             message = f"a step has {per_prompt} completions of each prompt, so the batch must be a multiple of that"
             raise ConfigError(f"--batch {answers.batch}: {message}, such as {near}")
