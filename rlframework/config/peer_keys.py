@@ -146,6 +146,7 @@ _WORDS: Mapping[str, str] = {
     "observers.wandb.project": "project_name wandb_project",
     "observers.wandb.run_name": "experiment_name wandb.name",
     "observers.mlflow.experiment": "mlflow.experiment_name",
+    "observers.trackio.space_id": "trackio_space_id",
     "observers.samples": "log_completions",
 }
 """Our key to the peers' keys for it, each the end of a dotted path."""

@@ -113,7 +113,10 @@ WORD_VALUES: Mapping[str, Mapping[str, str]] = {
 METRICS = ("reward", "accuracy", "loss")
 """The metrics of validation by which checkpoints are compared."""
 
-_OBSERVERS: Mapping[str, str] = {**dict.fromkeys(("console", "tensorboard"), "true"), "wandb": "{}", "mlflow": "{}"}
+_OBSERVERS: Mapping[str, str] = {
+    **dict.fromkeys(("console", "tensorboard"), "true"),
+    **dict.fromkeys(("wandb", "mlflow", "trackio"), "{}"),
+}
 """Observers that peers have too, by the name of ours, with the value that enables each."""
 
 

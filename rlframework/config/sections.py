@@ -247,6 +247,21 @@ class MlflowConfig(Section):
     tags: Mapping[str, str] = Field(default_factory=dict, description="tags of the run, by name")
 
 
+class TrackioConfig(Section):
+    """Report to Trackio. Requires the extra `trackio`."""
+
+    project: str = Field("rlframework", description="project to log the run to")
+    run_name: str | None = Field(
+        None, description="display name of the run, before its id; null: the last component of output_dir"
+    )
+    space_id: Annotated[str | None, NeedsTrust("sends metrics, settings and samples to this Space")] = Field(
+        None,
+        description="Space of Hugging Face to log to, `user/name`; null: TRACKIO_SPACE_ID or TRACKIO_SERVER_URL if "
+        "set, else files on this machine for `trackio show`",
+    )
+    private: bool = Field(True, description="a Space that the run creates is private")
+
+
 class ObserversConfig(Section):
     """Outputs of the run, besides those of plugins."""
 
@@ -264,6 +279,7 @@ class ObserversConfig(Section):
     )
     wandb: WandbConfig | Literal[False] = Field(False, description="report to Weights & Biases; `{}`: with defaults")
     mlflow: MlflowConfig | Literal[False] = Field(False, description="report to MLflow; `{}`: with defaults")
+    trackio: TrackioConfig | Literal[False] = Field(False, description="report to Trackio; `{}`: with defaults")
 
 
 class RecordingConfig(Section):

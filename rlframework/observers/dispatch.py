@@ -26,6 +26,7 @@ CORE_OBSERVERS = {
     "curve": "rlframework.observers.curve:CurveObserver",
     "wandb": "rlframework.observers.services:WandbObserver",
     "mlflow": "rlframework.observers.services:MlflowObserver",
+    "trackio": "rlframework.observers.trackio:TrackioObserver",
 }
 """Import paths of the built-in observers by their key in the `observers` section; constructed without arguments.
 

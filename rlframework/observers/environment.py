@@ -34,7 +34,7 @@ LONGEST_SETTING = 200
 PACKAGES = (
     "rlframework-core", "torch", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "ray", "safetensors",
     "tensordict", "deepspeed", "megatron-core", "transformer-engine", "flash-attn", "peft", "math-verify", "wandb",
-    "mlflow-skinny",
+    "mlflow-skinny", "trackio",
 )  # fmt: skip
 """Distributions whose versions are recorded if they are installed, besides those of plugins."""
 

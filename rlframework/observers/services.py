@@ -27,7 +27,7 @@ from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 
 _LOG = logging.getLogger(__name__)
 
-SERVICES = ("wandb", "mlflow")
+SERVICES = ("wandb", "mlflow", "trackio")
 """Keys in the `observers` section, which are also the names of the extra and of the package."""
 
 COLUMNS = ("step", "kind", "prompt", "completion", "reward")
@@ -126,7 +126,7 @@ class WandbObserver:
 
         section = run.config.observers.wandb
         assert section
-        config, environment = _description(run)
+        config, environment = description(run)
         self._run = wandb.init(
             project=section.project,
             entity=section.entity,
@@ -153,7 +153,7 @@ class WandbObserver:
         """Log the step."""
         import wandb
 
-        table = {"samples": wandb.Table(**_table(samples))} if samples else {}
+        table = {"samples": wandb.Table(**sample_table(samples))} if samples else {}
         self._run.log({"step": step, **metrics, **table})
 
     @hookimpl
@@ -198,7 +198,7 @@ class MlflowObserver:
 
         tags, name = {**section.tags, MLFLOW_TAG: run_id(run.output_dir)}, run.output_dir.absolute().name
         created = self._client.create_run(experiment, tags=tags, run_name=section.run_name or name).info.run_id
-        config, environment = _description(run)
+        config, environment = description(run)
         params = [Param(name, str(value)[:MLFLOW_VALUE_LENGTH]) for name, value in flatten(config).items()]
         self._client.log_batch(created, params=params)
         self._client.log_dict(created, config, "config.json")
@@ -216,7 +216,7 @@ class MlflowObserver:
         named = {re.sub(r"[^\w.\- :/]", "_", name): value for name, value in metrics.items()}  # no @, as of pass@4
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in named.items()])
         if samples:
-            self._client.log_dict(self._id, _table(samples), f"samples/step-{step:06d}.json")
+            self._client.log_dict(self._id, sample_table(samples), f"samples/step-{step:06d}.json")
 
     @hookimpl
     def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
@@ -239,12 +239,13 @@ def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _description(run: RunInfo) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run's configuration and environment without secrets."""
+def description(run: RunInfo) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the run's configuration and environment without secrets."""
     return hide_secrets(dump_config(run.config)), hide_secrets(read_environment(run.output_dir))
 
 
-def _table(samples: Sequence[SampleRecord]) -> dict[str, Any]:
+def sample_table(samples: Sequence[SampleRecord]) -> dict[str, Any]:
+    """Return the columns and rows of `samples`, for a service's table."""
     return {"columns": list(COLUMNS), "data": [[getattr(sample, name) for name in COLUMNS] for sample in samples]}
 
 

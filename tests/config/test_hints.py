@@ -184,6 +184,7 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
         ("use_peft=true", "`policy.lora`. Another framework's true is this section"),
         ("normalize_rewards=true", "With use_leave_one_out_baseline, NeMo-RL divides by the deviation of the other"),
         ("per_device_train_batch_size=8", "It acts only with `policy.batching.mode` padded"),
+        ("report_to=trackio", "write `observers: {trackio: {}}`"),
         ("observers=[console, wandb]", "write `observers: {console: true, wandb: {}}`"),
         ("trainer={logger: [console, tensorboard]}", "write `observers: {console: true, tensorboard: true}`"),
         ("total_training_steps=null", "`algorithm.num_steps`. Another framework's null is algorithm.num_epochs here"),

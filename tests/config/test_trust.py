@@ -41,6 +41,7 @@ UNTRUSTED = {
     "generation.workers": {"group": "ray", "python": "/tmp/python"},
     "algorithm.loss": {"name": "subprocess:call", "args": ["touch", "marker"]},
     "observers.mlflow": {"tracking_uri": "http://198.51.100.7"},
+    "observers.trackio": {"space_id": "somebody/else"},
     "checkpoints.upload": "s3://somebody/else",
     "policy.dtensor.custom_parallel_plan": "os:getcwd",
 }

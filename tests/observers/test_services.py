@@ -11,51 +11,19 @@ import warnings
 from pathlib import Path
 
 import pytest
+from service_runs import info, tell
 
 from rlframework.base.errors import ConfigError
-from rlframework.config.algorithms import GRPOConfig
-from rlframework.config.environments import AdditionConfig
-from rlframework.config.policy import PolicyConfig
-from rlframework.config.sections import MlflowConfig, ObserversConfig, RunConfig, WandbConfig
+from rlframework.config.sections import MlflowConfig, ObserversConfig, WandbConfig
 from rlframework.observers import services
-from rlframework.observers.dispatch import Observers
 from rlframework.observers.environment import write_environment
 from rlframework.observers.services import TensorBoardObserver, check_services
-from rlframework.plugins.hookspec import RunInfo, SampleRecord
-
-QUIET = {"console": False, "jsonl": False, "tensorboard": False, "curve": False}
-SAMPLE = SampleRecord("1+1=", "2", 1.0, 1)
-
-
-def info(path: Path, **services_of_run) -> RunInfo:
-    config = RunConfig(
-        algorithm=GRPOConfig(num_steps=3),
-        policy=PolicyConfig(model_name="m"),
-        environment=AdditionConfig(),
-        output_dir=path,
-        observers=ObserversConfig(**QUIET, **services_of_run),
-    )
-    return RunInfo(config, path)
-
-
-def tell(run: RunInfo, *, error: type[BaseException] | None = None) -> None:
-    """A run of two steps and a checkpoint that ends with `error`."""
-    try:
-        with Observers(run.config.observers, run) as observers:
-            observers.step_finished(1, {"train/loss": 0.5, "train/kl": float("nan")}, [SAMPLE])
-            observers.step_finished(2, {"train/loss": 0.25, "validation/pass@4": 0.5})
-            observers.checkpoint_saved(2, run.output_dir / "model")
-            if error is not None:
-                raise error
-            observers.run_finished({"train/loss": 0.25})
-    except (KeyboardInterrupt, ValueError):
-        pass
-
+from rlframework.plugins.hookspec import RunInfo
 
 # -- before the run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_an_error_before_the_run_and_names_the_extra(name, monkeypatch):
     monkeypatch.setattr(services, "_installed", lambda module: module != name)
     check_services(ObserversConfig())
@@ -90,7 +58,7 @@ def test_the_run_is_rejected_before_anything_is_written(tmp_path, monkeypatch):
 # -- a package that fails, and one that records -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_service_that_raises_is_reported_once_and_the_run_continues(name, tmp_path, monkeypatch, caplog):
     def fail(*arguments, **named):
         raise RuntimeError("no route to https://me:hush@host")

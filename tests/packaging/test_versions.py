@@ -82,10 +82,10 @@ def test_each_plugin_pins_the_core_of_its_release(name):
     assert pins == [f"rlframework-core=={version('core')}"]
 
 
-OPTIONAL = ("wandb", "mlflow", "gymnasium", "mcp", "openenv", "reasoning-gym", "verifiers", "judge", "vision")
+OPTIONAL = ("wandb", "mlflow", "trackio", "gymnasium", "mcp", "openenv", "reasoning-gym", "verifiers", "judge", "vision")
 """The extras of packages that one part each needs."""
 
-ALIASES = ("agent", "doctor", "new-backend", "parity")
+ALIASES = ("agent", "doctor", "init", "new-backend", "parity")
 """The extras of a part or a command of a distribution with another name."""
 
 

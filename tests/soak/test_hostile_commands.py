@@ -24,9 +24,9 @@ WORDS = ("--nosuch", "--=x", "=", "=1", "~x", "a=b", "a=[", "policy.model_name=x
 NUMBERS = ("-1", "0", "nan", "1e400", "9" * 5000, "0x10", "\u0661", "x", "")
 COMMANDS = (
     "train", "evaluate", "generate", "config", "schema", "plugins", "doctor", "report", "convert", "tokenize",
-    "conformance", "parity", "new-backend",
+    "conformance", "parity", "new-backend", "init",
 )  # fmt: skip
-LIGHT = ("config", "new-backend", "plugins", "report", "schema", "train")
+LIGHT = ("config", "init", "new-backend", "plugins", "report", "schema", "train")
 """Commands that reject arguments before they import torch: those of the short form."""
 OF_PATHS = (
     "train {}", "train --resume {}", "train {} --dry-run", "evaluate {}", "evaluate folder --config {}",

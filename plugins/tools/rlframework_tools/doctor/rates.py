@@ -46,7 +46,8 @@ _SHORT = (
     "algorithm.validation={every: 0, at_start: false, at_end: false}",
     "checkpoints={every: 0, on_interrupt: false}",
     "policy.scheduler.warmup_steps=0",
-    "observers={console: false, tensorboard: false, curve: false, samples: 0, wandb: false, mlflow: false}",
+    "observers={console: false, tensorboard: false, curve: false, samples: 0}",
+    "observers={wandb: false, mlflow: false, trackio: false}",
 )
 
 
