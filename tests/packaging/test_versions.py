@@ -82,7 +82,18 @@ def test_each_plugin_pins_the_core_of_its_release(name):
     assert pins == [f"rlframework-core=={version('core')}"]
 
 
-OPTIONAL = ("wandb", "mlflow", "trackio", "gymnasium", "mcp", "openenv", "reasoning-gym", "verifiers", "judge", "vision")
+OPTIONAL = (
+    "wandb",
+    "mlflow",
+    "trackio",
+    "gymnasium",
+    "mcp",
+    "openenv",
+    "reasoning-gym",
+    "verifiers",
+    "judge",
+    "vision",
+)
 """The extras of packages that one part each needs."""
 
 ALIASES = ("agent", "doctor", "init", "new-backend", "parity")

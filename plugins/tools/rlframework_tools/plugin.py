@@ -1,4 +1,4 @@
-"""The plugin of this distribution: the commands `doctor` and `new-backend`, and estimates of planned runs."""
+"""The plugin of this distribution: the commands `init`, `doctor` and `new-backend`, and estimates of planned runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typer import Argument, Option
 
 from rlframework.cli.common import Debug, Json, Overrides, print_table
 from rlframework.plugins.hookspec import hookimpl
+from rlframework_tools.init_command import init
 
 
 @hookimpl
 def rlframework_commands(app: typer.Typer) -> None:
-    """Add `doctor` and `new-backend`."""
+    """Add `init`, `doctor` and `new-backend`."""
+    app.command()(init)
     app.command()(doctor)
     app.command("new-backend")(new_backend)
 

@@ -13,12 +13,12 @@ from probe_runs import call, rows_of
 
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.policy import OptimizerConfig
-from rlframework.configure import load_config
-from rlframework.estimates.hardware import PlannedGpus
-from rlframework.estimates.plan import plan_run
-from rlframework.new_config import default_batch
+from rlframework.plugins.configure import load_config
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.launch import dry_run
+from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.new_config import default_batch
 
 ALGORITHMS = tuple(create_manager().registered("algorithm"))
 PAIRS = ("dpo", "ipo", "kto", "orpo", "reward_model", "simpo")

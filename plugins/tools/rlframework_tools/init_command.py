@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from typer import Argument, Option
 
-from rlframework.cli.common import Debug, app
-from rlframework.errors import UserError
+from rlframework.base.errors import UserError
+from rlframework.cli.common import Debug
 
 if TYPE_CHECKING:
-    from rlframework.new_config import Answers
+    from rlframework_tools.new_config import Answers
 
 Value = TypeVar("Value", str, int)
 
 
-@app.command()
 def init(
     file: Annotated[str | None, Argument(help="File to write. Default: ALGORITHM.yaml.")] = None,
     algorithm: Annotated[str | None, Option(metavar="NAME", help="As `rlframework plugins algorithm` lists.")] = None,
@@ -43,7 +42,7 @@ def init(
     rlframework init grpo.yaml --algorithm grpo --model Qwen/Qwen3-0.6B --data gsm8k --gpus 1 --yes
     rlframework init dpo.yaml --algorithm dpo --data pairs.jsonl --gpus 0 --yes
     """
-    from rlframework.new_config import write_config
+    from rlframework_tools.new_config import write_config
 
     ask = _Questions(yes=yes)
     answers = _answers(ask, algorithm, gpus, model, data, reward, teacher, batch)
@@ -89,7 +88,7 @@ def _answers(
     teacher: str | None,
     batch: int | None,
 ) -> Answers:
-    from rlframework.new_config import ADDITION, GSM8K, MODELS, Algorithm, Answers, default_batch
+    from rlframework_tools.new_config import ADDITION, GSM8K, MODELS, Algorithm, Answers, default_batch
 
     of = Algorithm.named(ask.answer("--algorithm", algorithm, "algorithm, such as grpo, sft or dpo", "grpo"))
     gpus = ask.answer("--gpus", gpus, "GPUs of this machine, 0 for a laptop", 0)

@@ -18,12 +18,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rlframework.base.errors import ConfigError
+from rlframework.base.files import write_atomically
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.sections import AlgorithmConfig
 from rlframework.config.yaml_text import parse_yaml, to_yaml
-from rlframework.configure import load_config
-from rlframework.errors import ConfigError
-from rlframework.files import write_atomically
+from rlframework.plugins.configure import load_config
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import AlgorithmRecord
 
