@@ -53,6 +53,8 @@ class PreferenceTraining(StepLoop):
     def __init__(self, parts: Parts) -> None:
         self._alike: dict[str, None] = {}  # the ids of checked samples whose two rows are equal
         super().__init__(parts)
+        self._scored_syncs = -1
+        """The updates of the reference that `held_out` has been scored after; -1: it has not."""
         self.inputs.rows("train", self.train_samples, self.longest_rows)
         self._warn_of_equal_rows()
         self.loader = PromptLoader(self.train_samples, self.samples_per_step(parts.config), parts.config.seed)
@@ -122,13 +124,17 @@ class PreferenceTraining(StepLoop):
                 images.check(ids, pictures_of(row.messages))
         return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(counts)).clone()} | media)
 
-    @cached_property
+    @property
     def held_out(self) -> BatchedDataDict[Any]:
-        """The validation pairs, with the reference's log-probabilities, which never change."""
-        samples = self.parts.environment.samples("validation")[: self.config.validation.samples]
-        batch = self.encode(samples)
-        self._add_reference(batch)
-        return batch
+        """The validation pairs, with the log-probabilities of the reference that there is now."""
+        if self._scored_syncs != self.reference_sync.count:
+            self._add_reference(self._held_out)
+            self._scored_syncs = self.reference_sync.count
+        return self._held_out
+
+    @cached_property
+    def _held_out(self) -> BatchedDataDict[Any]:
+        return self.encode(self.parts.environment.samples("validation")[: self.config.validation.samples])
 
     def _add_scores(self, batch: BatchedDataDict[Any]) -> None:
         """Add what the loss reads of other policies: log-probabilities of the reference, and KTO's estimate."""

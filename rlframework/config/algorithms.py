@@ -18,6 +18,7 @@ from rlframework.config.algorithm_presets import PRESETS, AlgorithmName, PresetN
 from rlframework.config.asynchrony import WithAsync, with_importance_correction
 from rlframework.config.base import NeedsTrust, OwnPath, Section
 from rlframework.config.numbers import Coefficient, Count, CountOrZero, Limit, Tokens, TokensOrZero
+from rlframework.config.reference_sync import WithReferenceSync
 from rlframework.config.sections import AlgorithmConfig
 
 TrainOn = Literal["last", "assistant", "all"]
@@ -196,7 +197,7 @@ def _preset_of(section: type[BaseModel], name: Any) -> str:
     return next(str(name) for base in sections if (name := base.model_fields["name"].default) in PRESETS)
 
 
-class GRPOConfig(WithAsync, AlgorithmConfig):
+class GRPOConfig(WithAsync, WithReferenceSync, AlgorithmConfig):
     """Group-relative policy optimization (arXiv:2402.03300) and the algorithms that are other settings of it."""
 
     name: AlgorithmName | OwnPath = Field("grpo", description="the algorithm, whose page lists its defaults")
