@@ -93,6 +93,9 @@ class PreferenceTraining(StepLoop):
         Equal scores count as half. `accuracy_low` and `accuracy_high`: Wilson's 95 % interval, for independent pairs.
         """
         batch, policy = self.held_out, self.parts.policy
+        if self._scored_syncs != self.reference_sync.count:
+            self._add_reference(batch)
+            self._scored_syncs = self.reference_sync.count
         policy.prepare_for_lp_inference()
         if isinstance(self.loss, KTOLoss):
             batch = BatchedDataDict({**batch, "kl_estimate": self._kl_estimate(batch)})
@@ -124,16 +127,9 @@ class PreferenceTraining(StepLoop):
                 images.check(ids, pictures_of(row.messages))
         return BatchedDataDict(data | {"chosen_tokens": counts[0::2].sum().expand(len(counts)).clone()} | media)
 
-    @property
-    def held_out(self) -> BatchedDataDict[Any]:
-        """The validation pairs, with the log-probabilities of the reference that there is now."""
-        if self._scored_syncs != self.reference_sync.count:
-            self._add_reference(self._held_out)
-            self._scored_syncs = self.reference_sync.count
-        return self._held_out
-
     @cached_property
-    def _held_out(self) -> BatchedDataDict[Any]:
+    def held_out(self) -> BatchedDataDict[Any]:
+        """The validation pairs; `validate` adds the reference's log-probabilities, again when it has been updated."""
         return self.encode(self.parts.environment.samples("validation")[: self.config.validation.samples])
 
     def _add_scores(self, batch: BatchedDataDict[Any]) -> None:

@@ -219,7 +219,7 @@ class StepLoop(Algorithm):
         parts.policy.reset_peak_memory_stats()
         with profiling(parts, step) as profiled, timer.phase("step"):
             metrics, samples = self.train_step(step, timer)
-            metrics |= self.reference_sync.after_step(step, parts.policy, timer)
+            metrics |= self.reference_sync.after_step(step, parts.policy, timer.phase)
         metrics |= self.loader.pop_metrics()
         self.recorder.require(step)
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()

@@ -24,8 +24,10 @@ def metric(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_the_reference_that_moved(run_config: Any, tmp_path: Path) -> None:
-    keys = [KL, sync(2, 0.6), "checkpoints={every: 1, keep_last: 9}", "algorithm.validation.at_end=false"]
+@pytest.mark.parametrize("form", ["format: portable", "format: sharded, asynchronous: true"])
+def test_a_resumed_run_goes_on_with_the_reference_that_moved(run_config: Any, tmp_path: Path, form: str) -> None:
+    saves = f"checkpoints={{every: 1, keep_last: 9, {form}}}"
+    keys = [KL, sync(2, 0.6), saves, "algorithm.validation.at_end=false"]
     run(run_config("grpo", *keys, "algorithm.num_steps=5", f"output_dir={tmp_path / 'whole'}"))
     config = run_config("grpo", *keys, "algorithm.num_steps=3", f"output_dir={tmp_path / 'two'}")
     run(config)
