@@ -74,7 +74,7 @@ class Tickets(Rule):
         self._left = [groups] * (steps + more + 1)
 
     def begin(self) -> Group | None:
-        ticket = self.ledger.admit(lambda: self.begun)
+        ticket = self.ledger.admit(lambda step: self.begun)
         if ticket is None:
             return None
         group = self._new()

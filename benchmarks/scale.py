@@ -239,7 +239,7 @@ def keep_the_ledger(engines: int) -> None:
     """Admit and complete the groups of a step; ask after each one, as the driver does, whether all are complete."""
     groups = engines * ROWS // GROUP
     ledger: Ledger[int, int] = Ledger(groups=groups, max_staleness=1, last_step=1, clock=time.monotonic)
-    tickets = [ledger.admit(lambda: 0) for _ in range(groups)]
+    tickets = [ledger.admit(lambda step: 0) for _ in range(groups)]
     for number in reversed(range(groups)):
         ledger.settled(1)
         ticket = tickets[number]

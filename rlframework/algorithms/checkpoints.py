@@ -5,7 +5,8 @@
         checksums.json   of run.json; the two folders have their own
         model/           weights: a Hugging Face directory, or its configuration and tokenizer with sharded weights
         optimizer/       moments, schedule, random states of the workers
-        critic/          the same two folders of a further policy that is trained
+        reference/       weights of the reference policy, if `algorithm.reference_sync` has changed them
+        critic/          the folders `model` and `optimizer` of a further policy that is trained
 
 The modules `portable` and `sharded` of `rlframework.policy.checkpoint` describe the two formats of weights and moments
 (`checkpoints.format`); reading detects the format. A checkpoint is written under a temporary name and renamed when it
@@ -34,6 +35,8 @@ from rlframework.base.files import LOCK_FILE, Replacement, remove_directory, rem
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
 from rlframework.rollout.parts import Parts
+from rlframework.training.interrupts import end_run, ending_on_signals, handling, raise_if_ended
+from rlframework.training.reference_sync import SYNCS
 
 if TYPE_CHECKING:
     from rlframework.config.sections import CheckpointsConfig
@@ -185,11 +188,17 @@ class Checkpoints:
                         str(folder / place / "optimizer"),
                         form=self._config.format,
                         asynchronous=self._config.asynchronous and self._stop is None,
+                        **self._reference(folder, place, facts),
                     )
         except BaseException:
             replacement.abandon()
             raise
         return replacement
+
+    def _reference(self, folder: Path, place: str, facts: RunState) -> dict[str, str]:
+        """Return the argument for the folder of the reference, if the policy of `place` has one that has changed."""
+        changed = place == "." and facts.state.get(SYNCS, 0) and self._parts.policy.has_reference
+        return {"reference_path": str(folder / "reference")} if changed else {}
 
     def _finish(self) -> None:
         """Wait for the pending checkpoint and rename it; then delete all except the last and the best."""
@@ -258,7 +267,8 @@ class Checkpoints:
         check_files(path)
         facts = _read(path)
         for place, policy in self._trained.items():
-            policy.load_checkpoint(str(path / place / "model"), str(path / place / "optimizer"))
+            folders = str(path / place / "model"), str(path / place / "optimizer")
+            policy.load_checkpoint(*folders, **self._reference(path, place, facts))
         self._parts.environment.load_state_dict(facts.environment)
         self._upload(path)  # unless it is there: the upload may have been interrupted
         return facts

@@ -32,6 +32,16 @@ from rlframework.observers.timeline import TRAINER, Timeline
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.parts import Parts
 from rlframework.rollout.result import LIMITS
+from rlframework.training.checkpoints import Checkpoints, RunState, restore_random_states
+from rlframework.training.early_stopping import EarlyStopping
+from rlframework.training.garbage import collecting_what_is_new
+from rlframework.training.input_checks import InputCheck
+from rlframework.training.interrupts import raise_if_ended
+from rlframework.training.performance import performance_metrics
+from rlframework.training.recording import Recorder, profiling
+from rlframework.training.reference_sync import SYNCS, ReferenceSync
+from rlframework.training.sampling_check import SamplingCheck
+from rlframework.training.validation import validate
 
 _LOG = logging.getLogger(__name__)
 
@@ -109,6 +119,7 @@ class StepLoop(Algorithm):
         self.sampling_check = SamplingCheck(parts.config, lambda: parts.generation.probe_bounds)
         self.checkpoints = Checkpoints(parts)
         self.early_stopping = EarlyStopping(self.config.early_stopping)
+        self.reference_sync = ReferenceSync(getattr(self.config, "reference_sync", None))
         self.timeline = Timeline()
         self._history: list[dict[str, float]] = []
         self._restored: RunState | None = None
@@ -188,6 +199,7 @@ class StepLoop(Algorithm):
                 ends = stopped or step == self.config.num_steps
                 with Timer(self.timeline).phase("checkpoint"):
                     state = self.state_dict() | {"early_stopping": self.early_stopping.state_dict()}
+                    state |= {SYNCS: self.reference_sync.count}
                     self.checkpoints.after_step(step, state, last, metrics, last=ends)
                 if stopped:
                     break
@@ -199,6 +211,7 @@ class StepLoop(Algorithm):
             self.load_state_dict(restored.state)
             if (state := restored.state.get("early_stopping")) is not None:
                 self.early_stopping.load_state_dict(state)
+            self.reference_sync.count = restored.state.get(SYNCS, 0)
             self._restored = restored
 
     def _begin(self) -> dict[str, float]:
@@ -216,6 +229,7 @@ class StepLoop(Algorithm):
         parts.policy.reset_peak_memory_stats()
         with profiling(parts, step) as profiled, timer.phase("step"):
             metrics, samples = self.train_step(step, timer)
+            metrics |= self.reference_sync.after_step(step, parts.policy, timer.phase)
         metrics |= self.loader.pop_metrics()
         self.recorder.require(step)
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()

@@ -53,6 +53,8 @@ class PreferenceTraining(StepLoop):
     def __init__(self, parts: Parts) -> None:
         self._alike: dict[str, None] = {}  # the ids of checked samples whose two rows are equal
         super().__init__(parts)
+        self._scored_syncs = -1
+        """The updates of the reference that `held_out` has been scored after; -1: it has not."""
         self.inputs.rows("train", self.train_samples, self.longest_rows)
         self._warn_of_equal_rows()
         self.loader = PromptLoader(self.train_samples, self.samples_per_step(parts.config), parts.config.seed)
@@ -91,6 +93,9 @@ class PreferenceTraining(StepLoop):
         Equal scores count as half. `accuracy_low` and `accuracy_high`: Wilson's 95 % interval, for independent pairs.
         """
         batch, policy = self.held_out, self.parts.policy
+        if self._scored_syncs != self.reference_sync.count:
+            self._add_reference(batch)
+            self._scored_syncs = self.reference_sync.count
         policy.prepare_for_lp_inference()
         if isinstance(self.loss, KTOLoss):
             batch = BatchedDataDict({**batch, "kl_estimate": self._kl_estimate(batch)})
@@ -124,11 +129,8 @@ class PreferenceTraining(StepLoop):
 
     @cached_property
     def held_out(self) -> BatchedDataDict[Any]:
-        """The validation pairs, with the reference's log-probabilities, which never change."""
-        samples = self.parts.environment.samples("validation")[: self.config.validation.samples]
-        batch = self.encode(samples)
-        self._add_reference(batch)
-        return batch
+        """The validation pairs; `validate` adds the reference's log-probabilities, again when it has been updated."""
+        return self.encode(self.parts.environment.samples("validation")[: self.config.validation.samples])
 
     def _add_scores(self, batch: BatchedDataDict[Any]) -> None:
         """Add what the loss reads of other policies: log-probabilities of the reference, and KTO's estimate."""

@@ -17,7 +17,9 @@ from pydantic import (
 from rlframework.config.algorithm_presets import PRESETS, AlgorithmName, PresetName, with_preset
 from rlframework.config.asynchrony import WithAsync, with_importance_correction
 from rlframework.config.base import NeedsTrust, OwnPath, Section
+from rlframework.config.curriculum import CurriculumConfig
 from rlframework.config.numbers import Coefficient, Count, CountOrZero, Limit, Tokens, TokensOrZero
+from rlframework.config.reference_sync import WithReferenceSync
 from rlframework.config.sections import AlgorithmConfig
 
 TrainOn = Literal["last", "assistant", "all"]
@@ -196,7 +198,7 @@ def _preset_of(section: type[BaseModel], name: Any) -> str:
     return next(str(name) for base in sections if (name := base.model_fields["name"].default) in PRESETS)
 
 
-class GRPOConfig(WithAsync, AlgorithmConfig):
+class GRPOConfig(WithAsync, WithReferenceSync, AlgorithmConfig):
     """Group-relative policy optimization (arXiv:2402.03300) and the algorithms that are other settings of it."""
 
     name: AlgorithmName | OwnPath = Field("grpo", description="the algorithm, whose page lists its defaults")
@@ -213,6 +215,9 @@ class GRPOConfig(WithAsync, AlgorithmConfig):
         0,
         description="repeat rollouts, up to this many a step, until there are prompts_per_step groups whose rewards "
         "differ (DAPO, arXiv:2503.14476); 0: off",
+    )
+    curriculum: CurriculumConfig | None = Field(
+        None, description="skip prompts that are too easy or too hard by their measured success; null: draw all"
     )
     group_baseline: bool = Field(True, description="subtract the mean reward of the group; false: no baseline")
     leave_one_out: bool = Field(False, description="baseline: mean of the other rewards (RLOO, arXiv:2402.14740)")
@@ -284,6 +289,16 @@ class GRPOConfig(WithAsync, AlgorithmConfig):
             raise ValueError("normalize_std=others is the deviation of the rewards of leave_one_out; set that to true")
         if self.dynamic_sampling and not self.group_baseline:
             raise ValueError("dynamic_sampling drops groups of equal rewards, which group_baseline=false trains on")
+        return self
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        band, each = self.curriculum, self.samples_per_prompt
+        if band and not any(band.min_success <= right / each <= band.max_success for right in range(each + 1)):
+            raise ValueError(
+                f"with samples_per_prompt={each} no prompt can have a success from curriculum.min_success="
+                f"{band.min_success:g} to curriculum.max_success={band.max_success:g}; use more samples or a wider band"
+            )
         return self
 
     @model_validator(mode="after")

@@ -72,6 +72,9 @@ _WORDS: Mapping[str, str] = {
         "generation.max_length generation.max_tokens"
     ),
     # algorithm and loss
+    "algorithm.reference_sync": "sync_ref_model",
+    "algorithm.reference_sync.alpha": "ref_model_mixup_alpha",
+    "algorithm.reference_sync.steps": "ref_model_sync_steps",
     "algorithm.num_epochs": "num_train_epochs total_epochs num_episodes max_num_epochs",
     "algorithm.num_steps": "max_steps max_num_steps total_training_steps",
     "algorithm.epochs_per_batch": "num_iterations ppo_epochs max_epochs",
@@ -249,7 +252,6 @@ _VLLM_TENSOR = (
     "whole model."
 )
 _PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model")
-_REFERENCE = "The reference keeps the weights that the run starts from: remove the key."
 
 WITHOUT_COUNTERPART: Mapping[str, str] = {
     "gradient_accumulation_steps": (
@@ -300,9 +302,6 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
         ),
         "The reference has the model, the backend and the layout of the policy: remove the key.",
     ),
-    "sync_ref_model": _REFERENCE,
-    "ref_model_mixup_alpha": _REFERENCE,
-    "ref_model_sync_steps": _REFERENCE,
     "precompute_ref_log_probs": "The reference scores each batch: remove the key.",
     "remove_unused_columns": "Reward functions get every column: remove the key.",
     "per_device_eval_batch_size": "`algorithm.validation.samples` is the number of validation samples: remove the key.",

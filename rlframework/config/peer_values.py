@@ -93,6 +93,7 @@ WORD_VALUES: Mapping[str, Mapping[str, str]] = {
     "async_grpo.enabled": {"true": "is this section, with generation.workers too", **_OFF},
     "colocated.enabled": {"true": _REMOVED, "false": "is this section"},
     "use_vllm": {"true": "is vllm", **_OFF},
+    "sync_ref_model": {"true": "is this section, which `algorithm.reference_sync: {}` gives its defaults", **_OFF},
     "use_peft": {"true": _ADAPTERS, **_OFF},
     "lora_cfg.enabled": {"true": _ADAPTERS, "false": "is no adapters: remove lora_cfg"},
     "use_dynamic_sampling": {

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from rlframework.config.base import OwnPath, Section
 from rlframework.config.numbers import Coefficient, Limit, Tokens
+from rlframework.config.reference_sync import WithReferenceSync
 from rlframework.config.sections import AlgorithmConfig
 
 Smoothing = Annotated[float, Field(ge=0.0, lt=0.5)]
@@ -77,7 +78,7 @@ class PairwiseConfig(PreferenceConfig):
         return PairLossConfig(**{name: getattr(self, name) for name in shared})
 
 
-class DPOConfig(PairwiseConfig):
+class DPOConfig(WithReferenceSync, PairwiseConfig):
     """Direct preference optimization (arXiv:2305.18290)."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -102,7 +103,7 @@ class DPOConfig(PairwiseConfig):
     weight: Coefficient = Field(1.0, description="weight of the preference term")
 
 
-class IPOConfig(PairwiseConfig):
+class IPOConfig(WithReferenceSync, PairwiseConfig):
     """Identity preference optimization (arXiv:2310.12036)."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"length_mean": True, "sft_mean": "token"}}
@@ -151,7 +152,7 @@ class ORPOConfig(PairwiseConfig):
         return super().pair_loss().model_copy(update={"score": "log_odds", "length_mean": True, "beta": 1.0})
 
 
-class KTOConfig(PreferenceConfig):
+class KTOConfig(WithReferenceSync, PreferenceConfig):
     """Kahneman-Tversky optimization (arXiv:2402.01306), on each answer of a pair by itself."""
 
     name: Literal["kto"] | OwnPath = Field("kto", description="Kahneman-Tversky optimization")

@@ -18,6 +18,7 @@ from rlframework.config.peer_values import METRICS, metric_hint, value_hint
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
+from rlframework.config.reference_sync import WithReferenceSync
 from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import Keys, Tree
@@ -184,7 +185,10 @@ def _null_characters(given: Any, keys: Keys, tree: Tree) -> Iterator[Problem]:
 
 def check_run(config: RunConfig) -> Iterator[Problem]:
     """Yield the conflicts between keys that exist for every choice of plugins."""
-    conflicts = _conflicts, _metric_conflicts, _step_conflicts, _generation_conflicts, _image_conflicts
+    conflicts = (
+        *(_conflicts, _metric_conflicts, _step_conflicts),
+        *(_generation_conflicts, _image_conflicts, _reference_conflicts),
+    )
     for problem in chain.from_iterable(find(config) for find in conflicts):
         yield replace(problem, given=attrgetter(problem.key)(config))
 
@@ -305,6 +309,20 @@ def _generation_conflicts(config: RunConfig) -> Iterator[Problem]:
     if workers.group == config.worker_group.name == "inline" and config.generation.refit.transport == "collective":
         message = "must be auto or ipc when trainer and engine are both inline: a process group needs several processes"
         yield Problem("generation.refit.transport", message)
+
+
+def _reference_conflicts(config: RunConfig) -> Iterator[Problem]:
+    """Updates of a reference policy that does not exist, or that has no weights of its own."""
+    algorithm, key = config.algorithm, "algorithm.reference_sync"
+    if not isinstance(algorithm, WithReferenceSync) or algorithm.reference_sync is None:
+        return
+    if config.policy.lora is not None:
+        message = "must be null with policy.lora: the reference is the base model without the adapters, not a copy"
+        yield Problem(key, message, "Remove it, or train all weights without policy.lora.")
+    own = ":" in algorithm.name  # its class tells whether it needs a reference
+    if isinstance(algorithm, GRPOConfig) and not (own or algorithm.loss.kl_coef or algorithm.reward_kl_coef):
+        message = "needs a reference policy, which the algorithm has only with a KL term"
+        yield Problem(key, message, "Set algorithm.loss.kl_coef or algorithm.reward_kl.coef above 0, or remove it.")
 
 
 def _image_conflicts(config: RunConfig) -> Iterator[Problem]:

@@ -208,7 +208,10 @@ class PolicyWorker(ABC):
     def get_reference_policy_logprobs(
         self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
     ) -> Rows:
-        """Return `reference_logprobs [B, S]`: like `get_logprobs`, with the weights that the worker was built with."""
+        """Return `reference_logprobs [B, S]`: like `get_logprobs`, with the weights of the reference.
+
+        They are those that the worker was built with, until `sync_reference` changes them.
+        """
 
     @abstractmethod
     def use_reference_model(self) -> AbstractContextManager[None]:
@@ -309,6 +312,14 @@ class PolicyWorker(ABC):
         """Offload model and optimizer to CPU memory."""
         raise _undeclared(self, "offload its model", "cpu_offload")
 
+    def sync_reference(self, alpha: float) -> None:
+        """Change the weights of the reference to `alpha` times the policy's plus `1 - alpha` times its own, in fp32.
+
+        The policy does not change. Capability `reference_model`; `NotSupported` for a worker with adapters, whose
+        reference is their base, or one that was built without a reference.
+        """
+        raise _undeclared(self, "change its reference", "reference_model")
+
     def get_token_set_logprobs(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `set_logprobs [B, S, K]` fp32 of the tokens `data["token_sets"] [B, S, K]`.
 
@@ -341,13 +352,16 @@ class PolicyWorker(ABC):
         *,
         form: str = "portable",
         asynchronous: bool = False,
+        reference_path: str | None = None,
     ) -> None:
         """Write the state that training resumes from; each directory is written atomically.
 
         Without `optimizer_path`, write weights only. Capability `portable_optimizer_state`. With `form="sharded"`
         (capability `sharded_checkpoints`) each worker writes its own shards; with `asynchronous` the call then returns
         as soon as they are copied, and `finish_checkpoint` must follow. With `form="native"` (capability
-        `native_checkpoints`) the checkpoint has the engine's own format.
+        `native_checkpoints`) the checkpoint has the engine's own format. With `reference_path`, also write the weights
+        of the reference, which `sync_reference` changes; they are written when the call returns, in the portable form
+        unless `form` is "sharded".
         """
         raise _undeclared(self, "save its optimizer", "portable_optimizer_state")
 
@@ -361,8 +375,12 @@ class PolicyWorker(ABC):
         The next `save_checkpoint` or `load_checkpoint` does the same. Does nothing if no save is in progress.
         """
 
-    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+    def load_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, reference_path: str | None = None
+    ) -> None:
         """Resume from a checkpoint of `save_checkpoint`, in any of its forms. Capability `portable_optimizer_state`.
+
+        Without `reference_path` the reference stays as it is.
 
         Raises `DataError` naming the file, without changing any state, if files are missing, truncated or damaged, or
         if the checkpoint is in the native form of another backend.

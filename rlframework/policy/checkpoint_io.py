@@ -24,6 +24,7 @@ from rlframework.policy.checkpoint.pretrained import open_saved, write_config, w
 from rlframework.policy.checkpoint.saved import FIRST, SECOND, SavedMoments, is_native, is_sharded, native_files
 from rlframework.policy.checkpoint.shared_directory import save_native
 from rlframework.policy.engine import Engine, Moments
+from rlframework.policy.reference import BaseReference, SnapshotReference, require_copy
 from rlframework.policy.shared_state import Part, Residency, TrainingProgress
 from rlframework.policy.trained_weights import TrainedWeights
 
@@ -46,6 +47,7 @@ class CheckpointIO:
     progress: TrainingProgress
     backend: str
     has_optimizer: bool
+    reference: SnapshotReference | BaseReference | None = None
     _save: CheckpointSave | None = None
 
     def save(
@@ -56,6 +58,7 @@ class CheckpointIO:
         *,
         form: str = "portable",
         asynchronous: bool = False,
+        reference_path: str | None = None,
     ) -> None:
         """See `PolicyWorker.save_checkpoint`."""
         self.residency.require_policy("save_checkpoint")
@@ -67,11 +70,14 @@ class CheckpointIO:
             raise NotSupported("this worker was built without an optimizer, so it has no optimizer state to save")
         self.finish()  # the previous one
         engine = self.engine
-        size = self.weights.trained_bytes() * (1 if optimizer_path is None else 3)  # two moments
+        copies = (1 if optimizer_path is None else 3) + (reference_path is not None)  # two moments
+        size = self.weights.trained_bytes() * copies
         # the first rank checks for all
         run_on_all_ranks(engine.context, partial(require_space, weights_path, 0 if engine.context.rank else size))
         if form != "sharded":  # shards are written from whichever device they are on
             self.residency.onload(*_parts(optimizer_path))
+        if reference_path is not None:
+            self._save_reference(reference_path, sharded=form == "sharded")
         if form == "portable":
             moments = engine.gather_moments()  # raises before anything is written
             self.weights.write(weights_path)
@@ -91,6 +97,17 @@ class CheckpointIO:
             with writing(tokenizer_path):
                 engine.tokenizer.save_pretrained(tokenizer_path)
         if not asynchronous:
+            self.finish()
+
+    def _save_reference(self, path: str, *, sharded: bool) -> None:
+        """Write the weights of the reference; complete when the call returns, as the model has them only within it."""
+        reference = require_copy(self.reference, "save_checkpoint with a reference_path")
+        self.residency.onload("model")
+        with reference.use():
+            if not sharded:
+                self.weights.write(path)
+                return
+            self._start_sharded(path, None, asynchronous=False)
             self.finish()
 
     def _save_optimizer(self, path: str, moments: Iterator[tuple[str, Moments]]) -> None:
@@ -159,7 +176,7 @@ class CheckpointIO:
         if save is not None:
             save.abandon()
 
-    def load(self, weights_path: str, optimizer_path: str | None = None) -> None:
+    def load(self, weights_path: str, optimizer_path: str | None = None, reference_path: str | None = None) -> None:
         """See `PolicyWorker.load_checkpoint`."""
         self.residency.require_policy("load_checkpoint")
         self.finish()
@@ -167,8 +184,12 @@ class CheckpointIO:
         # check everything before anything changes
         optimizer_name = engine.config.optimizer.name
         training = None if optimizer_path is None else _read_training(optimizer_path, optimizer_name)
-        run_on_all_ranks(engine.context, partial(self.check, weights_path, optimizer_path))
+        run_on_all_ranks(engine.context, partial(self.check, weights_path, optimizer_path, reference_path))
         self.residency.onload(*_parts(optimizer_path))
+        if reference_path is not None:
+            reference = require_copy(self.reference, "load_checkpoint with a reference_path")
+            self.weights.read(reference_path)  # the policy's weights are read after it
+            reference.take()
         native = is_native(weights_path)
         if native:
             engine.load_native(native_files(weights_path, self.backend, optimizer=optimizer), optimizer=optimizer)

@@ -16,6 +16,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
 from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
+from rlframework.errors import BatchError, ConfigError, NotSupported
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
@@ -110,7 +111,7 @@ class Policy:
             )
         self.config = config
         self.record, self.capabilities = record, record.capabilities
-        self._has_optimizer, self._has_reference = init_optimizer, init_reference_model
+        self._has_optimizer, self.has_reference = init_optimizer, init_reference_model
         group = self._choose_group_class(manager.load(manager.select("worker_group", config.worker_group.name).record))
         spec = self._wrap_spec(
             worker_spec(
@@ -222,7 +223,7 @@ class Policy:
     def _score(self, method: Callable[..., Rows], data: Rows, options: Mapping[str, Any]) -> Rows:
         head = {PolicyWorker.score: "score", PolicyWorker.get_values: "value"}.get(method, "language")
         require_head(self.config.policy, head, method.__name__)
-        if method is PolicyWorker.get_reference_policy_logprobs and not self._has_reference:
+        if method is PolicyWorker.get_reference_policy_logprobs and not self.has_reference:
             raise NotSupported("this policy keeps no reference weights; build it with init_reference_model=True")
         require_batch(method.__name__, data)
         data = detached(data)
@@ -267,9 +268,15 @@ class Policy:
     offload_after_refit = _moved(PolicyWorker.offload_after_refit)
 
     def save_checkpoint(
-        self, weights_path: str, optimizer_path: str | None, *, form: str = "portable", asynchronous: bool = False
+        self,
+        weights_path: str,
+        optimizer_path: str | None,
+        *,
+        form: str = "portable",
+        asynchronous: bool = False,
+        reference_path: str | None = None,
     ) -> None:
-        """Write the state that training resumes from; `form`, `asynchronous`: see `PolicyWorker.save_checkpoint`."""
+        """Write the state that training resumes from; see `PolicyWorker.save_checkpoint`."""
         if form in CAPABILITY_OF_FORM:
             require(self.record, CAPABILITY_OF_FORM[form], f"a {form} checkpoint was requested")
         self._calls.on_all(
@@ -278,7 +285,16 @@ class Policy:
             optimizer_path=optimizer_path,
             form=form,
             asynchronous=asynchronous,
+            **({} if reference_path is None else {"reference_path": reference_path}),
         )
+
+    def sync_reference(self, alpha: float) -> None:
+        """Move the reference toward the policy, `alpha` above 0 to 1: see `PolicyWorker.sync_reference`."""
+        if not 0.0 < alpha <= 1.0:
+            raise ConfigError(f"alpha is {alpha}; it must be above 0 and at most 1")
+        if not self.has_reference:
+            raise NotSupported("this policy keeps no reference weights; build it with init_reference_model=True")
+        self._calls.on_all(PolicyWorker.sync_reference, alpha=alpha)
 
     def checkpoint_written(self) -> bool:
         """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""

@@ -199,6 +199,21 @@ class Engine(ABC):
         self.restore(snapshot)
         return current
 
+    def mix(self, snapshot: dict[str, Tensor], other: Mapping[str, Tensor], alpha: float) -> None:
+        """Change `snapshot` to `alpha` times `other` plus `1 - alpha` times itself; both are snapshots of this rank.
+
+        Computed in fp32. An engine whose snapshots hold a weight twice, in two precisions, must keep these consistent.
+        Collective.
+        """
+        import torch
+
+        for name, tensor in snapshot.items():
+            if not tensor.is_floating_point():
+                tensor.copy_(other[name])
+                continue
+            exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))  # the tensor itself if it is fp32
+            tensor.copy_(exact.lerp_(other[name].to(exact.dtype), alpha))
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load whole weights, for all names in `weight_specs`: each rank copies its shards in place. No collective."""
         raise _not_implemented(self, "does not load weights", "portable_optimizer_state", "load_weights")

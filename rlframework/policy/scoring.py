@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,32 +20,8 @@ from rlframework.policy.host_buffers import HostBuffers
 from rlframework.policy.microbatches.on_demand import on_host
 from rlframework.policy.microbatches.token_sets import with_token_sets
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
+from rlframework.policy.reference import BaseReference, SnapshotReference, require_copy
 from rlframework.policy.shared_state import Residency
-
-
-class SnapshotReference:
-    """A copy of the weights that the worker was built with, in CPU memory."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.weights = engine.snapshot()
-        self._host = HostBuffers()
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Context manager: swap in the reference; restore the policy on exit, also after an exception."""
-        current = self._engine.swap(self.weights, self._host)
-        try:
-            yield
-        finally:
-            self._engine.restore(current)
-
-
-class BaseReference:
-    """The base model of adapters as the reference: the adapters are disabled, and no copy is kept."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.use = engine.without_adapters
 
 
 @dataclass
@@ -99,6 +74,13 @@ class Scoring:
         if self.reference is None:
             raise NotSupported("this worker keeps no reference weights; build it with init_reference_model=True")
         return self.residency.holding_reference(self.reference.use())
+
+    def sync_reference(self, alpha: float) -> None:
+        """See `PolicyWorker.sync_reference`."""
+        self.residency.require_policy("sync_reference")
+        reference = require_copy(self.reference, "sync_reference")
+        self.residency.onload("model")
+        reference.mix(alpha)
 
     def score_rows(self, data: Rows, head: HeadRequest, micro_batch_size: int | None, positions: str) -> Rows:
         """Return the head's results at each token, `[B, S, ...]` on the CPU; 0 at positions that were not requested."""

@@ -27,8 +27,9 @@ from rlframework.policy.device_memory import DeviceMemory, Phase
 from rlframework.policy.embedded_generation import EmbeddedGeneration
 from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
+from rlframework.policy.reference import BaseReference, SnapshotReference
 from rlframework.policy.reporting import Reporting
-from rlframework.policy.scoring import BaseReference, Scoring, SnapshotReference
+from rlframework.policy.scoring import Scoring
 from rlframework.policy.shared_state import Residency, TrainingProgress
 from rlframework.policy.trained_weights import Adapters, TrainedWeights, require_adapters
 from rlframework.policy.training_step import Training
@@ -146,7 +147,7 @@ class PolicyWorkerBase(PolicyWorker):
         self.scoring = self.scoring_class(engine, microbatching, residency, temperature, reference)
         self.weights = (Adapters if adapters else self.weights_class)(engine, generation)
         self.checkpoints = self.checkpoints_class(
-            engine, residency, self.weights, progress, type(self).__name__, init_optimizer
+            engine, residency, self.weights, progress, type(self).__name__, init_optimizer, reference
         )
         self.sender = WeightSender(engine, residency, self.weights, progress, generation.refit)
         self.reporting = Reporting(engine, microbatching, self.memory)
@@ -159,6 +160,7 @@ class PolicyWorkerBase(PolicyWorker):
     get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
     get_token_set_logprobs = _answered_by("scoring", Scoring.get_token_set_logprobs, "scoring")
     use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
+    sync_reference = _answered_by("scoring", Scoring.sync_reference)
     score = _answered_by("scoring", Scoring.score, "scoring")
     get_values = _answered_by("scoring", Scoring.get_values, "scoring")
     exchange = _answered_by("generation", EmbeddedGeneration.exchange, "generation")
@@ -236,7 +238,7 @@ class PolicyWorkerBase(PolicyWorker):
     def shutdown(self) -> None:
         """See `PolicyWorker.shutdown`."""
         self.generation.close()
-        self.scoring.reference = None
+        self.scoring.reference = self.checkpoints.reference = None
         self.reporting.stop_profiling(None)
         self.checkpoints.abandon()
         self.sender.close()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlframework.base.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.config.asynchrony import AsyncConfig
 from rlframework.datasets.loader import PromptLoader
+from rlframework.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.interfaces.policy_worker import SAMPLED_NOW
@@ -66,11 +67,8 @@ class AsynchronousRollouts(StepRollouts):
     def __init__(self, parts: Parts, config: AsyncConfig, groups: int, rows: int, last_step: int) -> None:
         """Start nothing. Raises like `check_asynchronous`."""
         check_asynchronous(parts)
-        super().__init__(parts, groups, rows)
-        self._config, self._samples = config, parts.environment.samples("train")
-        self._last_step = last_step
-        numbers, mixture = range(len(self._samples)), getattr(self._samples, "mixture", ())
-        self._loader: PromptLoader[int] = PromptLoader(numbers, 1, parts.config.seed, mixture)
+        super().__init__(parts, groups, rows, config.max_staleness)
+        self._config, self._last_step = config, last_step
         self._player = group_player(parts)
         self._ledger: Ledger[int, Any] = Ledger(
             groups=groups,
@@ -136,7 +134,7 @@ class AsynchronousRollouts(StepRollouts):
             self._start()
         if number:
             with self._changed:
-                self._ledger.extend(step, self._draw)
+                self._ledger.extend(step, self._prompts.draw)
             self._wake_player()
         begun = time.perf_counter()
         self._wait(lambda: self._settled(step) is not None)
@@ -151,6 +149,8 @@ class AsynchronousRollouts(StepRollouts):
         if self._config.max_staleness:
             result.data[SAMPLED_NOW] = result.sampled_with(self._parts.generation.weights_version)
         add_rewards_of_models(self._parts, result)
+        with self._changed:
+            self._prompts.note(step, self._success([each.ticket.prompt for each in found], result))
         return result
 
     def _join(self, found: Sequence[Settled[int, Any]]) -> Rollout:
@@ -190,24 +190,21 @@ class AsynchronousRollouts(StepRollouts):
         with self._changed:
             return self._ledger.settled(step)
 
-    def _draw(self) -> int:
-        return next(self._loader)[0]
-
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def pop_metrics(self) -> dict[str, float]:
         """See `StepRollouts.pop_metrics`."""
         with self._changed:
-            return self._loader.pop_metrics()
+            return self._prompts.pop_metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """See `StepRollouts.state_dict`. Includes the ledger, at the same moment."""
         with self._changed:
-            return self._loader.state_dict() | {"ledger": self._ledger.state_dict()}
+            return self._prompts.state_dict() | {"ledger": self._ledger.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StepRollouts.load_state_dict`; also takes the state of a synchronous run."""
-        self._loader.load_state_dict(state)
+        self._prompts.load_state_dict(state)
         if "ledger" in state:
             self._ledger.load_state_dict(state["ledger"])
 
@@ -300,7 +297,7 @@ class AsynchronousRollouts(StepRollouts):
 
     def _admit(self) -> Ticket[int] | None:
         with self._changed:
-            return self._ledger.admit(self._draw)
+            return self._ledger.admit(self._prompts.draw)
 
     async def _play(self, ticket: Ticket[int]) -> None:
         """Play the group of `ticket`, and settle it."""

@@ -71,10 +71,10 @@ class Ledger(Generic[P, G]):
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
-    def admit(self, draw: Callable[[], P]) -> Ticket[P] | None:
+    def admit(self, draw: Callable[[int], P]) -> Ticket[P] | None:
         """Return the next ticket; None while it would be too stale, or if there are no more.
 
-        `draw()` returns the next prompt of the data. It is called when a slot takes no failed prompt.
+        `draw(step)` returns the next prompt of the data, for `step`. It is called when a slot takes no failed prompt.
         """
         if not self._queue or self._queue[0].step > self.version + 1 + self._max_staleness:
             return None
@@ -93,7 +93,7 @@ class Ledger(Generic[P, G]):
         self._number += 1
         return slot.ticket
 
-    def extend(self, step: int, draw: Callable[[], P]) -> None:
+    def extend(self, step: int, draw: Callable[[int], P]) -> None:
         """Open as many slots again in `step`, all of whose tickets are settled, and which is the next to be taken.
 
         Their prompts follow all that were planned before, so that it does not matter when this is called.
@@ -119,14 +119,14 @@ class Ledger(Generic[P, G]):
             self._unsettled[self._planned] = len(slots)
             self._queue += slots
 
-    def _draw(self, slot: Slot[P, G], draw: Callable[[], P]) -> None:
+    def _draw(self, slot: Slot[P, G], draw: Callable[[int], P]) -> None:
         if slot.drawn:
             return
         if self._waiting and self._waiting[0].due <= slot.step:
             again = self._waiting.popleft()
             slot.prompt, slot.attempt = again.prompt, again.attempt
         else:
-            slot.prompt = draw()
+            slot.prompt = draw(slot.step)
         slot.drawn = True
 
     # -- settling ------------------------------------------------------------------------------------------------------

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
 from rlframework.datasets.loader import PromptLoader
 from rlframework.interfaces.environment import Sample
+from rlframework.datasets.curriculum import Curriculum
+from rlframework.datasets.loader import PromptLoader
+from rlframework.errors import DataError
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
@@ -20,8 +24,21 @@ if TYPE_CHECKING:
 class StepRollouts(ABC):
     """Rollouts of `groups` samples for each step, `rows` of each. The methods are called in the driver's thread."""
 
-    def __init__(self, parts: Parts, groups: int, rows: int) -> None:
+    def __init__(self, parts: Parts, groups: int, rows: int, max_staleness: int = 0) -> None:
         self._parts, self._groups, self._rows = parts, groups, rows
+        self._samples = parts.environment.samples("train")
+        numbers, mixture = range(len(self._samples)), getattr(self._samples, "mixture", ())
+        loader: PromptLoader[int] = PromptLoader(numbers, 1, parts.config.seed, mixture)
+        section = getattr(parts.config.algorithm, "curriculum", None)
+        self._prompts = Curriculum(loader, len(self._samples), section, delay=1 + max_staleness)
+        if section is not None and section.measured is not None and parts.checkpoint is None:
+            self._prompts.start_from(section.measured, self._samples)
+
+    def _success(self, numbers: Sequence[int], result: Rollout) -> list[tuple[int, float]]:
+        """Return the number of each prompt of `result` with the mean accuracy of its episodes that have not failed."""
+        accuracies, kept = result.accuracies.view(-1, self._rows), ~result.failed.view(-1, self._rows)
+        means = (accuracies * kept).sum(1) / kept.sum(1)
+        return [(number, mean) for number, mean in zip(numbers, means.tolist(), strict=True) if not isnan(mean)]
 
     @abstractmethod
     def publish(self, step: int) -> None:
@@ -57,20 +74,19 @@ class StepRollouts(ABC):
 class SynchronousRollouts(StepRollouts):
     """Generates in the driver's thread, when a step begins."""
 
-    def __init__(self, parts: Parts, groups: int, rows: int) -> None:
-        super().__init__(parts, groups, rows)
-        self._loader: PromptLoader[Sample] = PromptLoader(parts.environment.samples("train"), groups, parts.config.seed)
-
     def publish(self, step: int) -> None:
         """See `StepRollouts.publish`."""
         self._parts.generation.prepare_for_generation()
 
     def rollout(self, step: int, number: int) -> Rollout:
         """See `StepRollouts.rollout`."""
-        samples = [sample for sample in next(self._loader) for _ in range(self._rows)]
+        numbers = [self._prompts.draw(step) for _ in range(self._groups)]
+        samples = [sample for row in numbers for sample in [self._samples[row]] * self._rows]
         first = number * len(samples)
         seeds = row_seeds(self._parts.config.seed, step, first + len(samples))[first:]
-        return rollout(self._parts, samples, seeds)
+        result = rollout(self._parts, samples, seeds)
+        self._prompts.note(step, self._success(numbers, result))
+        return result
 
     def take(self, step: int) -> dict[str, float]:
         """See `StepRollouts.take`."""
@@ -78,11 +94,11 @@ class SynchronousRollouts(StepRollouts):
 
     def pop_metrics(self) -> dict[str, float]:
         """See `StepRollouts.pop_metrics`."""
-        return self._loader.pop_metrics()
+        return self._prompts.pop_metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """See `StepRollouts.state_dict`."""
-        return self._loader.state_dict()
+        return self._prompts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StepRollouts.load_state_dict`. Raises `DataError` for the state of an asynchronous run."""
@@ -91,4 +107,4 @@ class SynchronousRollouts(StepRollouts):
                 "the checkpoint is of an asynchronous run, which has drawn prompts for later steps; resume it with "
                 "algorithm.async (with max_staleness: 0, generation waits for training)"
             )
-        self._loader.load_state_dict(state)
+        self._prompts.load_state_dict(state)

@@ -38,6 +38,13 @@ STOPS = ("generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11
 GAME = (*STOPS, 'plugins=["probe_games"]', "~environment", "environment={name: two_turns, max_episode_tokens: 24}")
 
 
+CURRICULUM = (
+    "algorithm.curriculum={skip_epochs: 1}",
+    "algorithm.prompts_per_step=16",
+    "algorithm.samples_per_prompt=2",
+)
+
+
 def staleness(most: int, **more: object) -> str:
     return f"algorithm.async={ {'max_staleness': most, **more} }".replace("'", "")
 
@@ -67,6 +74,7 @@ def metric(folder: Path, name: str) -> list[float]:
     [
         pytest.param(("algorithm.dynamic_sampling=3",), marks=pytest.mark.thorough),
         (*GAME, "environment.gather_timeout=20"),
+        CURRICULUM,
     ],
 )
 def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(
@@ -81,6 +89,8 @@ def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(
     assert numbers(tmp_path / "sync") == numbers(tmp_path / "async")
     assert metric(tmp_path / "async", "async/staleness_max") == [0.0, 0.0, 0.0]
     assert len(metric(tmp_path / "async", "train/model_score")) == 3 * len(scored)
+    skipped = sum(metric(tmp_path / "async", "train/prompts_skipped"))  # 48 of 30 prompts
+    assert (skipped > 0) == (environment == CURRICULUM)
 
 
 @pytest.mark.parametrize("update", ["in_flight", "drain"])

@@ -152,7 +152,7 @@ def test_a_ticket_that_hangs_ends_at_its_deadline_and_is_named() -> None:
     assert [each.reason for each in taken] == ["it was not complete 10 seconds after its admission", ""]
     ledger.published(1)
     # the prompt of step 1 is due at step 3, the first that nothing was admitted for before step 1 was settled
-    again = [ledger.admit(lambda: next(draw)) for _ in range(2)]
+    again = [ledger.admit(lambda step: next(draw)) for _ in range(2)]
     assert [(t.step, t.slot, t.prompt, t.attempt) for t in again if t] == [(3, 0, 0, 1), (3, 1, 100, 0)]
     assert str(again[0]) == "ticket 4 (step 3, slot 0, prompt 0, attempt 2)"
 
@@ -165,7 +165,7 @@ def admitted(ledger: Ledger[int, str], count: int) -> list[Any]:
     """Admit all tickets that can be, and return the first `count`."""
     numbers = iter(range(1000))
     tickets = []
-    while (ticket := ledger.admit(lambda: next(numbers))) is not None:
+    while (ticket := ledger.admit(lambda step: next(numbers))) is not None:
         tickets.append(ticket)
     return tickets[:count]
 
@@ -177,19 +177,19 @@ def test_admission_is_by_the_published_version_and_not_by_what_was_taken() -> No
     for ticket in tickets[:2]:
         ledger.complete(ticket, "group", [0])
     assert ledger.take(1) is not None
-    assert ledger.admit(lambda: 9) is None
+    assert ledger.admit(lambda step: 9) is None
     ledger.published(1)
     assert [ticket.step for ticket in admitted(ledger, 9)] == [3, 3]
 
 
 def test_an_extended_step_goes_first_and_its_prompts_are_drawn_last() -> None:
     ledger, numbers = book(), iter(range(99))
-    tickets = [ledger.admit(lambda: next(numbers)) for _ in range(2)]
+    tickets = [ledger.admit(lambda step: next(numbers)) for _ in range(2)]
     for ticket in tickets:
         assert ticket is not None
         ledger.complete(ticket, "group", [0])
-    ledger.extend(1, lambda: next(numbers))
-    after = [ledger.admit(lambda: next(numbers)) for _ in range(4)]
+    ledger.extend(1, lambda step: next(numbers))
+    after = [ledger.admit(lambda step: next(numbers)) for _ in range(4)]
     assert [(ticket.step, ticket.slot, ticket.prompt) for ticket in after if ticket] == [
         (1, 2, 4), (1, 3, 5), (2, 0, 2), (2, 1, 3),
     ]  # fmt: skip
@@ -207,7 +207,7 @@ def test_errors_name_the_ticket() -> None:
     with pytest.raises(LedgerError, match=r"step 2 cannot be taken: step 1 is next, and 9 is the last"):
         ledger.take(2)
     with pytest.raises(LedgerError, match=r"step 1 cannot be extended: 1 tickets are open \(ticket 1 \(step 1"):
-        ledger.extend(1, lambda: 7)
+        ledger.extend(1, lambda step: 7)
     with pytest.raises(LedgerError, match=r"version 1 cannot be published: the engines have version 0, and step 0 was"):
         ledger.published(1)
     assert ledger.fail(second, "it broke")
@@ -239,14 +239,14 @@ def test_the_bound_may_change_on_resume_and_the_number_of_groups_may_not() -> No
 def test_nothing_is_admitted_for_steps_after_the_last() -> None:
     ledger = book(max_staleness=5, last_step=2)
     assert [ticket.step for ticket in admitted(ledger, 99)] == [1, 1, 2, 2]
-    assert book(last_step=0).admit(lambda: 1) is None
+    assert book(last_step=0).admit(lambda step: 1) is None
 
 
 def test_a_ledger_begins_after_a_synchronous_run() -> None:
     ledger: Ledger[int, str] = Ledger(groups=2, max_staleness=1, last_step=6, clock=lambda: 0.0)
     ledger.start_after(4)
     prompts = iter(range(9))
-    tickets = [ledger.admit(lambda: next(prompts)) for _ in range(5)]
+    tickets = [ledger.admit(lambda step: next(prompts)) for _ in range(5)]
     assert [(ticket.step, ticket.version) for ticket in tickets[:4] if ticket] == [(5, 4), (5, 4), (6, 4), (6, 4)]
     assert tickets[4] is None
     with pytest.raises(LedgerError, match="a ledger with 4 tickets after step 4 cannot start at 5"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,15 @@ def test_dpo_raises_the_accuracy_on_held_out_pairs(run_config: Any, tmp_path: Pa
     assert last["validation/accuracy_low"] < last["validation/accuracy"] <= last["validation/accuracy_high"]
     assert last["validation/loss"] < 0.5
     assert last["validation/margin"] > 0.5
+
+
+@pytest.mark.slow
+def test_held_out_pairs_are_compared_with_the_reference_of_now(run_config: Any, tmp_path: Path) -> None:
+    """A policy that equals its reference has a loss of log 2: at the start, and after steps 2 and 4."""
+    more = ["algorithm={num_steps: 4, validation: {every: 1}, reference_sync: {steps: 2, alpha: 1.0}}"]
+    result = run(run_config("dpo", *options(pairs_file(tmp_path, 16), "policy.optimizer.lr=1e-2", *more)))
+    equal = [abs(row["validation/loss"] - math.log(2)) < 1e-6 for row in result.history]
+    assert equal == [True, False, True, False, True]
 
 
 def test_pairs_that_max_tokens_makes_equal_are_counted(tiny_llama: Any, caplog: Any) -> None:

@@ -29,9 +29,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.thorough), "grpo"])
-def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path, algorithm):
-    more = ["policy.scheduler={name: cosine, warmup_steps: 2, total_steps: 6}"]
+CURRICULUM = [
+    "algorithm.curriculum={skip_epochs: 1}",
+    "algorithm.prompts_per_step=16",
+    "algorithm.samples_per_prompt=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "keys"), [pytest.param("sft", [], marks=pytest.mark.thorough), ("grpo", []), ("grpo", CURRICULUM)]
+)
+def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path, algorithm, keys):
+    more = ["policy.scheduler={name: cosine, warmup_steps: 2, total_steps: 6}", *keys]
     run(run_config(algorithm, *overrides(tmp_path / "whole", *more)))
     run(run_config(algorithm, *overrides(tmp_path / "two", *more), "algorithm.num_steps=4"))
     resume(tmp_path / "two", ["algorithm.num_steps=6"])

@@ -100,6 +100,11 @@ class MainParams:
         """The main parameter of `parameter` on this rank; None if this rank updates none of it."""
         return self._main_params.get(parameter)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each data-parallel rank updates a part of the parameters."""
+        return bool(self._shardings)
+
     def trains(self, parameter: Tensor) -> bool:
         """Whether `parameter` is updated, on this rank or on a replica of it. Not collective."""
         return parameter in self._main_params or parameter in self._shardings

@@ -95,6 +95,16 @@ class ModelState(Engine, ABC):
         self._onload_weights()
         weights_of.restore(self._local_model, snapshot)
 
+    def mix(self, snapshot: dict[str, Tensor], other: Mapping[str, Tensor], alpha: float) -> None:
+        """See `Engine.mix`; parameters of which this rank updates a part are rounded from the mixed fp32 shards."""
+        super().mix(snapshot, other, alpha)
+        if weights_of.has_partial_shards(self._local_model):
+            current = self.snapshot()
+            self.restore(snapshot)
+            weights_of.round_parameters(self._local_model)
+            snapshot.update(self.snapshot())
+            self.restore(current)
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.load_weights`."""
         self._onload_weights()

@@ -184,6 +184,21 @@ def restore(local_model: LocalModel, saved: Mapping[str, Tensor]) -> None:
                 parameter.copy_(tensors[_MAIN].view(parameter.shape))
 
 
+def has_partial_shards(local_model: LocalModel) -> bool:
+    """Whether snapshots have rounded parameters and fp32 shards of them; the same on all ranks."""
+    rounded = any(parameter.dtype != torch.float32 for parameter, _ in local_model.parameters())
+    return rounded and local_model.main_params().sharded
+
+
+@torch.no_grad()
+def round_parameters(local_model: LocalModel) -> None:
+    """Set the parameters of all ranks from their fp32 copies in the optimizer, as a step does. Collective."""
+    main_params = local_model.main_params()
+    for parameter, _ in local_model.parameters():
+        if parameter.dtype != torch.float32:
+            parameter.copy_(main_params.whole(parameter))
+
+
 _MAIN = ".fp32"
 
 

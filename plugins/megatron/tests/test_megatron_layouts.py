@@ -109,3 +109,23 @@ def test_several_axes_at_once_compute_the_same(compare, layout, section, keys):
 )
 def test_a_mixture_of_experts_computes_the_same_beside_other_axes(compare, layout, section, keys):
     compare(layout, section, "experts", **keys)
+
+
+def test_a_reference_that_moved_resumes_to_the_bit_with_sharded_fp32_copies(folder, tmp_path):
+    """Under bfloat16 a rank has an fp32 copy of a part of a parameter only: the rest is rounded from other ranks'."""
+    manager, model, data = create_manager(), cases.model("untied", folder), cases.batch()
+    layout, keys = Layout.parse("data=2"), {"megatron": DISTRIBUTED, "precision": "bfloat16"}
+    config = run_config("megatron", model, layout, manager=manager, optimizer={"lr": 1e-2}, **keys)
+    paths = [str(tmp_path / name) for name in ("model", "optimizer", "reference")]
+    scored = []
+    for resumed in (False, True):
+        with Policy(config, load_tokenizer(str(model)), manager, init_reference_model=True) as policy:
+            if resumed:
+                policy.load_checkpoint(*paths)
+            else:
+                for seed in range(3):
+                    policy.train(cases.batch(seed=seed), NLLLoss())
+                    policy.sync_reference(0.1)
+                policy.save_checkpoint(*paths[:2], reference_path=paths[2])
+            scored.append(policy.get_reference_policy_logprobs(data)["reference_logprobs"])
+    assert torch.equal(*scored)

@@ -7,6 +7,8 @@ from rlframework.config.sections import RunConfig
 
 CHECKPOINT_BYTES = 12
 """Bytes per parameter in a checkpoint: weight and two moments in fp32."""
+REFERENCE_BYTES = 4
+"""Bytes per parameter of a reference that `algorithm.reference_sync` moves, which checkpoints have too."""
 
 
 def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
@@ -21,11 +23,13 @@ def disk(config: RunConfig, parameters: int, trained: int) -> dict[str, int]:
     kept = min(most, written) if section.every else 0
     recorded = len({*config.recording.steps, *(range(every, steps + 1, every) if every else ())})
     recorded *= not isinstance(config.policy, FurtherPolicyConfig)
+    moved = getattr(config.algorithm, "reference_sync", None) and not isinstance(config.policy, FurtherPolicyConfig)
+    each = CHECKPOINT_BYTES + (REFERENCE_BYTES if moved else 0)
     if not getattr(config.policy, "trained", True):
         return {}
     found = {
         "trained model": 4 * parameters,
-        "1 checkpoint" if kept == 1 else f"{kept} checkpoints": kept * CHECKPOINT_BYTES * trained,
+        "1 checkpoint" if kept == 1 else f"{kept} checkpoints": kept * each * trained,
         "1 recorded step" if recorded == 1 else f"{recorded} recorded steps": recorded * 4 * parameters,
     }
     return {name: size for name, size in found.items() if size}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from rlframework.base.errors import DataError
-from rlframework.policy.scoring import SnapshotReference
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import (
@@ -18,6 +17,8 @@ from rlframework_conformance.mutants.policy_worker.engine_access import (
     in_service,
     to_bfloat16,
 )
+from rlframework.errors import DataError
+from rlframework.policy.reference import SnapshotReference
 
 RESUMES = "test_training_goes_on_to_the_bit"
 FROM_ANOTHER = "test_a_checkpoint_that_another_program_wrote_goes_on"
@@ -147,6 +148,21 @@ def reference_from_the_checkpoint(worker_class: Any) -> Any:
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             super().load_checkpoint(*args, **kwargs)
             self.scoring.reference = SnapshotReference(self.engine)
+
+    return Broken
+
+
+@mutant(
+    "checkpoint_without_moved_reference",
+    "A reference that moved starts from the first model again after resuming.",
+    "test_a_reference_that_moved_is_saved",
+)
+def without_moved_reference(worker_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def load_checkpoint(self, weights_path: str, optimizer_path: Any = None, reference_path: Any = None) -> None:
+            super().load_checkpoint(weights_path, optimizer_path)
 
     return Broken
 

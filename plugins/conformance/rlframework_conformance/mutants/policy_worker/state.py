@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rlframework.policy.scoring import SnapshotReference
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     change_weights,
@@ -15,6 +14,7 @@ from rlframework_conformance.mutants.policy_worker.engine_access import (
     optimizer_of,
     to_bfloat16,
 )
+from rlframework.policy.reference import SnapshotReference
 
 
 @mutant(
@@ -109,6 +109,44 @@ def reference_follows(worker_class: Any) -> Any:
             result = super().train(*args, **kwargs)
             self.scoring.reference = SnapshotReference(self.engine)
             return result
+
+    return Broken
+
+
+MOVES = "test_the_reference_moves_toward_the_policy"
+
+
+@mutant("reference_never_moves", "`sync_reference` does nothing.", MOVES)
+def reference_never_moves(worker_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def sync_reference(self, alpha: float) -> None:
+            pass
+
+    return Broken
+
+
+@mutant("reference_keeps_the_share_of_the_policy", "`sync_reference` mixes with alpha and 1 - alpha swapped.", MOVES)
+@in_engine
+def reference_keeps_the_share_of_the_policy(engine_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(engine_class):  # type: ignore[misc]
+        def mix(self, snapshot: Any, other: Any, alpha: float) -> None:
+            super().mix(snapshot, other, 1 - alpha if alpha < 1 else alpha)
+
+    return Broken
+
+
+@mutant("policy_moves_with_the_reference", "`sync_reference` leaves the mixed weights in the policy.", MOVES)
+def policy_moves_with_the_reference(worker_class: Any) -> Any:
+    """See the mutant's `bug`."""
+
+    class Broken(worker_class):  # type: ignore[misc]
+        def sync_reference(self, alpha: float) -> None:
+            super().sync_reference(alpha)
+            self.engine.restore(self.scoring.reference.weights)
 
     return Broken
 

@@ -12,6 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlframework.base.errors import NonFiniteGradients, UserError
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.conformance.oracle import Oracle, expert_by_expert
+from rlframework.conformance.policies import InspectedPolicy, read_weights
+from rlframework.conformance.rules import Suite, holds
+from rlframework.conformance.suites.policy_worker.harness import PolicyHarness, loss_function
+from rlframework.conformance.suites.policy_worker.losses import NotFiniteLoss
+from rlframework.errors import NonFiniteGradients, UserError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.oracle import Oracle, expert_by_expert
 from rlframework_conformance.policies import InspectedPolicy, read_weights
@@ -116,6 +123,24 @@ class Checkpoints(Suite):
         harness.values("reference log-probabilities after resuming", got, harness.oracle().logprobs(data))
         harness.exact("the policy's own", second.get_logprobs(data)["logprobs"], wanted)
 
+    @holds(5, STATE, Capability.REFERENCE_MODEL)
+    def test_a_reference_that_moved_is_saved(self, harness: PolicyHarness) -> None:
+        """A reference that `sync_reference` changed must resume bit for bit, and move on from there."""
+        settings: dict[str, Any] = {"reference": True, "optimizer": {"lr": 1e-2}}
+        data, first = harness.batch(), harness.policy(**settings)
+        train(harness, first, range(1))
+        first.sync_reference(0.25)
+        train(harness, first, range(1, 2))
+        folder = str(harness.folder / "reference")
+        paths = saved(harness, first, reference_path=folder)
+        wanted = _scored_before_and_after_an_update(first, data)
+        second = harness.policy(**settings)
+        second.load_checkpoint(*paths, folder)
+        scored = _scored_before_and_after_an_update(second, data)
+        names = ("reference", "reference after another update", "policy")
+        for name, right, got in zip(names, wanted, scored, strict=True):
+            harness.exact(f"log-probabilities of the {name}, resumed", got, right)
+
     @holds(5, STATE)
     def test_damaged_checkpoints_are_refused(self, harness: PolicyHarness) -> None:
         """A truncated, incomplete or foreign checkpoint must raise a `UserError` that names the file."""
@@ -135,6 +160,14 @@ class Checkpoints(Suite):
         policy = harness.policy()  # a failed call ends workers in other processes
         paths = (str(weights), None if optimizer is None else str(optimizer))
         harness.raises(UserError, lambda: policy.load_checkpoint(*paths), what, match)
+
+
+def _scored_before_and_after_an_update(policy: InspectedPolicy, data: BatchedDataDict[Any]) -> list[Tensor]:
+    """Return the log-probabilities of the reference, before and after an update of it, and of the policy."""
+    before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    policy.sync_reference(0.5)
+    after = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    return [before, after, policy.get_logprobs(data)["logprobs"]]
 
 
 def require_same_continuation(

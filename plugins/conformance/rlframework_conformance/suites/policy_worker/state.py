@@ -84,6 +84,28 @@ class State(Suite):
         for name, weight in harness.weights(policy).items():
             harness.exact(f"{name} after scoring with the reference", weight, before[name])
 
+    @holds(4, Capability.REFERENCE_MODEL)
+    def test_the_reference_moves_toward_the_policy(self, harness: PolicyHarness) -> None:
+        """`sync_reference` must give the reference weights alpha x policy + (1 - alpha) x reference.
+
+        Repeatedly, from its weights of then, and without a change of the policy; with alpha 1 it becomes the policy.
+        """
+        data, policy = harness.batch(), harness.policy(reference=True, optimizer={"lr": 1e-2})
+        right, oracle = harness.weights(policy), harness.oracle()
+        for number, alpha in enumerate((0.25, 0.6)):
+            policy.train(harness.batch(seed=number), loss_function("nll"))
+            before = harness.weights(policy)
+            policy.sync_reference(alpha)
+            right = {name: alpha * before[name] + (1 - alpha) * weight for name, weight in right.items()}
+            oracle.model.load_state_dict(right)
+            got = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+            harness.values(f"reference log-probabilities after update {number + 1}", got, oracle.logprobs(data), 2e-4)
+            for name, weight in harness.weights(policy).items():
+                harness.exact(f"{name} after update {number + 1} of the reference", weight, before[name])
+        policy.sync_reference(1.0)
+        got = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        harness.exact("reference log-probabilities with alpha 1", got, policy.get_logprobs(data)["logprobs"])
+
     @holds(4)
     def test_preparing_changes_nothing(self, harness: PolicyHarness) -> None:
         """`prepare_for_lp_inference` and `prepare_for_training` may move tensors but must not change any number."""
