@@ -135,7 +135,7 @@ def draw(found: Curves, path: Path) -> Path:
     import matplotlib.pyplot as plt
     from matplotlib import rc_context
 
-    from rlframework.observers.curve import STYLE
+    from rlframework_report.curve import STYLE
 
     means = {name: mean_curve(seeds) for name, seeds in found.items()}
     with rc_context(STYLE):

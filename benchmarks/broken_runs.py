@@ -94,7 +94,7 @@ def draw(found: Mapping[str, History], path: Path) -> Path:
     import matplotlib.pyplot as plt
     from matplotlib import rc_context
 
-    from rlframework.observers.curve import STYLE
+    from rlframework_report.curve import STYLE
 
     with rc_context(STYLE):
         figure: Any

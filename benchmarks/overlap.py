@@ -77,7 +77,7 @@ def step_of(lines: Sequence[Any]) -> Step:
 def measure(folder: Path, name: str, overrides: Sequence[str]) -> Step:
     """Run the configuration with `overrides` in `folder`; return its step."""
     from rlframework import load_config, run
-    from rlframework.observers.report.runs import read_run
+    from rlframework.observers.runs import read_run
 
     run(load_config(CONFIG, [*QUIET, *overrides, f"output_dir={folder / name}"]))
     return step_of(read_run(folder / name, name).timeline)

@@ -17,8 +17,8 @@ from rlframework.base.files import AppendedFile, remove_temporary, replacing_dir
 from rlframework.config.sections import ObserversConfig
 from rlframework.observers.dispatch import Observers
 from rlframework.observers.jsonl import JsonlObserver, read_history
-from rlframework.observers.services import TensorBoardObserver
 from rlframework.plugins.hookspec import RunInfo
+from rlframework_report.services import TensorBoardObserver
 
 LIMIT = 50_000
 

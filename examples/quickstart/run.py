@@ -68,7 +68,7 @@ def main() -> int:
 
 def run_seed(seed: int, output: Path, overrides: Sequence[str]) -> dict[str, Outcome]:
     """Run both phases with one seed and return their outcomes."""
-    from rlframework.observers.curve import draw_curve
+    from rlframework_report.curve import draw_curve
 
     directory = free_directory(output / f"seed-{seed}")
     model = make_start(directory / "start", seed)

@@ -30,13 +30,12 @@ import torch
 from pydantic import BaseModel
 
 from rlframework.algorithms.interrupts import end_run, ending_on_signals, handling, raise_if_ended
+from rlframework.algorithms.reference_sync import SYNCS
 from rlframework.base.errors import DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError, WriteError
 from rlframework.base.files import LOCK_FILE, Replacement, remove_directory, remove_temporary, writing
 from rlframework.plugins.types import Capability
 from rlframework.policy.checkpoint.manifest import check_files, write_manifest
 from rlframework.rollout.parts import Parts
-from rlframework.training.interrupts import end_run, ending_on_signals, handling, raise_if_ended
-from rlframework.training.reference_sync import SYNCS
 
 if TYPE_CHECKING:
     from rlframework.config.sections import CheckpointsConfig

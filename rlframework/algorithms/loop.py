@@ -21,6 +21,7 @@ from rlframework.algorithms.input_checks import InputCheck
 from rlframework.algorithms.interrupts import raise_if_ended
 from rlframework.algorithms.performance import performance_metrics
 from rlframework.algorithms.recording import Recorder, profiling
+from rlframework.algorithms.reference_sync import SYNCS, ReferenceSync
 from rlframework.algorithms.sampling_check import SamplingCheck
 from rlframework.algorithms.validation import validate
 from rlframework.base.errors import ConfigError, DataError
@@ -32,16 +33,6 @@ from rlframework.observers.timeline import TRAINER, Timeline
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.parts import Parts
 from rlframework.rollout.result import LIMITS
-from rlframework.training.checkpoints import Checkpoints, RunState, restore_random_states
-from rlframework.training.early_stopping import EarlyStopping
-from rlframework.training.garbage import collecting_what_is_new
-from rlframework.training.input_checks import InputCheck
-from rlframework.training.interrupts import raise_if_ended
-from rlframework.training.performance import performance_metrics
-from rlframework.training.recording import Recorder, profiling
-from rlframework.training.reference_sync import SYNCS, ReferenceSync
-from rlframework.training.sampling_check import SamplingCheck
-from rlframework.training.validation import validate
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from rlframework.cli.common import Config, Debug, Json, Overrides, app, print_table
 
@@ -62,27 +62,3 @@ def plugins(
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         print_table(PluginTable(rows))
-
-
-@app.command()
-def report(
-    runs: Annotated[list[str], Argument(metavar="RUN_DIR...", help="Output directories of runs.")],
-    out: Annotated[
-        str | None,
-        Option(metavar="FILE.html", help="File to write. Default: report.html, in RUN_DIR if there is one run."),
-    ] = None,
-    smooth: Annotated[int | None, Option(help="Smooth curves over this many steps; adjustable in the page.")] = None,
-    png: Annotated[
-        str | None, Option(metavar="DIR", help="Folder for the pictures. Default: next to the page.")
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Write an HTML report on one or several runs: curves, timings, samples, configurations."""
-    from pathlib import Path
-
-    from rlframework.observers.report import write_report
-
-    page_path, figures = (None if path is None else Path(path) for path in (out, png))
-    page, pictures = write_report([Path(run) for run in runs], page_path, smooth=smooth, figures=figures)
-    where = f"; {len(pictures)} pictures in {pictures[0].parent}" if pictures else ""
-    print(f"wrote {page} ({page.stat().st_size / 1e6:.1f} MB, open it in a browser){where}")

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import DataError
 from rlframework.config.curriculum import CurriculumConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.sources.opening import open_rows
-from rlframework.errors import DataError
 
 if TYPE_CHECKING:
     from rlframework.interfaces.environment import Sample

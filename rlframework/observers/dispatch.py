@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from pluggy import HookRelay
 
-from rlframework.base.errors import WriteError
+from rlframework.base.errors import ConfigError, WriteError
 from rlframework.base.logs import printable
 from rlframework.base.secrets import hide_in_text
+from rlframework.config.base import Section
 from rlframework.config.sections import ObserversConfig
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan
-from rlframework.plugins.loading import load_target, new_pluggy
+from rlframework.plugins.loading import extra_of, install_command, load_target, new_pluggy
 
 _LOG = logging.getLogger(__name__)
 
 CORE_OBSERVERS = {
     "console": "rlframework.observers.console:ConsoleObserver",
     "jsonl": "rlframework.observers.jsonl:JsonlObserver",
-    "tensorboard": "rlframework.observers.services:TensorBoardObserver",
-    "curve": "rlframework.observers.curve:CurveObserver",
-    "wandb": "rlframework.observers.services:WandbObserver",
-    "mlflow": "rlframework.observers.services:MlflowObserver",
-    "trackio": "rlframework.observers.trackio:TrackioObserver",
 }
-"""Import paths of the built-in observers by their key in the `observers` section; constructed without arguments.
-
-Besides hooks, they may have `close(state)`, which is called once no matter how the run ended.
-"""
+"""Import paths of core's own observers by their key in the `observers` section; see `rlframework_observers`."""
 
 MOST_METRICS = 10_000
 """Different names of metrics that observers of a run get: services keep a curve for each."""
@@ -40,6 +34,30 @@ _LONGEST_NAME = 250
 
 State = Literal["finished", "failed", "killed"]
 """How a run ended; "killed" means by Ctrl-C or a signal."""
+
+
+def observer_problems(config: ObserversConfig, hook: HookRelay) -> list[str]:
+    """Return why observers that `config` asks for cannot be used, such as a package that is not installed."""
+    provided = _paths(hook)
+    asked = [name for name in type(config).model_fields if isinstance(getattr(config, name), Section)]
+    missing = [
+        f"observers.{name} is set, but no plugin has it: {install_command(extra_of(name) or 'all')}"
+        for name in asked
+        if name not in provided
+    ]
+    return [*missing, *chain.from_iterable(hook.rlframework_observer_problems(config=config))]
+
+
+def require_observers(config: ObserversConfig, hook: HookRelay) -> None:
+    """Raise a `ConfigError` for the first of `observer_problems`."""
+    for problem in observer_problems(config, hook):
+        raise ConfigError(problem)
+
+
+def _paths(hook: HookRelay | None) -> dict[str, str]:
+    """The import paths of all observers with a key in the `observers` section."""
+    plugins = [] if hook is None else hook.rlframework_observers()
+    return {name: path for paths in (*plugins, CORE_OBSERVERS) for name, path in paths.items()}
 
 
 class Observers:
@@ -56,8 +74,8 @@ class Observers:
         self._dropped: set[int] = set()
         self._reported: set[int] = set()
         self._core = new_pluggy()
-        for name, target in CORE_OBSERVERS.items():
-            if getattr(config, name):
+        for name, target in _paths(hook).items():
+            if getattr(config, name, False):
                 self._guarded(target, name, self._add, name=name, target=target)
         self._relays = [self._core.hook] if hook is None else [self._core.hook, hook]
         self._names: set[str] = set()

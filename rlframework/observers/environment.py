@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -162,3 +162,12 @@ def _hidden(text: str, values: Any) -> str:
 def _without_home(text: str) -> str:
     home = str(Path.home())
     return re.sub(rf"{re.escape(home)}(?![^/\"' ,}}\]])", "~", text) if len(home) > 1 else text
+
+
+def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flatten(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
+    return found

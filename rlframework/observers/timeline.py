@@ -22,6 +22,9 @@ TRAINER, REFITS, ENVIRONMENT = "trainer", "refits", "environment"
 """Lanes besides those of the engines."""
 ENGINE = "engine "
 """The name of the lane of an engine, before its number."""
+LITTLE = 0.1
+"""Fraction of the time below which waiting is not worth a change."""
+
 ENGINES = 16
 """Engines whose spans are written and drawn: the first ones."""
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import pluggy
 import typer
 
-from rlframework.config.sections import RunConfig
+from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.plugins.types import (
     AlgorithmRecord,
     DataProcessorRecord,
@@ -275,6 +275,33 @@ def rlframework_uploads(config: RunConfig) -> Uploads | None:
     ... def rlframework_uploads(config):
     ...     return None
     """
+
+
+@hookspec
+def rlframework_observers() -> Mapping[str, str]:
+    """Return import paths `module:Class` of observers, by their keys in the section `observers`.
+
+    An observer is constructed without arguments if its key is set. Besides observer hooks, it may have
+    `close(state)`, which is called once no matter how the run ended: "finished", "failed" or "killed".
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_observers():
+    ...     return {"tensorboard": "my_package.tensorboard:MyObserver"}
+    """
+    return {}
+
+
+@hookspec
+def rlframework_observer_problems(config: ObserversConfig) -> Iterable[str]:
+    """Return why observers that the section `observers` asks for cannot be used; each prevents the run.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_observer_problems(config):
+    ...     return ["observers.wandb is set, but wandb is not installed"] if config.wandb else []
+    """
+    return ()
 
 
 # Observer hooks. They run in the driver, and their return values are ignored.

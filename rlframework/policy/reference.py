@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.policy.engine import Engine
 from rlframework.policy.host_buffers import HostBuffers
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.base.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.config.asynchrony import AsyncConfig
-from rlframework.datasets.loader import PromptLoader
-from rlframework.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.interfaces.policy_worker import SAMPLED_NOW

@@ -8,11 +8,8 @@ from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.loader import PromptLoader
-from rlframework.interfaces.environment import Sample
 from rlframework.datasets.curriculum import Curriculum
 from rlframework.datasets.loader import PromptLoader
-from rlframework.errors import DataError
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds

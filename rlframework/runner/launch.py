@@ -30,8 +30,8 @@ from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
 from rlframework.config.validate import notes_without_effect
 from rlframework.config.yaml_text import parse_yaml
+from rlframework.observers.environment import flatten
 from rlframework.observers.jsonl import drop_steps_after
-from rlframework.observers.services import flatten
 from rlframework.plugins.configure import config_yaml, dump_config, load_config
 from rlframework.plugins.loading import install_command, one_line
 from rlframework.plugins.manager import PluginManager, create_manager
@@ -73,14 +73,14 @@ def run(
     restarts as `config.fault_tolerance` allows; the result's `history` is then that of the last attempt. `data`: rows
     to train on, see `rlframework.with_data`.
     """
-    from rlframework.observers.services import check_services
+    from rlframework.observers.dispatch import require_observers
     from rlframework.runner.output_folder import check_output_dir
 
     log_to_stderr()
     config = config if data is None else with_data(config, data)
     require_data(config)
-    check_services(config.observers)
     manager = manager or create_manager(config.plugins)
+    require_observers(config.observers, manager.hook)
     checkpoint = _checkpoint(config, manager, checkpoint, overwrite)
     if checkpoint is None:
         check_output_dir(config, overwrite)
@@ -261,13 +261,13 @@ def dry_run(config: RunConfig, *, data: Data | None = None, overwrite: bool = Fa
     Plugins print what the run needs, see `rlframework_run_planned`. An `output_dir` in which `run` would not start
     (with this `overwrite`) is a warning, not an error. `data`: as for `run`.
     """
-    from rlframework.observers.services import check_services
+    from rlframework.observers.dispatch import require_observers
     from rlframework.runner.output_folder import check_output_dir
 
     config = config if data is None else with_data(config, data)
     require_models(config)
-    check_services(config.observers)
     manager = create_manager(config.plugins)
+    require_observers(config.observers, manager.hook)
     with planned_parts(config, manager) as parts:
         algorithm_class(config, manager)(parts)
         run_planned(parts, manager, dry_run=True)

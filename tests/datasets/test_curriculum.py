@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.config.curriculum import CurriculumConfig
 from rlframework.datasets.curriculum import Curriculum
 from rlframework.datasets.loader import PromptLoader
-from rlframework.errors import ConfigError, DataError
 from rlframework.interfaces.environment import Sample
 
 

@@ -10,7 +10,7 @@ from rlframework.config.environments import AdditionConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.observers import dispatch
-from rlframework.observers.dispatch import Observers
+from rlframework.observers.dispatch import Observers, observer_problems
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 from rlframework.plugins.loading import new_pluggy
 from rlframework.plugins.manager import create_manager
@@ -171,11 +171,18 @@ def test_a_core_observer_that_cannot_be_constructed_is_reported(info, caplog):
 
 def test_every_switch_of_the_section_has_an_observer_with_hooks(info):
     names = [name for name in ObserversConfig.model_fields if name not in ("samples", "peak_tflops")]
-    assert list(dispatch.CORE_OBSERVERS) == names
-    core = Observers(NONE.model_copy(update=dict.fromkeys(names, True)), info)._core
-    assert [name for name, _ in core.list_name_plugin()] == names
+    config = NONE.model_copy(update=dict.fromkeys(names, True))
+    core = Observers(config, info, create_manager().hook)._core
+    assert {name for name, _ in core.list_name_plugin()} == set(names)
     assert all(core.get_hookcallers(observer) for _, observer in core.list_name_plugin())
     core.check_pending()
+
+
+def test_an_observer_that_no_plugin_has_is_named_with_its_extra():
+    config = ObserversConfig(wandb={})
+    [problem] = observer_problems(config, new_pluggy().hook)
+    assert problem.startswith("observers.wandb is set, but no plugin has it: pip install 'rlframework-core[wandb]'")
+    assert observer_problems(ObserversConfig(), new_pluggy().hook) == []
 
 
 def test_a_plugin_module_of_the_configuration_is_notified(info, monkeypatch):

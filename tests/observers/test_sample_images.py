@@ -13,11 +13,11 @@ import pytest
 from rlframework.config.sections import ObserversConfig
 from rlframework.interfaces.pictures import Picture
 from rlframework.observers.jsonl import JsonlObserver
-from rlframework.observers.report.content import content
-from rlframework.observers.report.runs import read_run
+from rlframework.observers.runs import read_run
 from rlframework.observers.sample_images import FOLDER
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
 from rlframework.runner.output_folder import read_contents
+from rlframework_report.report.content import content
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from rlframework.observers.jsonl import JsonlObserver
-from rlframework.observers.report import render, write_report
-from rlframework.observers.report.content import content
-from rlframework.observers.report.runs import read_run
-from rlframework.observers.report.timeline import hint, timeline_of
+from rlframework.observers.runs import read_run
 from rlframework.observers.timeline import Timeline, timeline_row
 from rlframework.plugins.hookspec import TimeSpan
+from rlframework_report.report import render, write_report
+from rlframework_report.report.content import content
+from rlframework_report.report.timeline import hint, timeline_of
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -182,7 +182,7 @@ def test_the_script_draws_a_lane_for_each_part(folder: Path, tmp_path: Path) -> 
     run = data["runs"][0]
     run["phases"] = {"names": ["train", "generate", "other"]}
     run["timeline"]["lanes"][-1]["name"] = "environment"
-    assets = Path(__file__).parents[2] / "rlframework/observers/report/assets"
+    assets = Path(__file__).parents[2] / "plugins/report/rlframework_report/report/assets"
     program = (
         "const make = (tag) => ({ tag, at: {}, nodes: [], setAttribute(k, v) { this.at[k] = v; },"
         " addEventListener() {}, append(...n) { this.nodes.push(...n); } });"

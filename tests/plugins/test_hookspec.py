@@ -17,7 +17,10 @@ EVENTS = ("run_started", "step_finished", "checkpoint_saved", "run_finished")
 OBSERVERS = {f"rlframework_{event}" for event in EVENTS}
 ACTING = OBSERVERS | {
     f"rlframework_{hook}"
-    for hook in ("commands", "run_planned", "plan_elsewhere", "resume_from", "uploads", "agent_endpoint")
+    for hook in (
+        *("commands", "observers", "observer_problems", "run_planned", "plan_elsewhere"),
+        *("resume_from", "uploads", "agent_endpoint"),
+    )
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.errors import NotSupported
+from rlframework.base.errors import NotSupported
 from rlframework.policy.engine import Engine
 from rlframework.policy.reference import require_copy
 

@@ -25,9 +25,7 @@ from rlframework.datasets.reward_data import RewardData
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.observers.jsonl import drop_steps_after, read_history
-from rlframework.observers.report import render
-from rlframework.observers.report.content import content
-from rlframework.observers.report.runs import read_runs
+from rlframework.observers.runs import read_runs
 from rlframework.policy.checkpoint.manifest import check_files
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.saved import native_files
@@ -35,6 +33,8 @@ from rlframework.policy.checkpoint.shared_directory import save_native
 from rlframework.runner.evaluation.plan import plan_evaluation
 from rlframework.runner.parts import build_parts
 from rlframework_conformance.parity.recorded_step import read_step
+from rlframework_report.report import render
+from rlframework_report.report.content import content
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

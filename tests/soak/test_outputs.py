@@ -27,8 +27,9 @@ from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.observers.dispatch import Observers
-from rlframework.observers.report import write_report
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
+from rlframework.plugins.manager import create_manager
+from rlframework_report.report import write_report
 
 HOSTILE = [
     "</script><script>window.hit=1</script>", "<img src=x onerror='window.hit=2'>", "<svg onload=window.hit=3>", "<!--",
@@ -101,7 +102,7 @@ def hostile_run(soak: Any, tmp_path: Path, capsys: Any, caplog: Any) -> tuple[Pa
         observers=options,
     )
     texts = [hostile_text(random) for _ in range(soak.times(short=60, full=3000))] + ["<script>" * 130_000]
-    with Observers(options, RunInfo(config, folder)) as observers:
+    with Observers(options, RunInfo(config, folder), create_manager().hook) as observers:
         for step in (1, 2, 3):
             samples = [SampleRecord(text, text[::-1], 1.0, step) for text in texts[step - 1 :: 3]]
             observers.step_finished(step, {f"train/{hostile_text(random)}": 1.0, "train/reward": step}, samples)

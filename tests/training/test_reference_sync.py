@@ -9,7 +9,7 @@ import pytest
 from probe_runs import assert_same_run, numbers_of
 
 from rlframework import run
-from rlframework.errors import ConfigError
+from rlframework.base.errors import ConfigError
 from rlframework.runner.launch import resume
 
 KL = "algorithm.loss.kl_coef=0.5"

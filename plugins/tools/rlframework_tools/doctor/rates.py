@@ -29,9 +29,8 @@ from typing import Any
 from rlframework.base.errors import RLFrameworkError, UserError
 from rlframework.config.sections import RunConfig
 from rlframework.generation.engine_environment import ProbeError, ask
-from rlframework.observers.report.runs import Run, TimelineRow, read_run
-from rlframework.observers.report.timeline import LITTLE
-from rlframework.observers.timeline import REFITS, TRAINER
+from rlframework.observers.runs import Run, TimelineRow, read_run
+from rlframework.observers.timeline import LITTLE, REFITS, TRAINER
 from rlframework.plugins.configure import load_config
 from rlframework_tools.doctor.checks import Context, Finding, broken, judged, note
 

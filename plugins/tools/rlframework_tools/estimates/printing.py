@@ -11,7 +11,7 @@ from rlframework.cli.common import print_table
 from rlframework.config.sections import RunConfig
 from rlframework.config.validate import notes_without_effect
 from rlframework.datasets.sources.memory import Data
-from rlframework.observers.services import check_addresses, check_services, missing_services
+from rlframework.observers.dispatch import observer_problems, require_observers
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import PolicyWorkerRecord
 from rlframework.rollout.parts import Parts
@@ -46,13 +46,13 @@ def estimate_run(
     """
     config = config if data is None else with_data(config, data)
     require_models(config)
+    manager = create_manager(config.plugins)
     notes = notes_without_effect(config)
     if planned is None:
-        check_services(config.observers)
+        require_observers(config.observers, manager.hook)
     else:
-        check_addresses(config.observers)
-        notes += tuple(f"note: on this machine {problem}" for problem in missing_services(config.observers))
-    manager = create_manager(config.plugins)
+        problems = observer_problems(config.observers, manager.hook)
+        notes += tuple(f"note: on this machine {problem}" for problem in problems)
     engine = engine_record(config, manager)
     backend, algorithm = backend_record(config, manager), algorithm_class(config, manager)
     reference = algorithm.needs_reference_model(config.algorithm)

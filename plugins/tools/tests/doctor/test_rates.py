@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlframework.base.errors import UserError
-from rlframework.observers.report.runs import read_run
+from rlframework.observers.runs import read_run
 from rlframework.plugins.configure import config_yaml
 from rlframework_tools.doctor import rates
 from rlframework_tools.doctor.checks import Level

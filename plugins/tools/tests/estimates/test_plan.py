@@ -163,7 +163,7 @@ def test_a_plugin_that_is_not_installed_is_a_note_too(planned, monkeypatch):
 
 
 def test_a_service_that_is_not_installed_is_a_note(planned, monkeypatch):
-    monkeypatch.setattr("rlframework.observers.services._installed", lambda name: False)
+    monkeypatch.setattr("rlframework_report.services._installed", lambda name: False)
     run = planned("1xH100", "observers.wandb={}")
     assert "rlframework-core[wandb]" in " ".join(estimate_run(run.config, planned=run.gpus).notes)
     with pytest.raises(ConfigError, match=r"observers\.wandb is set"):

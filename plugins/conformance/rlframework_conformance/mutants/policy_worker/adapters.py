@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rlframework.base.errors import DataError
 from rlframework.policy.lora_math import is_adapter
+from rlframework.policy.reference import SnapshotReference
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, module_of, optimizer_of, to_bfloat16
-from rlframework.policy.reference import SnapshotReference
 
 TWENTY = "test_twenty_steps_of_adapters_end_at_the_oracles"
 GRADIENTS = "test_gradients_of_adapters_are_the_oracles"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rlframework.base.errors import DataError
+from rlframework.policy.reference import SnapshotReference
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import (
@@ -17,8 +18,6 @@ from rlframework_conformance.mutants.policy_worker.engine_access import (
     in_service,
     to_bfloat16,
 )
-from rlframework.errors import DataError
-from rlframework.policy.reference import SnapshotReference
 
 RESUMES = "test_training_goes_on_to_the_bit"
 FROM_ANOTHER = "test_a_checkpoint_that_another_program_wrote_goes_on"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlframework.policy.reference import SnapshotReference
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     change_weights,
@@ -14,7 +15,6 @@ from rlframework_conformance.mutants.policy_worker.engine_access import (
     optimizer_of,
     to_bfloat16,
 )
-from rlframework.policy.reference import SnapshotReference
 
 
 @mutant(

@@ -13,12 +13,6 @@ from torch import Tensor
 
 from rlframework.base.errors import NonFiniteGradients, UserError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.conformance.oracle import Oracle, expert_by_expert
-from rlframework.conformance.policies import InspectedPolicy, read_weights
-from rlframework.conformance.rules import Suite, holds
-from rlframework.conformance.suites.policy_worker.harness import PolicyHarness, loss_function
-from rlframework.conformance.suites.policy_worker.losses import NotFiniteLoss
-from rlframework.errors import NonFiniteGradients, UserError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.oracle import Oracle, expert_by_expert
 from rlframework_conformance.policies import InspectedPolicy, read_weights

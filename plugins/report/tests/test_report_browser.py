@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlframework.observers.report import render
-from rlframework.observers.report.content import content
-from rlframework.observers.report.runs import Run, Sample
+from rlframework.observers.runs import Run, Sample
+from rlframework_report.report import render
+from rlframework_report.report.content import content
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

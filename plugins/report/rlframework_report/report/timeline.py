@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypedDict
 
-from rlframework.observers.report.runs import Run, TimelineRow
-from rlframework.observers.timeline import ENGINES, ENVIRONMENT, REFITS, TRAINER
+from rlframework.observers.runs import Run, TimelineRow
+from rlframework.observers.timeline import ENGINES, ENVIRONMENT, LITTLE, REFITS, TRAINER
 
 STEPS = 10
 """Maximum number of steps that are drawn: the last ones."""
-LITTLE = 0.1
-"""Fraction of the time below which waiting is not worth a change."""
 
 
 class Lane(TypedDict):

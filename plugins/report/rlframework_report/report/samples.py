@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlframework.observers.report.runs import Run, Sample, Turn
+from rlframework.observers.runs import Run, Sample, Turn
 from rlframework.observers.sample_images import image_uri
 
 LONGEST = 4000

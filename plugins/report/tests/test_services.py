@@ -15,10 +15,10 @@ from service_runs import info, tell
 
 from rlframework.base.errors import ConfigError
 from rlframework.config.sections import MlflowConfig, ObserversConfig, WandbConfig
-from rlframework.observers import services
 from rlframework.observers.environment import write_environment
-from rlframework.observers.services import TensorBoardObserver, check_services
 from rlframework.plugins.hookspec import RunInfo
+from rlframework_report import services
+from rlframework_report.services import TensorBoardObserver, problems_of_services
 
 # -- before the run ---------------------------------------------------------------------------------------------------
 
@@ -26,9 +26,9 @@ from rlframework.plugins.hookspec import RunInfo
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_an_error_before_the_run_and_names_the_extra(name, monkeypatch):
     monkeypatch.setattr(services, "_installed", lambda module: module != name)
-    check_services(ObserversConfig())
-    with pytest.raises(ConfigError, match=rf"pip install 'rlframework-core\[{name}\]', or set observers.{name}=false"):
-        check_services(ObserversConfig(**{name: {}}))
+    assert problems_of_services(ObserversConfig()) == []
+    [problem] = problems_of_services(ObserversConfig(**{name: {}}))
+    assert f"pip install 'rlframework-core[{name}]', or set observers.{name}=false" in problem
 
 
 def test_the_folder_left_by_a_wandb_run_is_not_taken_for_the_package(tmp_path, monkeypatch):
@@ -40,10 +40,10 @@ def test_the_folder_left_by_a_wandb_run_is_not_taken_for_the_package(tmp_path, m
 
 def test_a_password_in_the_address_is_rejected_and_not_repeated(monkeypatch):
     monkeypatch.setattr(services, "_installed", lambda module: True)
-    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as error:
-        check_services(ObserversConfig(mlflow=MlflowConfig(tracking_uri="https://me:hush@host/x")))
-    assert "hush" not in str(error.value)
-    check_services(ObserversConfig(mlflow=MlflowConfig(tracking_uri="https://host/x")))
+    [problem] = problems_of_services(ObserversConfig(mlflow=MlflowConfig(tracking_uri="https://me:hush@host/x")))
+    assert "MLFLOW_TRACKING_PASSWORD" in problem
+    assert "hush" not in problem
+    assert problems_of_services(ObserversConfig(mlflow=MlflowConfig(tracking_uri="https://host/x"))) == []
 
 
 def test_the_run_is_rejected_before_anything_is_written(tmp_path, monkeypatch):

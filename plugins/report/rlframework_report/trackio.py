@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -11,11 +10,12 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
+from rlframework.base.logs import plugin_logger
 from rlframework.observers.environment import run_id
-from rlframework.observers.services import description, sample_table
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
+from rlframework_report.services import description, sample_table
 
-_LOG = logging.getLogger(__name__)
+_LOG = plugin_logger(__name__)
 
 _ID_LENGTH = 8
 

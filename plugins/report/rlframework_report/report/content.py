@@ -15,7 +15,8 @@ import numpy as np
 
 from rlframework import __version__
 from rlframework.observers.jsonl import seconds_of
-from rlframework.observers.report.charts import (
+from rlframework.observers.runs import Run
+from rlframework_report.report.charts import (
     BREAKDOWNS,
     BROKEN_DOWN,
     Array,
@@ -25,9 +26,9 @@ from rlframework.observers.report.charts import (
     split_of,
     worth_drawing,
 )
-from rlframework.observers.report.runs import Run, facts_of, headlines, settings_of
-from rlframework.observers.report.samples import samples_of
-from rlframework.observers.report.timeline import timeline_of
+from rlframework_report.report.runs import facts_of, headlines, settings_of
+from rlframework_report.report.samples import samples_of
+from rlframework_report.report.timeline import timeline_of
 
 BARS = 8
 """Maximum number of steps in a breakdown: the last ones that have it."""

@@ -7,25 +7,24 @@ paths are logged.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rlframework.base.errors import ConfigError
 from rlframework.base.files import AppendedFile
+from rlframework.base.logs import plugin_logger
 from rlframework.base.secrets import hide_in_text, hide_secrets
 from rlframework.config.sections import MlflowConfig, ObserversConfig
-from rlframework.observers.environment import read_environment, run_id
+from rlframework.observers.environment import flatten, read_environment, run_id
 from rlframework.plugins.configure import dump_config
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 
-_LOG = logging.getLogger(__name__)
+_LOG = plugin_logger(__name__)
 
 SERVICES = ("wandb", "mlflow", "trackio")
 """Keys in the `observers` section, which are also the names of the extra and of the package."""
@@ -40,14 +39,12 @@ MLFLOW_VALUE_LENGTH = 500
 """Maximum length of a parameter's value that every MLflow server accepts."""
 
 
-def check_services(config: ObserversConfig) -> None:
-    """Raise a `ConfigError` if an enabled service's package is missing, or if its address contains a password."""
-    for problem in missing_services(config):
-        raise ConfigError(problem)
-    check_addresses(config)
+def problems_of_services(config: ObserversConfig) -> list[str]:
+    """Return a message for each enabled service whose package is missing or whose address contains a password."""
+    return [*_missing_services(config), *_passwords(config)]
 
 
-def missing_services(config: ObserversConfig) -> list[str]:
+def _missing_services(config: ObserversConfig) -> list[str]:
     """Return a message for each enabled service whose package is missing."""
     return [
         f"observers.{name} is set, but the package {name!r} is not installed: run pip install "
@@ -57,11 +54,10 @@ def missing_services(config: ObserversConfig) -> list[str]:
     ]
 
 
-def check_addresses(config: ObserversConfig) -> None:
-    """Raise a `ConfigError` if the address of a service contains a password."""
+def _passwords(config: ObserversConfig) -> Iterator[str]:
     uri = config.mlflow.tracking_uri if config.mlflow else None
     if uri and hide_in_text(uri) != uri:
-        raise ConfigError(
+        yield (
             "observers.mlflow.tracking_uri contains a user or password, but the configuration is stored with the run: "
             "remove them from the address and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
@@ -228,15 +224,6 @@ class MlflowObserver:
         """End the run as `state`: finished, failed or killed."""
         if self._id:
             self._client.set_terminated(self._id, state.upper())
-
-
-def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flatten(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
-    return found
 
 
 def description(run: RunInfo) -> tuple[dict[str, Any], dict[str, Any]]:

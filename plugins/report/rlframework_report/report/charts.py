@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframework.observers.report.runs import Run
+from rlframework.observers.runs import Run
 
 GROUPS = (
     ("async", "Asynchronous training", r"^async/"),

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlframework.observers.report.content import content
-from rlframework.observers.report.runs import read_run
+from rlframework.observers.runs import read_run
+from rlframework_report.report.content import content
 
 CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TURNS = [
