@@ -11,17 +11,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
-from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.activation_checkpointing import checkpoint_activations
-from rlframework.models.file_weights import FileLayout
-from rlframework.models.forward import attending, forward
-from rlframework.models.loading import load_config, load_model, require_vocabulary
-from rlframework.models.named_tensors import named_tensors
-from rlframework.models.probing import probe_packing
-from rlframework.policy.engine import Engine, Moments, Step, StepResult, WeightSpec
-from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output
-from rlframework.policy.optimization import parameter_groups
-from rlframework.workers import process_groups
+from rlframework.engine import (
+    Engine,
+    FileLayout,
+    HeadPatch,
+    HeadRequest,
+    Microbatch,
+    Moments,
+    Step,
+    StepResult,
+    WeightSpec,
+    attending,
+    checkpoint_activations,
+    forward,
+    load_config,
+    load_model,
+    named_tensors,
+    parameter_groups,
+    probe_packing,
+    process_groups,
+    read_head_output,
+    require_vocabulary,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -17,11 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlframework.base.errors import NotSupported
-from rlframework.models import adapters
-from rlframework.models.named_tensors import ADAPTER
-from rlframework.models.replacing import replacing
-from rlframework.policy.head.patch import output_head
-from rlframework.policy.head.vocabulary_shard import VocabularyShard
+from rlframework.engine import ADAPTER, VocabularyShard, adapters, output_head, replacing
 from rlframework_deepspeed.slices import Partition, Ranges
 
 

@@ -13,20 +13,21 @@ from torch import nn
 
 from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models import adapters
-from rlframework.models.activation_checkpointing import checkpoint_activations
-from rlframework.models.file_weights import FileLayout
-from rlframework.models.loading import (
+from rlframework.engine import (
+    FileLayout,
+    HeadPatch,
+    WorkerContext,
+    adapters,
+    checkpoint_activations,
     empty_model,
+    freeze_part,
     is_multimodal,
     load_config,
+    parameter_groups,
+    probe_packing,
+    require_splittable,
     require_vocabulary,
 )
-from rlframework.models.parts import freeze_part
-from rlframework.models.probing import probe_packing, require_splittable
-from rlframework.policy.head.patch import HeadPatch
-from rlframework.policy.optimization import parameter_groups
 from rlframework_deepspeed import environment
 from rlframework_deepspeed.autotp import TensorParallel, partitioning_adapters
 from rlframework_deepspeed.config import BUCKET, DeepSpeedConfig, engine_config

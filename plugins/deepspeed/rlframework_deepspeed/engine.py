@@ -15,17 +15,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlframework.huggingface.vision_models import packs_images
-from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.forward import attending, forward
-from rlframework.models.loading import is_multimodal
-from rlframework.models.varlen import kernel_for_packed_rows
-from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head.patch import HeadRequest, read_head_output
-from rlframework.policy.host_buffers import HostBuffers
-from rlframework.policy.microbatches.aligned_media import align_media
-from rlframework.policy.microbatches.on_demand import on_device, on_host
-from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
+from rlframework.engine import (
+    BACKWARD,
+    FORWARD,
+    HeadRequest,
+    HostBuffers,
+    Microbatch,
+    MicrobatchRule,
+    Step,
+    StepResult,
+    align_media,
+    attending,
+    forward,
+    is_multimodal,
+    kernel_for_packed_rows,
+    on_device,
+    on_host,
+    packs_images,
+    read_head_output,
+    trace_span,
+)
 from rlframework_deepspeed import environment, gradients, offload
 from rlframework_deepspeed.build import build
 from rlframework_deepspeed.config import DeepSpeedConfig

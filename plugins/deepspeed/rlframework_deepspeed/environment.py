@@ -33,9 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlframework.base.errors import ConfigError
-from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models.replacing import replacing
-from rlframework.workers import process_groups
+from rlframework.engine import WorkerContext, process_groups, replacing
 from rlframework_deepspeed.checks import COMPILERS
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlframework.models.replacing import replacing
+from rlframework.engine import replacing
 from rlframework_deepspeed.shards import Shards
 
 CLIPPED = 1e-6

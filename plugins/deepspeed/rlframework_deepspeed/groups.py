@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlframework.interfaces.named_sharding import data_parallel_size
+from rlframework.engine import data_parallel_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -27,10 +27,7 @@ import torch
 from torch import Tensor
 
 from rlframework.base.errors import DataError, NotSupported
-from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models.replacing import replacing
-from rlframework.policy.all_ranks import run_on_all_ranks
-from rlframework.policy.checkpoint.pickles import without_code
+from rlframework.engine import WorkerContext, replacing, run_on_all_ranks, without_code
 from rlframework_deepspeed.environment import quiet
 from rlframework_deepspeed.shards import Shards
 

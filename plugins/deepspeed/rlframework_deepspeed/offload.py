@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.policy.host_buffers import HostBuffers
+from rlframework.engine import HostBuffers
 from rlframework_deepspeed.shards import Shards
 
 

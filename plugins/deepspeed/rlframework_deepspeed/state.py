@@ -16,14 +16,28 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.base.errors import NotSupported
-from rlframework.models import adapters
-from rlframework.models.file_weights import FileLayout, FileWeight, gathered
-from rlframework.models.loading import pretrained_weights
-from rlframework.models.named_tensors import external_name
-from rlframework.policy.checkpoint.saved import FIRST, SECOND, moments_slice, slice_of
-from rlframework.policy.engine import Engine, Moments, ShardedState, TensorShard, WeightSpec
-from rlframework.policy.lora_math import A, initial_a, is_adapter
-from rlframework.policy.profiling import GATHER, trace_span
+from rlframework.engine import (
+    FIRST,
+    GATHER,
+    SECOND,
+    A,
+    Engine,
+    FileLayout,
+    FileWeight,
+    Moments,
+    ShardedState,
+    TensorShard,
+    WeightSpec,
+    adapters,
+    external_name,
+    gathered,
+    initial_a,
+    is_adapter,
+    moments_slice,
+    pretrained_weights,
+    slice_of,
+    trace_span,
+)
 from rlframework_deepspeed import native
 from rlframework_deepspeed.autotp import TensorParallel
 from rlframework_deepspeed.config import DeepSpeedConfig

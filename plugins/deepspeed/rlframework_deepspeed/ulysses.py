@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.models.forward import Attend, ContextParallel
+from rlframework.engine import Attend, ContextParallel
 from rlframework_deepspeed.checks import unexchangeable
 from rlframework_deepspeed.config import DeepSpeedConfig
 

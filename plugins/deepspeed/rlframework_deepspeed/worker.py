@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlframework.policy.worker import PolicyWorkerBase
+from rlframework.engine import PolicyWorkerBase
 from rlframework_deepspeed.engine import DeepSpeedEngine
 
 

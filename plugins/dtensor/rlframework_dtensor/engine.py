@@ -16,20 +16,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlframework.huggingface.vision_models import packs_images
-from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.forward import ContextParallel, attending, forward
-from rlframework.models.load_balancing import LoadBalancingLoss
-from rlframework.models.loading import is_multimodal
-from rlframework.models.parts import trains_images_only
-from rlframework.models.varlen import kernel_for_packed_rows
-from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head.patch import HeadOutput, HeadRequest, read_head_output
-from rlframework.policy.host_buffers import HostBuffers
-from rlframework.policy.microbatches.aligned_media import align_media
-from rlframework.policy.microbatches.on_demand import on_device, on_host
-from rlframework.policy.profiling import BACKWARD, FORWARD, trace_span
-from rlframework.workers import process_groups
+from rlframework.engine import (
+    BACKWARD,
+    FORWARD,
+    ContextParallel,
+    HeadOutput,
+    HeadRequest,
+    HostBuffers,
+    LoadBalancingLoss,
+    Microbatch,
+    MicrobatchRule,
+    Step,
+    StepResult,
+    align_media,
+    attending,
+    forward,
+    is_multimodal,
+    kernel_for_packed_rows,
+    on_device,
+    on_host,
+    packs_images,
+    process_groups,
+    read_head_output,
+    trace_span,
+    trains_images_only,
+)
 from rlframework_dtensor import gradients, offload
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Sizes

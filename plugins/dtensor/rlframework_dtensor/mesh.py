@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlframework.base.errors import ConfigError
-from rlframework.interfaces.named_sharding import data_parallel_size
+from rlframework.engine import data_parallel_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist

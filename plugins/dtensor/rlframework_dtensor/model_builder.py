@@ -19,26 +19,29 @@ import torch
 
 from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.models import adapters
-from rlframework.models.activation_checkpointing import checkpoint_activations
-from rlframework.models.attention import ATTENTION, row_attention
-from rlframework.models.file_weights import FileLayout
-from rlframework.models.loading import (
+from rlframework.engine import (
+    ATTENTION,
+    FileLayout,
+    HeadPatch,
+    HostBuffers,
+    WorkerContext,
+    adapters,
+    checkpoint_activations,
     decoder_layers,
     empty_model,
+    freeze_part,
     is_multimodal,
     load_config,
     load_model,
+    named_tensors,
     pretrained_weights,
+    probe_packing,
+    process_groups,
+    require_splittable,
     require_vocabulary,
+    row_attention,
+    trains_images_only,
 )
-from rlframework.models.named_tensors import named_tensors
-from rlframework.models.parts import freeze_part, trains_images_only
-from rlframework.models.probing import probe_packing, require_splittable
-from rlframework.policy.head.patch import HeadPatch
-from rlframework.policy.host_buffers import HostBuffers
-from rlframework.workers import process_groups
 from rlframework_dtensor import experts
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Mesh, Sizes

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlframework.policy.host_buffers import HostBuffers
-from rlframework.policy.shared_state import TrainingProgress
+from rlframework.engine import HostBuffers, TrainingProgress
 from rlframework_dtensor.offload import move_model
 from rlframework_dtensor.shards import local_slices, local_tensor, reshard
 

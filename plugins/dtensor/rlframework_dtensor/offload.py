@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlframework.policy.host_buffers import HostBuffers
+from rlframework.engine import HostBuffers
 from rlframework_dtensor.shards import local_tensor, reshard, with_local
 
 Key = TypeVar("Key", bound=Hashable)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.config.policy import OptimizerConfig
-from rlframework.policy.optimization import layer_matrices, parameter_groups
+from rlframework.engine import layer_matrices, parameter_groups
 from rlframework_dtensor.shards import gather_full, local_slices, local_tensor, with_local
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from rlframework.base.errors import ConfigError, NotSupported
-from rlframework.models.loading import is_multimodal
+from rlframework.engine import is_multimodal
 from rlframework_dtensor.styles import (
     REPLICATED,
     SEQUENCE,

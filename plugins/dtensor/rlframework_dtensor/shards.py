@@ -17,9 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from rlframework.models.file_weights import FileWeight
-from rlframework.policy.checkpoint.saved import moments_slice, slice_of
-from rlframework.policy.engine import Moments, TensorShard
+from rlframework.engine import FileWeight, Moments, TensorShard, moments_slice, slice_of
 
 Slices = tuple[slice, ...]
 

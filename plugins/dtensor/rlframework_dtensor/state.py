@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 
 from rlframework.base.errors import NotSupported
-from rlframework.models import adapters
-from rlframework.models.file_weights import FileLayout, gathered
-from rlframework.models.named_tensors import external_name, named_tensors
-from rlframework.policy.checkpoint.saved import FIRST, SECOND
-from rlframework.policy.engine import Moments, ShardedState, TensorShard, WeightSpec
-from rlframework.policy.host_buffers import HostBuffers
-from rlframework.policy.lora_math import is_adapter
-from rlframework.policy.profiling import GATHER, trace_span
+from rlframework.engine import (
+    FIRST,
+    GATHER,
+    SECOND,
+    FileLayout,
+    HostBuffers,
+    Moments,
+    ShardedState,
+    TensorShard,
+    WeightSpec,
+    adapters,
+    external_name,
+    gathered,
+    is_adapter,
+    named_tensors,
+    trace_span,
+)
 from rlframework_dtensor.shards import (
     copy_into_shard,
     fill_moments,

@@ -16,10 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rlframework.base.errors import ConfigError, NotSupported
-from rlframework.models.adapters import layers_of
-from rlframework.models.named_tensors import ADAPTER
+from rlframework.engine import ADAPTER, VocabularyShard, layers_of
 from rlframework.plugins.model_checks import DIVIDED, indivisible
-from rlframework.policy.head.vocabulary_shard import VocabularyShard
 from rlframework_dtensor.plans import make_plan
 from rlframework_dtensor.styles import REPLICATED, Embedding, Plan, Replicated, shard_parameter, vocabulary_rows
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from rlframework.policy.worker import PolicyWorkerBase
+from rlframework.engine import PolicyWorkerBase
 from rlframework_dtensor.engine import DTensorEngine
 from rlframework_dtensor.nemo_rl import NeMoRLMethods, get_cpu_state_dict, unshard_fsdp2_model
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlframework.base.errors import ConfigError
 from rlframework.config.policy import LoraConfig
-from rlframework.policy.lora_math import A, B
+from rlframework.engine import A, B
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.names import Weight, model_weights, owner_of
 from rlframework_megatron.weight_layout import Columns, Gated, GatedPair, Grouped, GroupedTriple, Rows, WeightLayout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.config.policy import LoraConfig
-from rlframework.policy.lora_math import A, B, initial_a, merge
+from rlframework.engine import A, B, initial_a, merge
 from rlframework_megatron.adapter_weights import (
     MODULE,
     adapted_weights,

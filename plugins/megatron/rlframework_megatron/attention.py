@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.models.attention import RowLayout
-from rlframework.models.rotary import length_dependent, rotate_by_sequence
-from rlframework.models.scores import Scores
+from rlframework.engine import RowLayout, Scores, length_dependent, rotate_by_sequence
 from rlframework_megatron.architectures import architecture, score_scale, window_of
 from rlframework_megatron.upstream import (
     MegatronModule,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rlframework.models.replacing import replacing
+from rlframework.engine import replacing
 from rlframework_megatron.upstream import random_states
 
 CPU = torch.device("cpu")

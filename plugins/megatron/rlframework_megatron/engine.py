@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import ConfigError, DataError, NotSupported
-from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.described_weights import new_weights, weights_folder
-from rlframework.models.loading import load_config, require_vocabulary
-from rlframework.models.varlen import kernel_for_packed_rows
+from rlframework.engine import (
+    HeadRequest,
+    Microbatch,
+    MicrobatchRule,
+    Step,
+    StepResult,
+    kernel_for_packed_rows,
+    load_config,
+    new_weights,
+    require_vocabulary,
+    trace_span,
+    weights_folder,
+)
 from rlframework.plugins.model_checks import indivisible
-from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head.patch import HeadRequest
-from rlframework.policy.profiling import trace_span
 from rlframework_megatron import cpu
 from rlframework_megatron.adapter_weights import adapted_weights, adapter_weights
 from rlframework_megatron.adapters import add_adapters

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.load_balancing import LoadBalancingLoss
-from rlframework.policy.engine import Step, StepResult
+from rlframework.engine import LoadBalancingLoss, Microbatch, Step, StepResult
 from rlframework_megatron.model import Chunk
 from rlframework_megatron.upstream import TopKRouter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from rlframework.policy.head.patch import HeadOutput
+    from rlframework.engine import HeadOutput
 
 
 class MegatronLoadBalancingLoss(LoadBalancingLoss):

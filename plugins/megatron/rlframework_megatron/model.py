@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.interfaces.data_processor import Microbatch
-from rlframework.models.attention import PaddedRows, RowLayout, Segments
-from rlframework.models.rotary import positions_without_padding
-from rlframework.policy.head.patch import HeadPatch
-from rlframework.policy.head.vocabulary_shard import VocabularyShard
+from rlframework.engine import (
+    HeadPatch,
+    Microbatch,
+    PaddedRows,
+    RowLayout,
+    Segments,
+    VocabularyShard,
+    positions_without_padding,
+)
 from rlframework_megatron.architectures import architecture
 from rlframework_megatron.attention import LayerInputs, Rotary
 from rlframework_megatron.config import MegatronConfig

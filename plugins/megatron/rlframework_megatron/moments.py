@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframework.policy.checkpoint.saved import FIRST, SECOND, moments_slice
-from rlframework.policy.engine import Moments, ShardedState, TensorShard
+from rlframework.engine import FIRST, SECOND, Moments, ShardedState, TensorShard, moments_slice
 from rlframework_megatron.flat_ranges import flat_blocks
 from rlframework_megatron.main_params import MainParam, MainParams
 from rlframework_megatron.names import WeightShard

@@ -21,9 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
 from rlframework.base.errors import DataError, NotSupported
-from rlframework.policy.checkpoint.pickles import without_code
-from rlframework.policy.checkpoint.saved import INDEX
-from rlframework.policy.checkpoint.sharded import read_index
+from rlframework.engine import INDEX, read_index, without_code
 from rlframework_megatron.main_params import MainParam, MainParams
 from rlframework_megatron.upstream import (
     CheckpointingException,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.policy.host_buffers import HostBuffers
+from rlframework.engine import HostBuffers
 from rlframework_megatron.upstream import DistributedDataParallel
 
 Storage = torch.UntypedStorage

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rlframework.config.policy import PolicyConfig
-from rlframework.policy.profiling import DeviceWait
+from rlframework.engine import DeviceWait
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.gradients import total_norm
 from rlframework_megatron.model import Chunk

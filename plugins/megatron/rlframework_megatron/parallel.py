@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from rlframework.base.errors import ConfigError
-from rlframework.interfaces.named_sharding import data_parallel_size
-from rlframework.workers import process_groups
+from rlframework.engine import data_parallel_size, process_groups
 from rlframework_megatron.upstream import parallel_state, random_states
 
 if TYPE_CHECKING:
     from rlframework.config.policy import ParallelismConfig
-    from rlframework.interfaces.worker_group import WorkerContext
+    from rlframework.engine import WorkerContext
 
 
 @dataclass(frozen=True)

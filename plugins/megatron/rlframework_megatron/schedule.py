@@ -15,13 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlframework.interfaces.data_processor import Microbatch, MicrobatchRule
-from rlframework.models.attention import RowLayout
-from rlframework.models.forward import ContextParallel
-from rlframework.policy.engine import Step, StepResult
-from rlframework.policy.head.patch import HeadRequest, read_head_output
-from rlframework.policy.microbatches.on_demand import on_host
-from rlframework.policy.profiling import FORWARD, trace_span
+from rlframework.engine import (
+    FORWARD,
+    ContextParallel,
+    HeadRequest,
+    Microbatch,
+    MicrobatchRule,
+    RowLayout,
+    Step,
+    StepResult,
+    on_host,
+    read_head_output,
+    trace_span,
+)
 from rlframework_megatron.model import Chunk, model_inputs
 from rlframework_megatron.parallel import Groups
 from rlframework_megatron.upstream import get_forward_backward_func

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from rlframework.base.errors import DataError, NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.models.rotary import length_dependent
+from rlframework.engine import length_dependent
 from rlframework_megatron.architectures import SLIDING, architecture, expert_count, is_sparse, value_of
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.names import GIVES_SCORES, head_size, require_convertible

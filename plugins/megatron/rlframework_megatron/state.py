@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from rlframework.base.errors import DataError, NotSupported
-from rlframework.models.described_weights import ModelFiles, new_head_hint
-from rlframework.models.file_weights import FileLayout
-from rlframework.models.loading import auto_class
-from rlframework.policy.checkpoint.saved import slice_of
-from rlframework.policy.engine import Engine, Moments, ShardedState, WeightSpec, no_adapters
+from rlframework.engine import (
+    Engine,
+    FileLayout,
+    ModelFiles,
+    Moments,
+    ShardedState,
+    WeightSpec,
+    auto_class,
+    new_head_hint,
+    no_adapters,
+    slice_of,
+)
 from rlframework_megatron import moments as moments_of
 from rlframework_megatron import native
 from rlframework_megatron import weights as weights_of

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from rlframework.models.replacing import replacing
+from rlframework.engine import replacing
 
 
 def _uncompiled() -> AbstractContextManager[None]:

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.policy.checkpoint.saved import slice_of
-from rlframework.policy.engine import WeightSpec
-from rlframework.policy.profiling import GATHER, trace_span
+from rlframework.engine import GATHER, WeightSpec, slice_of, trace_span
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.gathering import Groups, gather, is_owner
 from rlframework_megatron.main_params import MainParams

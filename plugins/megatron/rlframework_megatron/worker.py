@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from rlframework.interfaces.policy_worker import WorkerInfo
-from rlframework.policy.worker import PolicyWorkerBase
+from rlframework.engine import PolicyWorkerBase, WorkerInfo
 from rlframework_megatron.engine import MegatronEngine
 
 

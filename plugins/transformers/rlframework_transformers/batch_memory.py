@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlframework.generation.sampling import SAMPLED_ELEMENTS
+from rlframework.generation.sdk import SAMPLED_ELEMENTS
 from rlframework_transformers.cache import cache_bytes
 
 _USABLE = 0.9

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlframework.huggingface.model_directories import first_size
+from rlframework.generation.sdk import first_size
 
 _MIN_GROWTH = 64
 """Positions that a layer without a known capacity grows by at least. A long one grows by a quarter."""

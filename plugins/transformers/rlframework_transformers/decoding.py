@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.generation.media import Media
-from rlframework.generation.sampling import choose, row_uniforms
-from rlframework.interfaces.generation import SamplingParams
+from rlframework.generation.sdk import Media, SamplingParams, choose, row_uniforms
 from rlframework_transformers.media_rows import MediaRows
 from rlframework_transformers.packed_rows import with_holes_filled
 from rlframework_transformers.row_forward import Prefix, RowForward

@@ -17,21 +17,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlframework.config.sections import GenerationConfig
-from rlframework.generation.engine_model import EngineModel
-from rlframework.generation.media import ImageEncoder, Media
-from rlframework.generation.packed_linears import PackedLinears
-from rlframework.generation.requests import ServingLimits
-from rlframework.generation.serving import Served, ServingEngine
-from rlframework.huggingface.image_processor import never_sampled
-from rlframework.interfaces.generation import (
+from rlframework.generation.sdk import (
+    EngineModel,
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    Held,
+    ImageEncoder,
+    Media,
+    PackedLinears,
     SamplingParams,
+    Served,
+    ServingEngine,
+    ServingLimits,
     Tag,
+    WeightInfo,
+    WeightSink,
+    never_sampled,
 )
-from rlframework.weight_sync.buffers import WeightInfo
-from rlframework.weight_sync.receiver import Held, WeightSink
 from rlframework_transformers.batch_memory import free_bytes, rows_that_fit
 from rlframework_transformers.config import TransformersGenerationConfig
 from rlframework_transformers.decoding import Row, RowBatch

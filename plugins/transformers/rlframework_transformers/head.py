@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.policy.head.logprobs import scaled_logits
+from rlframework.generation.sdk import scaled_logits
 
 
 @contextmanager

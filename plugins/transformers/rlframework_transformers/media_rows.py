@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.generation.media import ImageEncoder, Media
-from rlframework.huggingface.image_processor import image_token
+from rlframework.generation.sdk import ImageEncoder, Media, image_token
 from rlframework_transformers.cache import stack_rows, whole_cache
 from rlframework_transformers.row_forward import PaddedRows, Prefix
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from rlframework.base.errors import NotSupported
-from rlframework.models.attention import RowLayout, Segments, attention, register
-from rlframework.models.scores import PLAIN, Scores
+from rlframework.generation.sdk import PLAIN, RowLayout, Scores, Segments, attention, register
 from rlframework_transformers.key_values import KeyValues, Slots
 from rlframework_transformers.row_forward import Prefix, RowForward
 from rlframework_transformers.shared_prompts import SharedPrompts

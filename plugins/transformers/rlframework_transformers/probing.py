@@ -10,10 +10,7 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.generation.row_limits import RowLimits
-from rlframework.interfaces.generation import SamplingParams
-from rlframework.models.probing import tiny_model
-from rlframework.models.rotary import length_dependent
+from rlframework.generation.sdk import RowLimits, SamplingParams, length_dependent, tiny_model
 from rlframework_transformers.decoding import Row, RowBatch
 from rlframework_transformers.packed_rows import PackedRows
 from rlframework_transformers.row_forward import EqualRows, PaddedRows, RowForward, WholeRows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlframework.generation.engine_model import cache_argument
+from rlframework.generation.sdk import cache_argument
 from rlframework_transformers.attention import decoding_attention
 from rlframework_transformers.cache import PreallocatedLayer, decoding_cache
 from rlframework_transformers.head import logits_in_fp32

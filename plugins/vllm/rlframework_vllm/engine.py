@@ -9,16 +9,21 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from rlframework.generation.adapted_weights import AdaptedWeights
-from rlframework.generation.requests import ServingLimits
-from rlframework.generation.serving import Collected
-from rlframework.generation.sleeping import SleepingEngine
-from rlframework.generation.weight_fit import require_fit
-from rlframework.huggingface.image_processor import never_sampled
-from rlframework.interfaces.generation import GenerationRequest, WeightReport
-from rlframework.weight_sync.buffers import WeightInfo
-from rlframework.weight_sync.receiver import Held, WeightSink
-from rlframework.weight_sync.staged import Source, StagedWeights
+from rlframework.generation.sdk import (
+    AdaptedWeights,
+    Collected,
+    GenerationRequest,
+    Held,
+    ServingLimits,
+    SleepingEngine,
+    Source,
+    StagedWeights,
+    WeightInfo,
+    WeightReport,
+    WeightSink,
+    never_sampled,
+    require_fit,
+)
 from rlframework_vllm import weights
 from rlframework_vllm.checks import BLOCK, KINDS, TEMPERATURES, default_cache_bytes
 from rlframework_vllm.config import VllmGenerationConfig, VllmKeys

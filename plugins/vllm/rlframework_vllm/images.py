@@ -17,7 +17,7 @@ from vllm import ModelRegistry
 from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-from rlframework.generation.image_places import ImagePlace
+from rlframework.generation.sdk import ImagePlace
 
 _PROCESSING = "transformers.models.qwen2_vl.image_processing_{}qwen2_vl"
 

@@ -8,9 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.base.errors import RefitError
-from rlframework.generation.packed_linears import shows_columns
-from rlframework.weight_sync.buffers import Slot
-from rlframework.weight_sync.staged import Source
+from rlframework.generation.sdk import Slot, Source, shows_columns
 
 _ENCODER = "visual."  # the image encoder in files and in vLLM, in all of `KINDS`; probes have no images
 

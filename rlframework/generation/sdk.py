@@ -1,0 +1,85 @@
+"""The SDK of generation engines: everything that an engine imports of core besides its configuration and its record.
+
+An engine is a `rlframework.interfaces.generation.GenerationEngine`; `ServingEngine` and `SleepingEngine` have what most
+of them share. The names are versioned with the plugin API, as those of `rlframework.engine`.
+"""
+
+from rlframework.generation.adapted_weights import AdaptedWeights
+from rlframework.generation.engine_model import EngineModel, cache_argument
+from rlframework.generation.image_places import ImagePlace
+from rlframework.generation.media import ImageEncoder, Media
+from rlframework.generation.packed_linears import PackedLinears, shows_columns
+from rlframework.generation.requests import ServingLimits, check_requests
+from rlframework.generation.row_limits import RowLimits
+from rlframework.generation.sampling import SAMPLED_ELEMENTS, choose, row_uniforms
+from rlframework.generation.serving import Collected, Served, ServingEngine
+from rlframework.generation.sleeping import SleepingEngine
+from rlframework.generation.weight_fit import require_fit
+from rlframework.huggingface.image_processor import image_token, never_sampled
+from rlframework.huggingface.model_directories import first_size, read_config
+from rlframework.interfaces.generation import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    Tag,
+    WeightReport,
+    WeightSpan,
+)
+from rlframework.models.attention import RowLayout, Segments, attention, register
+from rlframework.models.probing import tiny_model
+from rlframework.models.rotary import length_dependent
+from rlframework.models.scores import PLAIN, Scores
+from rlframework.policy.head.logprobs import scaled_logits
+from rlframework.weight_sync.buffers import Slot, WeightInfo
+from rlframework.weight_sync.receiver import Held, ReceivesWeights, WeightSink
+from rlframework.weight_sync.staged import Source, StagedWeights
+
+__all__ = [
+    "PLAIN",
+    "SAMPLED_ELEMENTS",
+    "AdaptedWeights",
+    "Collected",
+    "EngineModel",
+    "FinishReason",
+    "GenerationRequest",
+    "GenerationResult",
+    "Held",
+    "ImageEncoder",
+    "ImagePlace",
+    "Media",
+    "PackedLinears",
+    "ReceivesWeights",
+    "RowLayout",
+    "RowLimits",
+    "SamplingParams",
+    "Scores",
+    "Segments",
+    "Served",
+    "ServingEngine",
+    "ServingLimits",
+    "SleepingEngine",
+    "Slot",
+    "Source",
+    "StagedWeights",
+    "Tag",
+    "WeightInfo",
+    "WeightReport",
+    "WeightSink",
+    "WeightSpan",
+    "attention",
+    "cache_argument",
+    "check_requests",
+    "choose",
+    "first_size",
+    "image_token",
+    "length_dependent",
+    "never_sampled",
+    "read_config",
+    "register",
+    "require_fit",
+    "row_uniforms",
+    "scaled_logits",
+    "shows_columns",
+    "tiny_model",
+]
