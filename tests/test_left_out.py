@@ -13,7 +13,7 @@ from rlframework.plugins.manager import create_manager
 from rlframework_conformance.layouts import select_layouts
 
 ROOT = Path(__file__).parents[1]
-PROOF = ROOT / "rlframework" / "conformance" / "mutants" / "proof.py"
+PROOF = ROOT / "plugins" / "conformance" / "rlframework_conformance" / "mutants" / "proof.py"
 
 
 def class_of(name: str) -> re.Match[str]:

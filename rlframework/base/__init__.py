@@ -1,1 +1,1 @@
-"""What every room uses: errors, files, messages, secrets."""
+"""Errors, files, messages and secrets, for every room."""

@@ -82,9 +82,9 @@ def owner(heading: str) -> list[Any]:
         "Batches": ("batch.batched_data_dict", "batch.sharding", "batch.collectives", "batch.packing"),
         "Microbatches": (
             "interfaces.data_processor",
-            "microbatches.nemo_rl",
-            "microbatches.global_batch",
-            "microbatches.model_inputs",
+            "nemo_rl.data_processor",
+            "policy.microbatches.global_batch",
+            "policy.microbatches.model_inputs",
         ),
         "Policy and workers": (),
         "Worker groups": (
