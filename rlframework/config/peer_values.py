@@ -134,9 +134,14 @@ def value_hint(key: str, value: object, word: str = "") -> str:
     return ""
 
 
+def has_no_kind(metric: str) -> bool:
+    """Whether `metric` lacks a kind of metrics, as `validation/`, or has that of a peer."""
+    return metric.partition("/")[0] in (metric, "eval", "val")
+
+
 def metric_hint(value: object) -> str:
     """Return the name of the metric that a peer calls `value`; "" if it is not known, or may be ours."""
-    if not isinstance(value, str) or "/" in value:
+    if not isinstance(value, str) or not has_no_kind(value):
         return ""
     meant = next((name for name in METRICS if name in value.lower()), "")
     return f"Set it to validation/{meant}." if meant else ""
