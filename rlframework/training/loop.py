@@ -98,11 +98,16 @@ class StepLoop(Algorithm):
         self.parts = parts
         self.config = parts.config.algorithm
         self.train_samples = parts.environment.samples("train")
-        for split in ("train", "validation"):
-            if not len(parts.environment.samples(split)):
-                raise DataError(
-                    f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
-                )
+        validation, name = self.config.validation, parts.config.environment.name
+        validates = validation.at_start or validation.at_end or validation.every > 0
+        if not len(self.train_samples):
+            raise DataError(f"environment {name!r} has no train samples; give it more data")
+        if validates and not len(parts.environment.samples("validation")):
+            raise DataError(
+                f"environment {name!r} has no validation samples; give it more data (an environment.validation_path, "
+                "or an environment.validation_fraction above 0), or switch validation off: "
+                "algorithm.validation={every: 0, at_start: false, at_end: false}"
+            )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
         self.sampling_check = SamplingCheck(parts.config, lambda: parts.generation.probe_bounds)
@@ -113,8 +118,7 @@ class StepLoop(Algorithm):
         self._restored: RunState | None = None
         self._trained: list[TrainResult] = []
         self._noted_truncated = False
-        validation = self.config.validation
-        if validation.at_start or validation.at_end or validation.every:
+        if validates:
             self._reject_attempts()
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
 
