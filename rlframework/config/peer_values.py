@@ -87,7 +87,7 @@ WORD_VALUES: Mapping[str, Mapping[str, str]] = {
     "vllm_importance_sampling_correction": {"true": "is truncated", **_OFF},
     "use_on_policy_kl_approximation": {"true": "is generator", "false": "is score"},
     "use_bias_correction_kl": {"true": "is ratio", "false": "is none"},
-    **dict.fromkeys(("higher_is_better", "greater_is_better"), {"true": "is highest", "false": "is lowest"}),
+    **{word: {"true": "is highest", "false": "is lowest"} for word in ("higher_is_better", "greater_is_better")},
     "load_best_model_at_end": {
         "true": "is a number of checkpoints to keep, such as 1, beside the final model, that of the last step",
         "false": "is 0, the default",
