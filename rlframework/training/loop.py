@@ -208,6 +208,12 @@ class StepLoop(Algorithm):
         """Go on after the restored checkpoint, or validate as step 0. Return the latest metrics, including `step`."""
         if (restored := self._restored) is not None:
             restore_random_states(restored.random)  # last, as observers may have drawn numbers
+            if restored.step >= self.config.num_steps:
+                _LOG.warning(
+                    "nothing is left to do: the checkpoint is of step %d, and the run has %d. To train further, raise "
+                    "algorithm.num_steps, or algorithm.num_epochs if that is set: %s algorithm.num_steps=%d",
+                    restored.step, self.config.num_steps, self.parts.config.resume_command, 2 * restored.step,
+                )  # fmt: skip
             return {**restored.metrics, "step": float(restored.step)}
         if self.config.validation.at_start:
             return dict(self._report(0, *self._timed_validation(0)))
