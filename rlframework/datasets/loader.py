@@ -60,7 +60,7 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
             raise DataError(f"batch_size is {batch_size}; it must be at least 1")
         if batch_size > len(samples):
             _LOG.warning(
-                "a step takes %d samples, but there are only %d to train on: it takes each %.1f times on average. Lower "
+                "a step takes %d samples, but there are only %d to train on: each %.1f times on average. Lower "
                 "algorithm.prompts_per_step (policy.train_global_batch_size, if nothing is sampled), or give more data",
                 batch_size, len(samples), batch_size / len(samples),
             )  # fmt: skip

@@ -88,7 +88,7 @@ def test_a_batch_of_more_than_all_rows_is_a_warning(caplog: pytest.LogCaptureFix
     PromptLoader(range(76), 76, 0)
     assert not caplog.records
     PromptLoader(range(76), 500, 0)
-    assert "a step takes 500 samples, but there are only 76 to train on: it takes each 6.6 times" in caplog.text
+    assert "a step takes 500 samples, but there are only 76 to train on: each 6.6 times" in caplog.text
 
 
 def test_refusals() -> None:

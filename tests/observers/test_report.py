@@ -375,7 +375,7 @@ def test_the_page_of_three_long_runs_stays_small() -> None:
 @pytest.mark.slow
 def test_an_interval_is_a_band_of_its_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr(figures, "write_png", lambda figure, path: kept.append(figure) or path)
+    monkeypatch.setattr(figures, "write_png", lambda figure, _: kept.append(figure))
     name, rows = "validation/pass@4", ((1, 0.2, 0.1, 0.4), (2, 0.5, 0.3, 0.7))
     history = [{"step": float(i), name: of, f"{name}_low": low, f"{name}_high": high} for i, of, low, high in rows]
     with_interval, without = Run("a", Path("a"), history), Run("b", Path("b"), [{"step": 1.0, name: 0.5}])
