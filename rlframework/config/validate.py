@@ -271,8 +271,10 @@ def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
         if has_no_kind(metric):
             names = ", ".join(f"validation/{name}" for name in METRICS)
             yield Problem(key, f"must be a metric as named in metrics.jsonl, such as {names}", metric_hint(metric))
-    if stopping is not None and stopping.metric.startswith("validation/") and not algorithm.validation.every:
-        message = f"never ends a run: with algorithm.validation.every=0, {stopping.metric} is not measured in between"
+    every, steps = algorithm.validation.every, algorithm.num_steps
+    never = not every or 0 < steps <= every  # 0 steps: known when the data is open
+    if stopping is not None and stopping.metric.startswith("validation/") and never:
+        message = f"never ends the run, because algorithm.validation.every={every} is no step before its last"
         yield Problem("algorithm.early_stopping", message, "Set algorithm.validation.every, such as 10.")
 
 

@@ -125,9 +125,9 @@ class WeightedRewards:
         others = ", ".join(name for name in self._highest if name not in low)
         for name in low:
             _LOG.warning(
-                "environment.reward.%s was at most %g in %d answers, and has the largest weight as %s has: accuracy is "
-                "0 unless all of these are 1. If it cannot be 1, as a penalty, set environment.reward.%s.weight lower, "
-                "or let a function return accuracy: {\"reward\": ..., \"accuracy\": ...}",
+                "environment.reward.%s was at most %g in %d answers, and shares the largest weight with %s: accuracy "
+                "is 0 unless all of these are 1. If it cannot be 1, as a penalty, set environment.reward.%s.weight "
+                "lower, or let a function return accuracy: {\"reward\": ..., \"accuracy\": ...}",
                 name, self._highest[name] + 0.0, self._judged, others, name,
             )  # fmt: skip
 

@@ -166,11 +166,14 @@ def test_a_metric_that_no_run_has_is_an_error(metric: str, meant: str) -> None:
 
 
 def test_early_stopping_needs_validations_within_the_run() -> None:
-    message = error_of("algorithm.early_stopping.patience=2")
-    assert "`algorithm.early_stopping`: never ends a run: with algorithm.validation.every=0" in message
-    assert message.endswith("Set algorithm.validation.every, such as 10.")
-    for works in ("algorithm.validation.every=5", "algorithm.early_stopping.metric=train/reward"):
-        assert load_config(MINIMAL, ["algorithm.early_stopping.patience=2", works]).algorithm.early_stopping
+    for every in (0, 7):
+        message = error_of(
+            "algorithm.early_stopping.patience=2", "algorithm.num_steps=7", f"algorithm.validation.every={every}"
+        )
+        assert f"`algorithm.early_stopping`: never ends the run, because algorithm.validation.every={every}" in message
+        assert message.endswith("Set algorithm.validation.every, such as 10.")
+    for works in ("algorithm.validation.every=6", "algorithm.early_stopping.metric=train/reward"):
+        assert load_config(MINIMAL, ["algorithm.early_stopping.patience=2", "algorithm.num_steps=7", works])
 
 
 @pytest.mark.parametrize("metric", ["validation/reward", "train/own"])

@@ -228,7 +228,7 @@ def test_a_penalty_that_keeps_accuracy_at_0_is_named_once(environment, caplog):
     assert len(warnings) == 1
     assert "environment.reward.brief was at most 0 in 16 answers" in warnings[0]
     assert "set environment.reward.brief.weight lower" in warnings[0]
-    assert "as correct has" in warnings[0]
+    assert "shares the largest weight with correct" in warnings[0]
 
 
 def test_no_warning_of_accuracy_where_the_penalty_does_not_decide_or_nothing_was_right(environment, caplog):
