@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import pluggy
 import typer
+from pydantic import BaseModel
 
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.plugins.types import (
@@ -223,6 +224,48 @@ def rlframework_agent_endpoint() -> str | None:
     >>> @hookimpl
     ... def rlframework_agent_endpoint():
     ...     return "my_package.endpoint:agent_runner"
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_key_hint(path: tuple[str, ...], value: object, model: type[BaseModel] | None) -> str | None:
+    """Return what the key `path` of another library is called here; None if it is no such key.
+
+    `model` is the configuration in which the key is unknown, None if that cannot be built.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_key_hint(path):
+    ...     return "In rlframework this is `policy.optimizer.lr`." if path[-1] == "learning_rate" else None
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_value_hint(key: str, value: object) -> str | None:
+    """Return what the value of another library is for our `key`; None if it is no such value.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_value_hint(key, value):
+    ...     return "fsdp2 is dtensor." if (key, value) == ("policy.backend", "fsdp2") else None
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_configuration_hint(
+    unknown: Mapping[tuple[str, ...], object],
+    hints: Sequence[str],
+    algorithm: Mapping[str, object],
+    model: type[BaseModel] | None,
+) -> str | None:
+    """Return a note on the `unknown` keys of a configuration, with their values, as a whole; None without one.
+
+    `hints` are those on single keys. `algorithm` has the keys of the section of that name, whose model is `model`.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_configuration_hint(unknown):
+    ...     return "See docs/moving/trl.md." if ("num_generations",) in unknown else None
     """
 
 

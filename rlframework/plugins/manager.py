@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pluggy
 
 from rlframework.base.errors import PluginError
-from rlframework.config.peer_values import value_hint
+from rlframework.config.hints import Hints
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
     DISABLE_VARIABLE,
@@ -111,6 +111,19 @@ class PluginManager:
         """The hooks of all active plugins, for calling observer hooks."""
         return self._pluggy.hook
 
+    @property
+    def hints(self) -> Hints:
+        """What plugins know of the keys and values of other libraries."""
+        hook = self.hook
+        return Hints(
+            lambda path, value, model: hook.rlframework_key_hint(path=path, value=value, model=model) or "",
+            lambda key, value: hook.rlframework_value_hint(key=key, value=value) or "",
+            lambda unknown, hints, algorithm, model: (
+                hook.rlframework_configuration_hint(unknown=unknown, hints=hints, algorithm=algorithm, model=model)
+                or ""
+            ),
+        )
+
     def implements(self, hook: str) -> bool:
         """Whether an active plugin implements `hook`."""
         return bool(getattr(self.hook, hook).get_hookimpls())
@@ -204,7 +217,7 @@ class PluginManager:
         installed = self.registered(kind)
         near = next(iter(difflib.get_close_matches(name, [*installed, *extras()], n=1)), "")
         yield f"{key}: there is no {_NOUNS.get(kind, kind.replace('_', ' '))} {name!r}."
-        meaning = value_hint(key, name)
+        meaning = self.hints.of_value(key, name)
         near = "" if meaning else near
         if meaning or (near and extra_of(name) is None):
             yield meaning or f"Did you mean {near!r}?"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rlframework.algorithms import loop
-from rlframework.algorithms.loop import StepLoop
 import pytest
 
-from rlframework.training import loop
-from rlframework.training.loop import StepLoop
+from rlframework.algorithms import loop
+from rlframework.algorithms.loop import StepLoop
 
 
 def test_the_start_of_an_engine_is_not_part_of_the_validation(monkeypatch):

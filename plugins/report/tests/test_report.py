@@ -16,28 +16,12 @@ from hypothesis import strategies as st
 from rlframework.base.errors import UserError
 from rlframework.cli import main
 from rlframework.observers.runs import Run, Sample, names_of, read_run, read_runs
-from rlframework_report.report import render, write_report
+from rlframework_report.report import figures, render, write_report
 from rlframework_report.report.charts import arrange
 from rlframework_report.report.content import breakdowns_of, content, phases_of, thin
 from rlframework_report.report.figures import draw_figures
 from rlframework_report.report.runs import facts_of, headlines, settings_of
 from rlframework_report.report.samples import thin_samples
-from rlframework.errors import UserError
-from rlframework.observers.report import figures, render, write_report
-from rlframework.observers.report.charts import arrange
-from rlframework.observers.report.content import breakdowns_of, content, phases_of, thin
-from rlframework.observers.report.figures import draw_figures
-from rlframework.observers.report.runs import (
-    Run,
-    Sample,
-    facts_of,
-    headlines,
-    names_of,
-    read_run,
-    read_runs,
-    settings_of,
-)
-from rlframework.observers.report.samples import thin_samples
 
 CONFIG = """
 seed: 3

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 from typer import Argument, Option
 
 from rlframework.cli.common import Debug, Json, Overrides, print_table
@@ -19,6 +20,35 @@ def rlframework_commands(app: typer.Typer) -> None:
     app.command()(init)
     app.command()(doctor)
     app.command("new-backend")(new_backend)
+
+
+@hookimpl
+def rlframework_key_hint(path: tuple[str, ...], value: object, model: type[BaseModel] | None) -> str | None:
+    """Return what TRL, peft, verl, OpenRLHF or NeMo-RL mean by the key `path`."""
+    from rlframework_tools.peers.hints import peer_hint
+
+    return peer_hint(path, value, model) or None
+
+
+@hookimpl
+def rlframework_value_hint(key: str, value: object) -> str | None:
+    """Return what one of them means by `value`."""
+    from rlframework_tools.peers.values import value_hint
+
+    return value_hint(key, value) or None
+
+
+@hookimpl
+def rlframework_configuration_hint(
+    unknown: Mapping[tuple[str, ...], Any],
+    hints: Sequence[str],
+    algorithm: Mapping[str, Any],
+    model: type[BaseModel] | None,
+) -> str | None:
+    """Return a note on a configuration with their keys: its preset, and its batches in numbers."""
+    from rlframework_tools.peers.notes import peer_notes
+
+    return peer_notes(unknown, hints, algorithm, model) or None
 
 
 @hookimpl

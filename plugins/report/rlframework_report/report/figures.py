@@ -15,13 +15,8 @@ from matplotlib.ticker import PercentFormatter
 from rlframework.base.logs import printable
 from rlframework.observers.runs import Run
 from rlframework_report.curve import STYLE, draw_series, write_png
-from rlframework_report.report.charts import arrange, split_of, worth_drawing
+from rlframework_report.report.charts import arrange, bounds_of, split_of, worth_drawing
 from rlframework_report.report.content import phases_of
-from rlframework.logs import printable
-from rlframework.observers.curve import STYLE, draw_series, write_png
-from rlframework.observers.report.charts import arrange, bounds_of, split_of, worth_drawing
-from rlframework.observers.report.content import phases_of
-from rlframework.observers.report.runs import Run
 
 COLOURS = ("#0067a8", "#cf5200", "#007a58", "#a8447e", "#6b4e00", "#5a35c9", "#6d7884", "#a3283a")
 PHASES = ("#2f8ca3", "#e0a030", "#8062b5", "#6f9a3d", "#c5656f", "#51688c", "#3f9b7a", "#96693d")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from rlframework.config.algorithm_presets import PRESETS
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.ppo import PPOConfig
+from rlframework_tools.peers.hints import keys_inside
 
 _LEAVE_ONE_OUT = "use_leave_one_out_baseline"
 _SYSTEMS: Mapping[str, tuple[str, str, str]] = {
@@ -69,7 +71,8 @@ def peer_notes(
     """
     if algorithm is None:
         return ""
-    words, told, name = {str(keys[-1]): value for keys, value in unknown.items()}, " ".join(hints), ""
+    inside = chain.from_iterable(keys_inside(path, value) for path, value in unknown.items())
+    words, told, name = {path[-1]: value for path, value in inside}, " ".join(hints), ""
     if "name" not in given:
         words = {**given, **words}  # no key in that section is unknown yet
         name = _meant_algorithm(words)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rlframework.config.validate import metric_hint
+
 _VERL = "verl's formulas are those with algorithm.preset=verl"
 _NONE = "has no counterpart"
 _WITHOUT_LIMIT = dict.fromkeys(("-1", "0"), "is null here: sample from all tokens")
@@ -120,9 +122,6 @@ WORD_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Keys of peers with values of their own, which other keys for the same one of ours do not have: what each is here."""
 
-METRICS = ("reward", "accuracy", "loss")
-"""The metrics of validation by which checkpoints are compared."""
-
 _OBSERVERS: Mapping[str, str] = {
     **dict.fromkeys(("console", "tensorboard"), "true"),
     **dict.fromkeys(("wandb", "mlflow", "trackio"), "{}"),
@@ -145,19 +144,6 @@ def value_hint(key: str, value: object, word: str = "") -> str:
     if key == "checkpoints.best" and isinstance(value, Mapping):
         return "The name of the metric is the key checkpoints.metric, and checkpoints.best is highest or lowest."
     return ""
-
-
-def has_no_kind(metric: str) -> bool:
-    """Whether `metric` lacks a kind of metrics, as `validation/`, or has that of a peer."""
-    return metric.partition("/")[0] in (metric, "eval", "val")
-
-
-def metric_hint(value: object) -> str:
-    """Return the name of the metric that a peer calls `value`; "" if it is not known, or may be ours."""
-    if not isinstance(value, str) or not has_no_kind(value):
-        return ""
-    meant = next((name for name in METRICS if name in value.lower()), "")
-    return f"Set it to validation/{meant}." if meant else ""
 
 
 def _scheduler(value: object) -> str:

@@ -13,17 +13,18 @@ from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import DatasetConfig
-from rlframework.config.hints import PEER_KEYS, WITHOUT_COUNTERPART, key_paths, models_in, nearest_key, peer_hint
+from rlframework.config.hints import key_paths, models_in, nearest_key
 from rlframework.config.models import run_model
-from rlframework.config.peer_keys import OF_PAIRS, REMARKS
-from rlframework.config.peer_values import PEER_VALUES
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.configure import load_config
 from rlframework_ray.config import RayGroupConfig
+from rlframework_tools.peers.hints import PEER_KEYS, WITHOUT_COUNTERPART, peer_hint
+from rlframework_tools.peers.keys import OF_PAIRS, REMARKS
+from rlframework_tools.peers.values import PEER_VALUES
 
-MOVING = Path(__file__).resolve().parents[2] / "docs" / "moving"
+MOVING = Path(__file__).resolve().parents[4] / "docs" / "moving"
 PARTS = (("environment", DatasetConfig), ("worker_group", RayGroupConfig))
 KEYS = {
     ".".join(path)
