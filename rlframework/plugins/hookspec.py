@@ -320,6 +320,20 @@ def rlframework_uploads(config: RunConfig) -> Uploads | None:
     """
 
 
+@hookspec(firstresult=True)
+def rlframework_teacher_endpoint() -> str | None:
+    """Return the import path `module:Class` of a teacher behind an endpoint; the first plugin that has one is used.
+
+    `Class(config, tokenizer, temperature)` is a `rlframework.algorithms.teacher_targets.Scorer`; `config` is the
+    section `algorithm.endpoint`.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_teacher_endpoint():
+    ...     return "my_package.teacher:TeacherAtMyService"
+    """
+
+
 @hookspec
 def rlframework_observers() -> Mapping[str, str]:
     """Return import paths `module:Class` of observers, by their keys in the section `observers`.

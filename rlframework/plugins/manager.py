@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pluggy
 
@@ -80,6 +81,17 @@ def create_manager(modules: Sequence[str] = (), disabled: Sequence[str] | None =
         if not plugin.disabled:
             plugin.load()
     return PluginManager(plugins, words)
+
+
+def load_from_plugin(modules: Sequence[str], hook: str, key: str) -> Any:
+    """Return the object at the import path of the first plugin that implements `hook`, for the configuration's `key`.
+
+    `modules`: as for `create_manager`. Raises `PluginError` if no plugin does.
+    """
+    target = getattr(create_manager(modules).hook, hook)()
+    if target is None:
+        raise PluginError(f"{key} needs a plugin with the hook {hook}: {install_command('serve')}")
+    return load_target(target)
 
 
 class PluginManager:

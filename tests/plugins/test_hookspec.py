@@ -28,7 +28,7 @@ ACTING = OBSERVERS | {
             "run_planned",
             "plan_elsewhere",
         ),
-        *("resume_from", "uploads", "agent_endpoint"),
+        *("resume_from", "uploads", "agent_endpoint", "teacher_endpoint"),
     )
 }
 

@@ -40,6 +40,12 @@ def rlframework_agent_endpoint() -> str:
 
 
 @hookimpl
+def rlframework_teacher_endpoint() -> str:
+    """Return the path of `TeacherEndpoint`."""
+    return "rlframework_serve.teacher:TeacherEndpoint"
+
+
+@hookimpl
 def rlframework_commands(app: typer.Typer) -> None:
     """Add `serve`."""
     app.command()(serve)

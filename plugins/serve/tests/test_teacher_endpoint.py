@@ -23,7 +23,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation import TeacherEndpointConfig
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.rollout.teacher_endpoint import TeacherEndpoint
+from rlframework_serve.teacher import TeacherEndpoint
 
 KEY = "a-token-of-enough-characters"
 TOKENIZER = character_tokenizer("0123456789+=")
