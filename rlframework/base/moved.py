@@ -15,6 +15,13 @@ from types import ModuleType
 
 MOVED = {
     "rlframework.algorithm": "rlframework.algorithms.algorithm",
+    "rlframework.config.episode_environments": "rlframework.config.environments",
+    "rlframework.config.images": "rlframework.config.sections",
+    "rlframework.config.judge": "rlframework.config.endpoint",
+    "rlframework.config.ppo": "rlframework.config.algorithms",
+    "rlframework.config.preference_environment": "rlframework.config.environments",
+    "rlframework.config.reward_model_training": "rlframework.config.preference_algorithms",
+    "rlframework.config.worker_groups": "rlframework.config.policy",
     "rlframework.configure": "rlframework.plugins.configure",
     "rlframework.conformance": "rlframework_conformance",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
@@ -38,8 +45,8 @@ MOVED = {
     "rlframework.observers.curve": "rlframework_report.curve",
     "rlframework.observers.report": "rlframework_report.report",
     "rlframework.observers.services": "rlframework_report.services",
-    "rlframework.rollout.endpoint": "rlframework_serve",
     "rlframework.policy.checkpoint.merged": "rlframework_tools.merged_weights",
+    "rlframework.rollout.endpoint": "rlframework_serve",
     "rlframework.runner.convert": "rlframework_tools.convert",
     "rlframework.runner.tokenize": "rlframework_tools.tokenize",
     "rlframework.secrets": "rlframework.base.secrets",

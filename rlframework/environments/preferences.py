@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlframework.base.errors import DataError, ImageError
-from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.conversations import with_texts
 from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
 from rlframework.datasets.image_addresses import ImageAddresses

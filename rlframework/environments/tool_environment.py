@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlframework.base.errors import ConfigError, RLFrameworkError
-from rlframework.config.episode_environments import ToolDataConfig, ToolsConfig
+from rlframework.config.environments import ToolDataConfig, ToolsConfig
 from rlframework.environments import threads
 from rlframework.environments.answer_scores import AnswerScores
 from rlframework.environments.dataset import DatasetEnvironment

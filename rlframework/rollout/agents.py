@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rlframework.base.errors import PluginError
-from rlframework.config.episode_environments import AttemptsConfig
+from rlframework.config.environments import AttemptsConfig
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.step_rows import steps_of
 from rlframework.environments.preferences import PreferencesEnvironment
 

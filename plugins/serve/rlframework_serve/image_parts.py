@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import Any
 
 from rlframework.base.errors import ImageError
-from rlframework.config.images import ImagesConfig
+from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.pictures import decoded, scheme_of
 from rlframework.interfaces.messages import ImagePart
 from rlframework.interfaces.pictures import Picture
