@@ -23,8 +23,7 @@ from rlframework.base.secrets import hide_in_text
 from rlframework.config.environments import RowsConfig
 from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.image_addresses import ImageAddresses
-from rlframework.interfaces.messages import ContentPart, ImagePart, Message, TextPart
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import ContentPart, ImagePart, Message, Picture, TextPart
 
 _LOG = logging.getLogger(__name__)
 
