@@ -10,14 +10,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlframework.config.algorithms import GRPOConfig, SFTConfig
+from rlframework.config.algorithms import GRPOConfig, PPOConfig, SFTConfig, WithReferenceSync
 from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section
 from rlframework.config.hints import NO_HINTS, Hints, key_paths, models_in, section_example, unknown_key_hint
-from rlframework.config.ppo import PPOConfig
-from rlframework.config.preference_algorithms import PreferenceConfig
+from rlframework.config.preference_algorithms import PreferenceConfig, ProcessRewardModelTrainingConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
-from rlframework.config.reference_sync import WithReferenceSync
-from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import Keys, Tree
 

@@ -27,12 +27,11 @@ from rlframework.datasets.loader import Source, shuffled
 from rlframework.datasets.nested_columns import VERL_COLUMN, is_column
 from rlframework.datasets.pictures import decoded, log_left_out, reader_of
 from rlframework.datasets.rendering import has_answer
-from rlframework.datasets.sources.opening import open_rows
+from rlframework.datasets.sources.opening import open_rows, open_splits
 from rlframework.datasets.sources.rows import JoinedRows, Rows
-from rlframework.datasets.sources.splits import open_splits
 from rlframework.environments.counted_failures import require_few_failures
-from rlframework.environments.empty_columns import EmptyColumns
 from rlframework.environments.math_answers import is_comparable, same_answer
+from rlframework.environments.reward_arguments import EmptyColumns
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
 from rlframework.interfaces.environment import Sample, Split, StepOutcome

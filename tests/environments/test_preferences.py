@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.sources.memory import given_rows
 from rlframework.environments.preferences import PreferencesEnvironment
 from rlframework.interfaces.environment import Sample

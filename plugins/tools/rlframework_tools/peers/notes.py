@@ -9,8 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from rlframework.config.algorithm_presets import PRESETS
-from rlframework.config.algorithms import GRPOConfig
-from rlframework.config.ppo import PPOConfig
+from rlframework.config.algorithms import GRPOConfig, PPOConfig
 from rlframework_tools.peers.hints import keys_inside
 
 _LEAVE_ONE_OUT = "use_leave_one_out_baseline"

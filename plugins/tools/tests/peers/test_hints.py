@@ -10,12 +10,11 @@ from probe_hints import MINIMAL, error_of
 from pydantic import BaseModel, Field
 
 from rlframework.base.errors import ConfigError, PluginError
-from rlframework.config.algorithms import GRPOConfig, SFTConfig
+from rlframework.config.algorithms import GRPOConfig, PPOConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.hints import key_paths, models_in, nearest_key
 from rlframework.config.models import run_model
-from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.configure import load_config

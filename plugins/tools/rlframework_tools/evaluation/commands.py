@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from rlframework.base.errors import UserError
-from rlframework.cli.common import Debug, Json, OldOverrides, TrustRun, app, print_table, with_old_overrides
+from rlframework.cli.common import Debug, Json, OldOverrides, TrustRun, print_table, with_old_overrides
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
-    from rlframework.runner.evaluation.plan import BestOfPlan
+    from rlframework_tools.evaluation.plan import BestOfPlan
 
 
-@app.command()
 def evaluate(
     words: Annotated[
         list[str],
@@ -46,7 +45,7 @@ def evaluate(
     rlframework evaluate models/base runs/quickstart --samples 200
     rlframework evaluate models/base environment.name=gsm8k environment.validation_path=test.jsonl
     """
-    from rlframework.runner.evaluation.plan import plan_evaluation
+    from rlframework_tools.evaluation.plan import plan_evaluation
 
     plan = plan_evaluation(
         words,
@@ -60,10 +59,10 @@ def evaluate(
         trust_run=trust_run,
     )
     from rlframework.observers.console import progress_bar
-    from rlframework.runner.evaluation.report import as_table
-    from rlframework.runner.launch import evaluate as run_plan
+    from rlframework_tools.evaluation.evaluate import evaluate_models
+    from rlframework_tools.evaluation.report import as_table
 
-    results, output = run_plan(plan, progress_bar)
+    results, output = evaluate_models(plan, progress_bar)
     if as_json:
         print(json.dumps(output, indent=2, allow_nan=False))
         return
@@ -71,7 +70,6 @@ def evaluate(
     print(f"done; completions and summary in {plan.out}")
 
 
-@app.command()
 def generate(
     name: Annotated[str, Argument(metavar="RUN_OR_MODEL", help="A run's output_dir, or a model directory or name.")],
     words: Annotated[
@@ -120,7 +118,8 @@ def generate(
     echo "Once upon a time" | rlframework generate models/base --raw --max-new-tokens 50
     rlframework generate runs/quickstart --best-of 8 --min-reward 1 --out best.jsonl
     """
-    from rlframework.runner.evaluation.plan import generation_config, plan_best_of, split_words
+    from rlframework.runner.models import generation_config
+    from rlframework_tools.evaluation.plan import plan_best_of, split_words
 
     overrides, prompts = split_words(words or ())
     if best_of is None and (out, min_reward, split, limit, config) != (None, None, "train", None, None):
@@ -149,8 +148,8 @@ def generate(
     if plan is not None:
         _write_best(loaded, plan)
         return
-    from rlframework.runner.evaluation.answers import Answerer, read_prompts
     from rlframework.runner.parts import build_generation
+    from rlframework_tools.evaluation.answers import Answerer, read_prompts
 
     typed = not prompts and file is None and sys.stdin.isatty()
     given = [] if typed else read_prompts(prompts, file or "-")
@@ -167,7 +166,7 @@ def _write_best(config: RunConfig, plan: BestOfPlan) -> None:
     from rlframework.runner.parts import build_evaluation
 
     with progress_bar("completions") as progress, build_evaluation(config) as parts:
-        from rlframework.runner.evaluation.best_of import best_of
+        from rlframework_tools.evaluation.best_of import best_of
 
         result = best_of(parts, plan, progress=progress)
     print(f"done: {result}; in {plan.out}")

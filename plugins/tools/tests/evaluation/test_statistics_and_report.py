@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rlframework.algorithms import intervals
 from rlframework.algorithms.intervals import bootstrap, estimate, pass_at_k, wilson
 from rlframework.base.errors import ConfigError, DataError
-from rlframework.runner.evaluation.plan import choose_attempts
-from rlframework.runner.evaluation.report import Evaluation, differences, paired_difference
+from rlframework_tools.evaluation.plan import choose_attempts
+from rlframework_tools.evaluation.report import Evaluation, differences, paired_difference
 
 
 @pytest.mark.slow

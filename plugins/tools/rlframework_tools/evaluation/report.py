@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from rlframework.rollout.parts import Parts
-    from rlframework.runner.evaluation.plan import EvaluationPlan, ModelSource
+    from rlframework.runner.models import ModelSource
+    from rlframework_tools.evaluation.plan import EvaluationPlan
 
 _REPORTED_SECTIONS = {"seed", "device", "plugins", "policy", "environment", "generation", "worker_group"}
 _PACKAGES = {"rlframework": "rlframework-core", "torch": "torch", "transformers": "transformers", "numpy": "numpy"}

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from probe_runs import call, rows_of
 
-from rlframework.runner.evaluation.plan import split_words
+from rlframework_tools.evaluation.plan import split_words
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,7 @@ from rlframework.base.files import check_new_folder
 from rlframework.base.logs import ProgressCallback
 from rlframework.base.secrets import hide_secrets
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
-from rlframework.config.preference_algorithms import PreferenceConfig
-from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig
+from rlframework.config.preference_algorithms import PreferenceConfig, ProcessRewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.preferences import PreferencePairs, pair_of
 from rlframework.datasets.rendering import Rendered, render_prompt, render_samples

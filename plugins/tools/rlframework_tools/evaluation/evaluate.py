@@ -11,10 +11,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from rlframework.algorithms.input_checks import InputCheck
 from rlframework.algorithms.recording import plain_json
 from rlframework.algorithms.validation import pass_rates
 from rlframework.base.errors import DataError, WriteError
-from rlframework.base.files import writing
+from rlframework.base.files import write_atomically, writing
 from rlframework.base.logs import ProgressCallback, printable
 from rlframework.interfaces.environment import Sample, Split
 from rlframework.plugins.configure import resolve_device
@@ -31,8 +31,9 @@ from rlframework.rollout.parts import Parts
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import prompt_seeds
-from rlframework.runner.evaluation.plan import EvaluationPlan
-from rlframework.runner.evaluation.report import Evaluation
+from rlframework.runner.parts import build_evaluation
+from rlframework_tools.evaluation.plan import EvaluationPlan
+from rlframework_tools.evaluation.report import Evaluation, comparison, summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,3 +165,31 @@ def partial_file(path: Path, final: Path) -> Iterator[TextIO]:
     except (KeyboardInterrupt, WriteError):
         _LOG.warning("the completions so far are in %s", path)
         raise
+
+
+def evaluate_models(
+    plan: EvaluationPlan, progress: Callable[[str], AbstractContextManager[ProgressCallback]]
+) -> tuple[list[Evaluation], dict[str, Any]]:
+    """Evaluate each model of `plan` in turn and write its summary.
+
+    `progress(name)` opens a progress display for a model; its context yields a callable that takes the number of
+    finished completions and the total. Returns the evaluations, and as JSON values the summary of one model, or the
+    summaries of several and their comparison.
+    """
+    results: list[Evaluation] = []
+    summaries: list[dict[str, Any]] = []
+    for number, (source, config) in enumerate(zip(plan.models, plan.configs, strict=True)):
+        out = plan.folder(number)
+        with progress(source.name) as report, build_evaluation(config) as parts:
+            results.append(evaluate(parts, plan, out, progress=report))
+            summaries.append(summary(source, parts, plan, results[-1]))
+        _write_json(out / "summary.json", summaries[-1])
+    if len(results) == 1:
+        return results, summaries[0]
+    compared = comparison(plan.models, results)
+    _write_json(plan.out / "comparison.json", compared)
+    return results, {"evaluations": summaries, "comparison": compared}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(values, indent=2, allow_nan=False) + "\n")

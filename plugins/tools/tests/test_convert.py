@@ -15,10 +15,10 @@ from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
 from rlframework.base.errors import DataError, UserError
 from rlframework.policy.checkpoint.pretrained import open_saved
-from rlframework.runner.convert import convert
-from rlframework.runner.evaluation.plan import find_model
 from rlframework.runner.launch import resume
+from rlframework.runner.models import find_model
 from rlframework.runner.parts import build_parts
+from rlframework_tools.convert import convert
 
 pytestmark = pytest.mark.slow
 

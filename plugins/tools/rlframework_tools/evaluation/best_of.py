@@ -17,8 +17,8 @@ from rlframework.environments.reward_calls import FAILURES
 from rlframework.interfaces.environment import Sample, has_episodes
 from rlframework.rollout.seeds import prompt_seeds
 from rlframework.rollout.single_turn import scored_turns
-from rlframework.runner.evaluation.evaluate import partial_file, prompts_at_a_time, scored_samples
-from rlframework.runner.evaluation.plan import BestOfPlan
+from rlframework_tools.evaluation.evaluate import partial_file, prompts_at_a_time, scored_samples
+from rlframework_tools.evaluation.plan import BestOfPlan
 
 if TYPE_CHECKING:
     from torch import Tensor

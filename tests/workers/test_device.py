@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlframework.weight_sync.ipc import CudaMemory
-from rlframework.workers import allocator
+from rlframework.workers import device
 
 OTHERS = "roundup_power2_divisions:[64:8,256:4],max_split_size_mb:200"
 
@@ -15,7 +15,7 @@ OTHERS = "roundup_power2_divisions:[64:8,256:4],max_split_size_mb:200"
 def settings(monkeypatch):
     """torch's settings as a dictionary with one key, in place of those of this process."""
     found = {"now": ""}
-    for name in allocator.VARIABLES:
+    for name in device.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: found["now"], raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda given: found.update(now=given))
@@ -23,29 +23,29 @@ def settings(monkeypatch):
 
 
 def test_the_functions_are_torchs():
-    functions = allocator._functions()
+    functions = device._functions()
     assert functions is not None
     assert isinstance(functions[0](), str)
 
 
 def test_they_are_enabled(settings):
-    assert not allocator.expandable_segments()
-    allocator.use_expandable_segments()
+    assert not device.expandable_segments()
+    device.use_expandable_segments()
     assert settings["now"] == "expandable_segments:True"
-    assert allocator.expandable_segments()
+    assert device.expandable_segments()
 
 
-@pytest.mark.parametrize("variable", allocator.VARIABLES)
+@pytest.mark.parametrize("variable", device.VARIABLES)
 def test_the_users_settings_are_kept(settings, monkeypatch, variable):
     monkeypatch.setenv(variable, "max_split_size_mb:200")
-    allocator.use_expandable_segments()
+    device.use_expandable_segments()
     assert settings["now"] == ""
 
 
 @pytest.mark.parametrize("before", ["", OTHERS, "expandable_segments:False"])
 def test_nothing_is_changed_where_they_are_off(settings, before):
     settings["now"] = before
-    with allocator.without_expandable_segments():
+    with device.without_expandable_segments():
         assert settings["now"] == before
     assert settings["now"] == before
 
@@ -62,7 +62,7 @@ def test_memory_for_other_processes_is_allocated_without_them_and_other_settings
 
 
 def test_they_return_after_an_error(settings):
-    allocator.use_expandable_segments()
-    with pytest.raises(MemoryError), allocator.without_expandable_segments():
+    device.use_expandable_segments()
+    with pytest.raises(MemoryError), device.without_expandable_segments():
         raise MemoryError
     assert settings["now"] == "expandable_segments:True"

@@ -27,11 +27,11 @@ from rlframework.huggingface.model_files import check_model_files, read_object
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
-from rlframework.policy.checkpoint.merged import MergedWeights
 from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_tensors
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved, has_adapters, is_sharded, reject_native
 from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
 from rlframework.policy.engine import TensorShard
+from rlframework_tools.merged_weights import MergedWeights
 
 FORMATS = ("portable", "sharded", "huggingface")
 RUN, MODEL, OPTIMIZER = "run.json", "model", "optimizer"

@@ -1,14 +1,42 @@
-"""Engines whose software can free its memory on a GPU, and allocate it again."""
+"""Software of an engine that acts on its whole process: on torch's global state, process groups and a GPU's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+import warnings
+from collections.abc import Collection, Iterator, Set
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+from rlframework.base.errors import ConfigError
 from rlframework.generation.serving import S, ServingEngine
 from rlframework.interfaces.generation import Tag
+
+
+@contextmanager
+def torch_restored() -> Iterator[None]:
+    """Restore the random state, the number of threads, and `torch.set_num_threads`; hide warnings of future changes."""
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own names
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_threads
+            torch.set_num_threads(threads)
+
+
+def require_own_process(engine: str) -> None:
+    """Raise `ConfigError` if this process has a process group, such as that of another engine.
+
+    `engine`: the name of the software.
+    """
+    if torch.distributed.is_initialized():
+        raise ConfigError(
+            f"{engine} needs a process of its own, and this one has a process group already: close the other engine, "
+            "or set generation.workers.group to processes or ray"
+        )
 
 
 class Sleeper(Protocol):

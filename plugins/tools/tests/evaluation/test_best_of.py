@@ -14,8 +14,8 @@ from rlframework.datasets.conversations import conversation_of
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample, StepOutcome
-from rlframework.runner.evaluation import best_of
-from rlframework.runner.evaluation.best_of import BestOfResult, Candidate, best_row
+from rlframework_tools.evaluation import best_of
+from rlframework_tools.evaluation.best_of import BestOfResult, Candidate, best_row
 
 SAMPLE = Sample("7", ({"role": "user", "content": "3+4="},), "7")
 
