@@ -77,8 +77,8 @@ class Gsm8kConfig(EnvironmentConfig):
     validation_split: str | None = Field(
         "test", description="validation split of `dataset`; null: hold out part of the training data"
     )
-    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the questions to hold out when no validation data is given"
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.05, description="fraction of the questions to hold out when no validation data is given; 0: none"
     )
     max_samples: Steps | None = Field(None, description="use only this many of the first training samples")
     max_validation_samples: Steps | None = Field(
@@ -232,8 +232,8 @@ class DatasetConfig(RowsConfig):
     subset: str | None = Field(None, description="configuration name, if the dataset has several")
     split: str | None = Field(None, description="training split; null: `train`, or the only split")
     validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
-    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the prompts to hold out when no validation data is given"
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.05, description="fraction of the prompts to hold out when no validation data is given; 0: none"
     )
     max_samples: Steps | None = Field(None, description="use only this many of the first training rows")
     max_validation_samples: Steps = Field(1024, description="maximum validation samples, held out or given")

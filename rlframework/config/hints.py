@@ -197,7 +197,7 @@ def _without(keys: Sequence[Path]) -> str:
 def _hint_of(path: Path, value: Any, *, of_pairs: bool) -> str:
     """The hint for the longest end of `path` that is a peer's word, and for its value; "" if there is none."""
     word = _word(path, PEER_KEYS)
-    if word in OF_SECTIONS_TOO and isinstance(value, Mapping):
+    if word in OF_SECTIONS_TOO and isinstance(value, Mapping) and _word(path, _HINTS) == word:
         return ""
     if hint := (of_pairs and _longest(path, OF_PAIRS)) or _longest(path, _HINTS):
         return f"{hint} {value_hint(PEER_KEYS.get(word, ''), value, word)}".rstrip()

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 _WORDS: Mapping[str, str] = {
     # model and adapters
-    "policy.model_name": "model_name_or_path pretrain model.path critic.path reward_model.path teacher.path",
+    "policy.model_name": "model model_name_or_path pretrain model.path critic.path reward_model.path teacher.path",
     "policy.tokenizer_name": "tokenizer.name data.tokenizer model.tokenizer_path",
     "policy.chat_template": "tokenizer.chat_template",
+    "policy.precision": "dtype torch_dtype",
     "policy.trust_remote_code": "model.trust_remote_code data.trust_remote_code",
     "policy.backend": "strategy dtensor_cfg.enabled megatron_cfg.enabled",
     "policy.activation_checkpointing": (
@@ -119,15 +120,15 @@ _WORDS: Mapping[str, str] = {
     "environment.system_prompt": "system_prompt_file",
     "environment.instruction": "prompt_file",
     "environment.check": "env.math",
-    "environment.path": "train_files prompt_data dataset_name",
-    "environment.validation_path": "val_files",
+    "environment.path": "train_files prompt_data dataset_name train_dataset",
+    "environment.validation_path": "val_files eval_dataset",
     "environment.columns.prompt": "prompt_key input_key",
     "environment.columns.answer": "label_key",
     "environment.columns.text": "dataset_text_field",
     "environment.reward": "reward_funcs custom_reward_function remote_rm_url",
     # validation, checkpoints and logging
     "algorithm.validation.every": "eval_steps test_freq val_period",
-    "algorithm.validation.at_start": "val_at_start val_before_train",
+    "algorithm.validation.at_start": "val_at_start val_before_train eval_on_start",
     "algorithm.validation.samples": "max_val_samples",
     "algorithm.validation.attempts": (
         "num_generations_eval val_kwargs.n validation.n validation.num_generations validation.samples_per_prompt"
@@ -136,9 +137,9 @@ _WORDS: Mapping[str, str] = {
     "checkpoints": "checkpointing",
     "checkpoints.every": "save_steps save_freq save_period checkpointing.enabled",
     "checkpoints.keep_last": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
-    "checkpoints.keep_best": "keep_top_k",
-    "checkpoints.metric": "metric_name",
-    "checkpoints.best": "higher_is_better",
+    "checkpoints.keep_best": "keep_top_k load_best_model_at_end",
+    "checkpoints.metric": "metric_name metric_for_best_model",
+    "checkpoints.best": "higher_is_better greater_is_better",
     "seed": "data.seed trainer.seed grpo.seed",
     "plugins": "external_lib",
     "output_dir": "checkpoint_dir default_local_dir save_path",
@@ -157,7 +158,7 @@ _WORDS: Mapping[str, str] = {
 PEER_KEYS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}
 """A peer's key, as the end of a dotted path, to our key. The longest matching path counts."""
 
-OF_SECTIONS_TOO = ("optim",)
+OF_SECTIONS_TOO = ("optim", "model")
 """Those that are the name of another peer's section, which has keys of its own."""
 
 _OPTIMIZER_STEPS = (
@@ -331,9 +332,15 @@ WITHOUT_COUNTERPART: Mapping[str, str] = {
     "make_sequence_length_divisible_by": "Rows are padded as the parallel layout needs: remove the key.",
     "disable_dropout": "Dropout is always off: remove the key.",
     "shuffle_dataset": "Rows are always shuffled, by `seed`: remove the key.",
-    "dataloader_num_workers": _NONE,
+    **dict.fromkeys(("dataloader_num_workers", "ddp_find_unused_parameters", "torch_compile"), _NONE),
+    "attn_implementation": "The attention is chosen for the device: remove the key.",
+    "callbacks": (
+        "EarlyStoppingCallback is `algorithm.early_stopping`; for others write an observer, a plugin: remove the key."
+    ),
     "model_init_kwargs": "`policy.precision` is the dtype, and the attention is chosen for the device: remove the key.",
-    "push_to_hub": "Upload the model that the run saves with `hf upload`: remove the key.",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id"), "Upload the model that the run saves with `hf upload`: remove the key."
+    ),
     "top_entropy_quantile": _NONE,
     "off_policy_mask_threshold": "`algorithm.loss.importance_mask` geometric is the nearest: remove the key.",
     **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), _NONE),

@@ -28,6 +28,7 @@ PEER_VALUES: Mapping[str, Mapping[str, str]] = {
         ),
         **dict.fromkeys(("remax", "opo", "gpg", "grpo_passk", "rloo_vectorized", "grpo_vectorized"), _NONE),
     },
+    "algorithm.normalize_std": {"group": "is true", "none": "is false"},
     "policy.backend": dict.fromkeys(("fsdp", "fsdp2"), "is dtensor"),
     "algorithm.loss.kl_estimator": {
         "kl": "is k1",
@@ -40,6 +41,10 @@ PEER_VALUES: Mapping[str, Mapping[str, str]] = {
         "seq-mean-token-mean": "is sequence",
         "seq-mean-token-sum-norm": "is constant",
         "seq-mean-token-sum": _NONE,
+        "dapo": "is token",
+        "bnpo": "is token, but for its denominator",
+        "grpo": "is sequence",
+        "dr_grpo": "is constant",
     },
     "policy.batching.mode": _PADDING,
     "policy.optimizer.name": dict.fromkeys(("torch.optim.AdamW", "adamw_torch", "adamw_torch_fused"), "is adamw"),
@@ -82,7 +87,11 @@ WORD_VALUES: Mapping[str, Mapping[str, str]] = {
     "vllm_importance_sampling_correction": {"true": "is truncated", **_OFF},
     "use_on_policy_kl_approximation": {"true": "is generator", "false": "is score"},
     "use_bias_correction_kl": {"true": "is ratio", "false": "is none"},
-    "higher_is_better": {"true": "is highest", "false": "is lowest"},
+    **{word: {"true": "is highest", "false": "is lowest"} for word in ("higher_is_better", "greater_is_better")},
+    "load_best_model_at_end": {
+        "true": "is a number of checkpoints to keep, such as 1, beside the final model, that of the last step",
+        "false": "is 0, the default",
+    },
     "assistant_only_loss": {"true": "is assistant", **_OFF},
     "completion_only_loss": {"true": "is last, the default"},
     "sequence_packing.enabled": {"true": "is packed", **_OFF},
@@ -138,9 +147,14 @@ def value_hint(key: str, value: object, word: str = "") -> str:
     return ""
 
 
+def has_no_kind(metric: str) -> bool:
+    """Whether `metric` lacks a kind of metrics, as `validation/`, or has that of a peer."""
+    return metric.partition("/")[0] in (metric, "eval", "val")
+
+
 def metric_hint(value: object) -> str:
     """Return the name of the metric that a peer calls `value`; "" if it is not known, or may be ours."""
-    if not isinstance(value, str) or "/" in value:
+    if not isinstance(value, str) or not has_no_kind(value):
         return ""
     meant = next((name for name in METRICS if name in value.lower()), "")
     return f"Set it to validation/{meant}." if meant else ""

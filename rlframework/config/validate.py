@@ -14,7 +14,7 @@ from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section
 from rlframework.config.hints import key_paths, keys_inside, models_in, peer_hint, section_example, unknown_key_hint
 from rlframework.config.peer_notes import peer_notes
-from rlframework.config.peer_values import METRICS, metric_hint, value_hint
+from rlframework.config.peer_values import METRICS, has_no_kind, metric_hint, value_hint
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
@@ -264,13 +264,22 @@ def _conflicts(config: RunConfig) -> Iterator[Problem]:
 
 
 def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
-    """A name without a kind is that of no metric, unless an algorithm reports it that is not core's."""
-    metric, algorithm = config.checkpoints.metric, config.algorithm
-    ours = type(algorithm).__module__.startswith("rlframework.") and ":" not in algorithm.name
-    if "/" not in metric and ours:
-        names = ", ".join(f"validation/{name}" for name in METRICS)
-        message = f"must be a metric as named in metrics.jsonl, such as {names}"
-        yield Problem("checkpoints.metric", message, metric_hint(metric))
+    """Metrics that no algorithm of core reports: names without a kind, and those of a validation that never is."""
+    algorithm, stopping = config.algorithm, config.algorithm.early_stopping
+    if not type(algorithm).__module__.startswith("rlframework.") or ":" in algorithm.name:
+        return
+    metrics = {"checkpoints.metric": config.checkpoints.metric}
+    if stopping is not None:
+        metrics["algorithm.early_stopping.metric"] = stopping.metric
+    for key, metric in metrics.items():
+        if has_no_kind(metric):
+            names = ", ".join(f"validation/{name}" for name in METRICS)
+            yield Problem(key, f"must be a metric as named in metrics.jsonl, such as {names}", metric_hint(metric))
+    every, steps = algorithm.validation.every, algorithm.num_steps
+    never = not every or 0 < steps <= every  # 0 steps: known when the data is open
+    if stopping is not None and stopping.metric.startswith("validation/") and never:
+        message = f"never ends the run, because algorithm.validation.every={every} is no step before its last"
+        yield Problem("algorithm.early_stopping", message, "Set algorithm.validation.every, such as 10.")
 
 
 def _step_conflicts(config: RunConfig) -> Iterator[Problem]:

@@ -55,8 +55,9 @@ class CountedFailures:
                     failures.append((samples[number].id, result))
             allowed = self._config.max_reward_failures
             if counted and len(failures) > allowed * len(samples):
+                scored = f"the first {len(outcomes)} of " if len(outcomes) < len(samples) else ""
                 raise UserError(
-                    f"{self._name} failed for {len(failures)} of the first {len(outcomes)} of {len(samples)} answers, "
+                    f"{self._name} failed for {len(failures)} of {scored}{len(samples)} answers, "
                     f"which is more than environment.max_reward_failures={allowed:g} allows. "
                     f"{self._first(*failures[0])}"
                 )

@@ -232,11 +232,13 @@ class DatasetEnvironment(VerifiableEnvironment):
 
     def _hold_out(self, keys: npt.NDArray[np.uint64], seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Row numbers for training and validation, in order. Copies of a prompt stay together."""
+        if not self._config.validation_fraction:
+            return np.arange(len(keys)), np.arange(0)
         different = np.unique(keys)
         if len(different) < 2:
             raise DataError(
                 f"{self._config.source}: a single prompt cannot be split; give environment.validation_path or "
-                "validation_split, or more data"
+                "validation_split, or more data, or set environment.validation_fraction=0"
             )
         share = round(len(different) * self._config.validation_fraction)
         count = min(len(different) - 1, self._config.max_validation_samples, max(1, share))

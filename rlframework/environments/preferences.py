@@ -116,11 +116,13 @@ def _prompt(sample: Sample) -> str:
 
 def _hold_out(samples: Sequence[Sample], fraction: float, seed: int) -> set[str]:
     """The prompts to hold out, a share of those that differ."""
+    if not fraction:
+        return set()
     prompts = sorted({_prompt(sample) for sample in samples})
     if len(prompts) < 2:
         raise DataError(
             "environment preferences: pairs of a single prompt cannot be split; give environment.validation_path or "
-            "validation_split, or more data"
+            "validation_split, or more data, or set environment.validation_fraction=0"
         )
     count = min(len(prompts) - 1, max(1, round(len(prompts) * fraction)))
     return {prompts[number] for number in shuffled(len(prompts), seed, 0)[:count].tolist()}

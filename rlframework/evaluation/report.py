@@ -49,8 +49,12 @@ class Evaluation:
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
-        """The mean of each metric, once all values are there."""
-        return {name: estimate(found) for name, values in self.values.items() if (found := _present(values))}
+        """The mean of each metric, once all values are there.
+
+        Values that are all 0 have no interval unless the metric is a share of completions: it may be a penalty.
+        """
+        present = {name: found for name, values in self.values.items() if (found := _present(values))}
+        return {name: (estimate if any(of) or _is_share(name) else resampled)(of) for name, of in present.items()}
 
     def add(self, ids: Sequence[str], columns: Mapping[str, Sequence[float]]) -> None:
         """Add prompts with one value for each metric that they have."""
@@ -58,6 +62,10 @@ class Evaluation:
             missing = [float("nan")] * len(ids)
             self.values.setdefault(name, [float("nan")] * len(self.ids)).extend(columns.get(name, missing))
         self.ids += ids
+
+
+def _is_share(metric: str) -> bool:
+    return metric.startswith("pass@") or metric in ("accuracy", "truncated_fraction")
 
 
 def _present(values: Sequence[float]) -> list[float]:
@@ -173,7 +181,7 @@ def _cell(metric: str, given: Estimate | None, *, signed: bool = False) -> tuple
     """The texts of the value and its interval; empty if the model's completions do not have the metric."""
     if given is None:
         return "", ""
-    share = metric.startswith("pass@") or metric in ("accuracy", "truncated_fraction")
+    share = _is_share(metric)
     scale, digits = (100.0, 1) if share else (1.0, 1 if metric == "completion_length" else 3)
     unit = "" if not share else " points" if signed else " %"
     form = f"{'+' if signed else ''}.{digits}f"

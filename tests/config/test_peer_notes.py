@@ -153,13 +153,27 @@ def test_batches_of_trl_are_not_guessed(written: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("metric", "meant"),
-    [("val_reward", "reward"), ("val:reward", "reward"), ("eval_loss", "loss"), ("Accuracy", "accuracy")],
+    [("val_reward", "reward"), ("val:reward", "reward"), ("eval/loss", "loss"), ("Accuracy", "accuracy")],
 )
 def test_a_metric_that_no_run_has_is_an_error(metric: str, meant: str) -> None:
     message = error_of(f"checkpoints.metric={metric!r}")
     assert "`checkpoints.metric`: must be a metric as named in metrics.jsonl, such as validation/reward" in message
     assert message.endswith(f"Set it to validation/{meant}.")
     assert f"`checkpoints.metric`. Set it to validation/{meant}." in error_of(f"metric_name={metric!r}")
+    message = error_of(f"algorithm.early_stopping.metric={metric!r}", "algorithm.validation.every=5")
+    assert "`algorithm.early_stopping.metric`: must be a metric as named in metrics.jsonl" in message
+    assert message.endswith(f"Set it to validation/{meant}.")
+
+
+def test_early_stopping_needs_validations_within_the_run() -> None:
+    for every in (0, 7):
+        message = error_of(
+            "algorithm.early_stopping.patience=2", "algorithm.num_steps=7", f"algorithm.validation.every={every}"
+        )
+        assert f"`algorithm.early_stopping`: never ends the run, because algorithm.validation.every={every}" in message
+        assert message.endswith("Set algorithm.validation.every, such as 10.")
+    for works in ("algorithm.validation.every=6", "algorithm.early_stopping.metric=train/reward"):
+        assert load_config(MINIMAL, ["algorithm.early_stopping.patience=2", "algorithm.num_steps=7", works])
 
 
 @pytest.mark.parametrize("metric", ["validation/reward", "train/own"])

@@ -78,6 +78,14 @@ def test_proportions_get_wilsons_interval_and_other_means_the_bootstrap():
     assert estimate([1.0, 0.5, 0.0]).method == "bootstrap"
 
 
+def test_zeros_have_an_interval_only_as_shares():
+    result = Evaluation()
+    result.add(["a", "b"], {"accuracy": [0.0, 0.0], "short": [0.0, 0.0], "right": [1.0, 0.0]})
+    methods = {name: (found.value, found.method) for name, found in result.estimates.items()}
+    assert methods == {"accuracy": (0.0, "wilson"), "short": (0.0, None), "right": (0.5, "wilson")}
+    assert result.estimates["short"].low is None
+
+
 @pytest.mark.parametrize("values", [[0.5], [4.0, 4.0, 4.0], [math.nan, 1.0], [math.inf, 1.0]])
 def test_what_tells_no_interval(values):
     found = estimate(values)
