@@ -241,9 +241,8 @@ class EpisodePlayer:
                 task.cancel()
                 await asyncio.wait({task}, timeout=_GRACE)
         if not in_time:
-            if task.done() and not task.cancelled():
-                task.exception()  # counts as seen
-            raise _EpisodeFailed(f"{where} took more than environment.step_timeout={seconds:g} seconds")
+            late = f"{where} took more than environment.step_timeout={seconds:g} seconds"
+            raise _EpisodeFailed("; ".join((late, *_notes(task))))
         if task.cancelled():
             raise _EpisodeFailed(f"{where} was cancelled by the environment")
         if (raised := task.exception()) is not None:
@@ -260,6 +259,16 @@ class EpisodePlayer:
             await self._call("close", 0, episode.close)
         except _EpisodeFailed as failure:  # its rewards are complete, so that it counts
             _LOG.warning("an episode of sample %r was not closed: %s", state.sample.id, failure)
+
+
+def _notes(late: asyncio.Future[Any]) -> Sequence[str]:
+    """The notes of an environment on the cancellation of `late`, which say what it waited for; marks errors as seen."""
+    try:
+        if late.done():
+            late.exception()
+    except asyncio.CancelledError as error:
+        return getattr(error, "__notes__", ())
+    return ()
 
 
 def _plain(message: Message, tools: Sequence[ToolSpec]) -> Message:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from scripted_episodes import Counter, samples
 
+from rlframework.environments.tool_episodes import ToolEpisode, ToolSession
 from rlframework.errors import DataError, RLFrameworkError, UserError
 from rlframework.interfaces.environment import Episode, StepOutcome
 from rlframework.rollout import episodes
@@ -64,6 +65,18 @@ async def forgiving() -> None:
         await asyncio.sleep(600)
 
 
+async def waits_in_a_tool() -> None:
+    class Slow(ToolSession):
+        async def open(self) -> Any:
+            return ()
+
+        async def call(self, call: Any) -> Any:
+            await asyncio.sleep(600)
+
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    await ToolEpisode(samples(1)[0], Slow(), None, max_calls=1).step({"role": "assistant", "tool_calls": [call]})  # type: ignore[arg-type, typeddict-item]
+
+
 def cancelled() -> None:
     raise asyncio.CancelledError
 
@@ -95,6 +108,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("reset", lambda: asyncio.sleep(600), r"reset took more than environment.step_timeout=0.2 seconds", 1),
         ("step", stubborn, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
         ("step", forgiving, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
+        ("step", waits_in_a_tool, r"step_timeout=0.2 seconds; it was in a call of the tool 'search'", 11),
         ("step", cancelled, r"step, turn 2 was cancelled by the environment", 11),
         ("step", leaves, r"step, turn 2: it called sys.exit(3)", 11),
     ],
