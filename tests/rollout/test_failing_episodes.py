@@ -224,6 +224,23 @@ def test_no_episode_that_succeeds_is_an_error(make_parts: Any) -> None:
         rollout(make_parts(Broken), samples(2), torch.arange(2))
 
 
+@pytest.mark.parametrize(("allowed", "failing"), [(0.5, 3), (1.0, 4)])
+def test_more_failed_episodes_than_allowed_are_an_error(make_parts: Any, allowed: float, failing: int) -> None:
+    class Broken(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            if int(self.sample.id[1:]) < failing:
+                raise KeyError(self.sample.id)
+            return await super().step(message)
+
+    limit = f"environment.max_failed_episodes={allowed}"
+    failed = r"3 of 4 .*, which is more than environment\.max_failed_episodes=0\.5 allows; the first.*'s0': KeyError"
+    with pytest.raises(UserError, match=failed if allowed < 1.0 else r"all 4 episodes .*'s0': KeyError"):
+        rollout(make_parts(Broken, None, limit), samples(4), torch.arange(4))
+    failing -= 1
+    result = rollout(make_parts(Broken, None, limit), samples(4), torch.arange(4))
+    assert result.metrics["failed_fraction"] == failing / 4
+
+
 def test_an_error_of_the_engine_ends_the_rollout_and_closes_the_episodes(make_parts: Any) -> None:
     parts = make_parts(Counter)
 
