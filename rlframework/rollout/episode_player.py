@@ -154,14 +154,14 @@ class EpisodePlayer:
         media = self._chat.media(pictures)
         room = self._room(state)
         result = await self._bridge.complete(prompt, seed, room, state.session, media=media)
-        state.trajectory.add(prompt, result, pictures)
+        row = state.trajectory.add(prompt, result, pictures)
         ids = result.token_ids.tolist()
         message = self._chat.parse(ids, state.tools, position=len(state.messages))
         calls = message.get("tool_calls", ())
         state.calls += len(calls)
         state.malformed += sum(is_malformed(call, state.tools) for call in calls)
         state.completion = text_of(message)
-        turn: dict[str, Any] = {**message, "trained": True}
+        turn: dict[str, Any] = {**message, "trained": True, **({"row": row + 1} if row else {})}
         state.transcript.append(turn)
         with timed(self._bridge.timeline, ENVIRONMENT, "step"):
             given = await self._call("step", number, partial(episode.step, message))
