@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
+from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 
 MAX_ARGUMENT_CHARACTERS = 1_000_000
 """Arguments longer than this are refused unread."""
+
+
+_REFUSED = "error: "
 
 
 class RejectedCall(ValueError):
@@ -31,7 +34,12 @@ def encodable(text: str) -> str:
 
 def refusal(call: ToolCall, reason: object, limit: int | None = None) -> Message:
     """Return the tool message that says why `call` was not made or failed."""
-    return answer(call, f"error: {reason}", limit)
+    return answer(call, f"{_REFUSED}{reason}", limit)
+
+
+def is_refusal(message: Mapping[str, Any]) -> bool:
+    """Whether `message` answers a tool call that was not made or failed, as `refusal` does."""
+    return message["role"] == "tool" and text_of(cast("Message", message)).startswith(_REFUSED)
 
 
 def require_known(name: str, names: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -48,10 +49,17 @@ class ToolEpisode(Episode):
         calls = message.get("tool_calls", ())
         if not calls:
             return await self._score(self._sample, message)
-        answers = [await self._session.call(call) for call in calls[: self._max_calls]]
+        answers = [await self._answer(call) for call in calls[: self._max_calls]]
         reason = f"too many calls in one turn; the first {self._max_calls} were made"
         refused = [refusal(call, reason) for call in calls[self._max_calls :]]
         return StepOutcome(0.0, done=False, observations=(*answers, *refused))
+
+    async def _answer(self, call: ToolCall) -> Message:
+        try:
+            return await self._session.call(call)
+        except asyncio.CancelledError as error:
+            error.add_note(f"it was in a call of the tool {call['function']['name']!r:.100}")
+            raise
 
     async def close(self) -> None:
         """Close the session."""

@@ -80,7 +80,7 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, tempe
     generation.prepare_for_generation()
     played = run_in_loop(serve())
     generation.finish_generation()  # not after a failure, as a second error would hide the first
-    report_failures(played, config.name)
+    report_failures(played, config)
     return rollout_of(played, int(parts.tokenizer.pad_token_id), parts.images)
 
 
@@ -165,7 +165,8 @@ class AgentRunner:
         if task.done() and not task.cancelled() and (raised := task.exception()) is not None and in_time:
             return _End(described(raised, "the agent"), traceback_of(raised), raised=True)
         if not in_time:
-            return _End(f"the agent took more than environment.agent_timeout={seconds:g} seconds")
+            refused = f"; the endpoint had refused its last request: {session.refusal}" if session.refusal else ""
+            return _End(f"the agent took more than environment.agent_timeout={seconds:g} seconds{refused}")
         return _End("the agent was cancelled") if task.cancelled() else _End(outcome=task.result())
 
     async def _run_alone(self, sample: Sample, view: AgentSession) -> StepOutcome | None:
