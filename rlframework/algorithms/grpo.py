@@ -158,7 +158,8 @@ class GRPO(StepLoop):
         if self._noted_equal_groups or not none_differs or not self.config.group_baseline:
             return
         self._noted_equal_groups = True
-        low, high = float(result.rewards.min()), float(result.rewards.max())
+        rewards = result.rewards[~result.failed]
+        low, high = float(rewards.min()), float(rewards.max())
         found = f"all are {low:g}" if low == high else f"they are {low:g} to {high:g}"
         _LOG.warning(
             "step %d: in each of the %d groups all rewards are equal (%s), so every advantage is 0 and there is "

@@ -252,7 +252,8 @@ class StepLoop(Algorithm):
             return
         self._noted_truncated = True
         of_each = {setting: metrics.get(f"train/truncated/{name}", 0.0) for name, setting in LIMITS.items()}
-        limits = [f"{100 * part:.0f}% at {setting}" for setting, part in of_each.items() if part]
+        largest_first = sorted(of_each.items(), key=lambda each: -each[1])
+        limits = [f"{100 * part:.0f}% at {setting}" for setting, part in largest_first if part]
         answers = f"they reached generation.max_new_tokens={self.parts.config.generation.max_new_tokens}"
         _LOG.warning(
             "step %d: %.0f%% of the %s were truncated: %s. They are scored as they are, without an end. If this goes "

@@ -363,8 +363,8 @@ class PreferencesConfig(RowsConfig):
     subset: str | None = Field(None, description="configuration name, if the dataset has several")
     split: str | None = Field(None, description="training split; null: `train`, or the only split")
     validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
-    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the prompts to hold out when no validation data is given"
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.05, description="fraction of the prompts to hold out when no validation data is given; 0: none"
     )
     max_samples: Steps | None = Field(None, description="use only this many of the first training pairs")
     max_validation_samples: Steps = Field(1024, description="maximum validation pairs, held out or given")

@@ -24,6 +24,7 @@ from rlframework.config.numbers import (
     Coefficient,
     Count,
     CountOrZero,
+    Fraction,
     Limit,
     Seconds,
     Seed,
@@ -162,6 +163,9 @@ class EnvironmentConfig(Section):
     step_timeout: Seconds = Field(
         60.0, description="seconds for each reset and step of an episode; one that takes longer fails, alone"
     )
+    max_failed_episodes: Fraction = Field(
+        0.9, description="fraction of a step's episodes that may fail; the run ends if more of them or all have failed"
+    )
     max_concurrent_episodes: Count | None = Field(
         None, description="episodes that run at the same time; null: as many as the engines decode at a time"
     )
@@ -176,7 +180,8 @@ class EnvironmentConfig(Section):
         Tokenized data may be reused by a run in which only these keys differ. A key that determines which rows are held
         out does affect the training rows.
         """
-        keys = ("max_turns", "max_episode_tokens", "step_timeout", "max_concurrent_episodes", "gather_timeout")
+        limits = ("max_turns", "max_episode_tokens", "step_timeout", "max_failed_episodes")
+        keys = (*limits, "max_concurrent_episodes", "gather_timeout")
         return frozenset(f"environment.{key}" for key in keys)
 
 

@@ -42,6 +42,8 @@ _BOUNDS = {
 """Pydantic error type to the key of the bound and our words: pydantic writes 1e-30 with all its zeros."""
 
 
+_OWN_KEY = "The keys of a class of yours are declared by its attribute `config_model`, see docs/your_own.md."
+
 _INSTEAD_OF_NULL = {
     "algorithm.validation": (
         "To switch validation off, set algorithm.validation.at_start=false and algorithm.validation.at_end=false; "
@@ -96,7 +98,8 @@ def _problems(
             other = elsewhere.get(keys)  # a word of another framework may be a key of another plugin too
             if other and (meant := hints.of_key(path, value, model)):
                 other = f"{other} If it is a key of another framework: {meant[0].lower()}{meant[1:]}"
-            problem = replace(problem, hint=other or unknown_key_hint(path, value, model, hints))
+            own = _OWN_KEY if ":" in str(tree.get((*keys[:-1], "name"))) else ""
+            problem = replace(problem, hint=other or unknown_key_hint(path, value, model, hints) or own)
         elif kind == "missing":
             info = key_paths(model).get(path)
             described = f" ({info.description})" if info and info.description else ""

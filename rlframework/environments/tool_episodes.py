@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from rlframework.interfaces.environment import Episode, Sample, StepOutcome
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
+from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
 
 MAX_ARGUMENT_CHARACTERS = 1_000_000
 """Arguments longer than this are refused unread."""
+
+
+_REFUSED = "error: "
 
 
 class RejectedCall(ValueError):
@@ -33,7 +37,12 @@ def encodable(text: str) -> str:
 
 def refusal(call: ToolCall, reason: object, limit: int | None = None) -> Message:
     """Return the tool message that says why `call` was not made or failed."""
-    return answer(call, f"error: {reason}", limit)
+    return answer(call, f"{_REFUSED}{reason}", limit)
+
+
+def is_refusal(message: Mapping[str, Any]) -> bool:
+    """Whether `message` answers a tool call that was not made or failed, as `refusal` does."""
+    return message["role"] == "tool" and text_of(cast("Message", message)).startswith(_REFUSED)
 
 
 def require_known(name: str, names: Collection[str]) -> None:
@@ -136,10 +145,17 @@ class ToolEpisode(Episode):
         calls = message.get("tool_calls", ())
         if not calls:
             return await self._score(self._sample, message)
-        answers = [await self._session.call(call) for call in calls[: self._max_calls]]
+        answers = [await self._answer(call) for call in calls[: self._max_calls]]
         reason = f"too many calls in one turn; the first {self._max_calls} were made"
         refused = [refusal(call, reason) for call in calls[self._max_calls :]]
         return StepOutcome(0.0, done=False, observations=(*answers, *refused))
+
+    async def _answer(self, call: ToolCall) -> Message:
+        try:
+            return await self._session.call(call)
+        except asyncio.CancelledError as error:
+            error.add_note(f"it was in a call of the tool {call['function']['name']!r:.100}")
+            raise
 
     async def close(self) -> None:
         """Close the session."""

@@ -22,6 +22,7 @@ from rlframework.plugins.hookspec import RunInfo, hookimpl
 DISPLAYED_METRICS = {
     "train/reward": "reward {:.3f}",
     "train/accuracy": "accuracy {:.3f}",
+    "train/failed_fraction": "{:.0%} of the episodes failed",  # if any has
     "validation/accuracy": "validation accuracy {:.3f}",
     "validation/loss": "validation loss {:.4g}",  # if there is no accuracy
     "train/loss": "loss {:.4g}",
@@ -78,6 +79,8 @@ class ConsoleObserver:
         self._clock = clock
         self._display: _Display | None = None
         self._step = 0
+        self._latest: Mapping[str, float] = {}
+        self._failed: list[float] = []
         self._best_metric = ""
 
     @hookimpl
@@ -103,7 +106,9 @@ class ConsoleObserver:
     def rlframework_step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the step, unless the previous line was printed just before."""
         now = self._clock()
-        self._step = step
+        self._step, self._latest = step, metrics
+        if "train/failed_fraction" in metrics:
+            self._failed.append(metrics["train/failed_fraction"])
         self._pace.mark(step, now)
         if self._display is not None:
             self._display.show(step, self._pace, metrics)
@@ -116,8 +121,14 @@ class ConsoleObserver:
 
     @hookimpl
     def rlframework_run_finished(self, metrics: Mapping[str, float]) -> None:
-        """Print the duration and the final metrics, below the last state of the display."""
+        """Print the duration and the final metrics, below the last state of the display.
+
+        The parts of the reward are those of the last step, and failed episodes are counted over all steps.
+        """
         self.close()
+        metrics = _with_parts_of(self._latest, metrics)
+        if self._failed:
+            metrics["train/failed_fraction"] = sum(self._failed) / len(self._failed)
         took = duration(self._clock() - self._began)
         self._print(
             f"{self._name} finished after {_steps(self._step)} in {took}", *describe(metrics, self._best_metric)
@@ -149,7 +160,7 @@ class _Display(Progress):
         yield Text("  ".join(describe(self._metrics, self._best_metric)), overflow="fold")
 
     def show(self, step: int, pace: Pace, metrics: Mapping[str, float]) -> None:
-        self._metrics.update(metrics)
+        self._metrics = _with_parts_of(metrics, {**self._metrics, **metrics})
         self.update(self._bar, completed=step, pace=str(pace), refresh=True)
 
 
@@ -158,12 +169,19 @@ def describe(metrics: Mapping[str, float], best_metric: str = "") -> list[str]:
     shown = {name: metrics[name] for name in DISPLAYED_METRICS if name in metrics}
     if shown.get("throughput/tokens_per_second_per_worker") == shown.get("throughput/tokens_per_second"):
         shown.pop("throughput/tokens_per_second_per_worker", None)
+    if not shown.get("train/failed_fraction"):
+        shown.pop("train/failed_fraction", None)
     if "validation/accuracy" in shown:
         shown.pop("validation/loss", None)
     texts = [DISPLAYED_METRICS[name].format(value) + _parts(name, metrics) for name, value in shown.items()]
     if best_metric in metrics and best_metric not in shown:
         texts.append(f"{best_metric} {metrics[best_metric]:.4g}")
     return texts
+
+
+def _with_parts_of(step: Mapping[str, float], latest: Mapping[str, float]) -> dict[str, float]:
+    """`latest` without those parts of the reward that `step` does not have: they are of earlier steps."""
+    return {name: value for name, value in latest.items() if name in step or not name.startswith("train/reward/")}
 
 
 def _parts(name: str, metrics: Mapping[str, float]) -> str:

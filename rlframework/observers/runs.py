@@ -45,6 +45,7 @@ class Turn(BaseModel):
     reward: float | None = None
     trained: bool = False
     sampled: bool | None = None
+    row: int | None = None
 
 
 class Sample(BaseModel):

@@ -50,7 +50,8 @@ class SampleRecord:
 
     Of an episode, `completion` is the model's last turn, and `turns` are all messages: mappings as
     `rlframework.interfaces.messages.Message`, with `trained` (whether its tokens are in the loss) and, for the model's
-    turns, `sampled` and the `reward` that followed. `failure`: why the episode failed, so that it is not trained on.
+    turns, `sampled`, the `reward` that followed, and `row`, the number of their training row, from the second row on.
+    `failure`: why the episode failed, so that it is not trained on.
     `images`: those of the prompt, each an `rlframework.interfaces.messages.Picture`. `sample`: the id of its
     `rlframework.interfaces.environment.Sample`. `metrics`: what its reward consists of, by name, without weights.
     `truncated`: whether a limit cut the answer or the episode. `model_input`: the text that the answer or the first

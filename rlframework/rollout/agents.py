@@ -78,5 +78,5 @@ def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, tempe
     generation.prepare_for_generation()
     played = run_in_loop(serve())
     generation.finish_generation()  # not after a failure, as a second error would hide the first
-    report_failures(played, config.name)
+    report_failures(played, config)
     return rollout_of(played, int(parts.tokenizer.pad_token_id), parts.images)

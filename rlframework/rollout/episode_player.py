@@ -154,14 +154,14 @@ class EpisodePlayer:
         media = self._chat.media(pictures)
         room = self._room(state)
         result = await self._bridge.complete(prompt, seed, room, state.session, media=media)
-        state.trajectory.add(prompt, result, pictures)
+        row = state.trajectory.add(prompt, result, pictures)
         ids = result.token_ids.tolist()
         message = self._chat.parse(ids, state.tools, position=len(state.messages))
         calls = message.get("tool_calls", ())
         state.calls += len(calls)
         state.malformed += sum(is_malformed(call, state.tools) for call in calls)
         state.completion = text_of(message)
-        turn: dict[str, Any] = {**message, "trained": True}
+        turn: dict[str, Any] = {**message, "trained": True, **({"row": row + 1} if row else {})}
         state.transcript.append(turn)
         with timed(self._bridge.timeline, ENVIRONMENT, "step"):
             given = await self._call("step", number, partial(episode.step, message))
@@ -241,9 +241,8 @@ class EpisodePlayer:
                 task.cancel()
                 await asyncio.wait({task}, timeout=_GRACE)
         if not in_time:
-            if task.done() and not task.cancelled():
-                task.exception()  # counts as seen
-            raise _EpisodeFailed(f"{where} took more than environment.step_timeout={seconds:g} seconds")
+            late = f"{where} took more than environment.step_timeout={seconds:g} seconds"
+            raise _EpisodeFailed("; ".join((late, *_notes(task))))
         if task.cancelled():
             raise _EpisodeFailed(f"{where} was cancelled by the environment")
         if (raised := task.exception()) is not None:
@@ -260,6 +259,16 @@ class EpisodePlayer:
             await self._call("close", 0, episode.close)
         except _EpisodeFailed as failure:  # its rewards are complete, so that it counts
             _LOG.warning("an episode of sample %r was not closed: %s", state.sample.id, failure)
+
+
+def _notes(late: asyncio.Future[Any]) -> Sequence[str]:
+    """The notes of an environment on the cancellation of `late`, which say what it waited for; marks errors as seen."""
+    try:
+        if late.done():
+            late.exception()
+    except asyncio.CancelledError as error:
+        return getattr(error, "__notes__", ())
+    return ()
 
 
 def _plain(message: Message, tools: Sequence[ToolSpec]) -> Message:

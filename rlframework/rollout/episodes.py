@@ -23,6 +23,7 @@ from rlframework.rollout.seeds import task_seeds
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlframework.config.sections import EnvironmentConfig
     from rlframework.rollout.parts import Parts
 
 _LOG = logging.getLogger(__name__)
@@ -74,24 +75,27 @@ def play_episodes(
     generation.prepare_for_generation()
     played = run_in_loop(serve())
     generation.finish_generation()  # not after a failure, as a second error would hide the first
-    report_failures(played, config.name)
+    report_failures(played, config)
     return rollout_of(played, int(parts.tokenizer.pad_token_id), parts.images)
 
 
-def report_failures(played: Sequence[PlayedEpisode], environment: str) -> None:
-    """Log failed episodes; raise `UserError` if all have failed."""
+def report_failures(played: Sequence[PlayedEpisode], config: EnvironmentConfig) -> None:
+    """Log failed episodes; raise `UserError` if all, or more than `max_failed_episodes`, have failed."""
     failed = [episode for episode in played if episode.failure]
     if not failed:
         return
     first = f"sample {failed[0].sample.id!r}: {failed[0].failure}"
-    if len(failed) == len(played):
+    allowed, all_failed = config.max_failed_episodes, len(failed) == len(played)
+    if all_failed or len(failed) > allowed * len(played):
         traceback = f"\n{failed[0].traceback}" if failed[0].traceback else ""
+        count = f"all {len(played)}" if all_failed else f"{len(failed)} of {len(played)}"
+        limit = "" if all_failed else f", which is more than environment.max_failed_episodes={allowed:g} allows"
         raise UserError(
-            f"all {len(played)} episodes of environment {environment!r} failed; the first, of {first}{traceback}"
+            f"{count} episodes of environment {config.name!r} failed{limit}; the first, of {first}{traceback}"
         )
     _LOG.warning(
         "%d of %d episodes of environment %r failed, and nothing is learned from them; the first, of %s",
-        len(failed), len(played), environment, first,
+        len(failed), len(played), config.name, first,
     )  # fmt: skip
     others = {episode.failure: episode for episode in failed if episode.failure != failed[0].failure}
     for episode in list(others.values())[: _SHOWN - 1]:

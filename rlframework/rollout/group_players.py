@@ -249,7 +249,7 @@ class SeveralTurnsPlayer(GroupPlayer[list[PlayedEpisode]]):
     def rollout(self, groups: Sequence[tuple[Sample, int, list[PlayedEpisode] | str]]) -> Rollout:
         """See `GroupPlayer.rollout`."""
         complete = [episode for *_, group in groups if not isinstance(group, str) for episode in group]
-        report_failures(complete, self.parts.config.environment.name)
+        report_failures(complete, self.parts.config.environment)
         played = list[PlayedEpisode]()
         for sample, rows, group in groups:
             failed = [PlayedEpisode(sample, (), (), (), failure=group)] * rows if isinstance(group, str) else group

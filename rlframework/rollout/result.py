@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.base.errors import RLFrameworkError
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.environments.tool_episodes import is_refusal
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.generation import WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of, text_of
@@ -216,6 +217,7 @@ def rollout_of(played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs
         "episode_turns": torch.tensor([episode.turns for episode in played]),
         "episode_rows": torch.bincount(episode_of, minlength=len(played)),
         "tool_calls": torch.tensor([episode.calls for episode in played]),
+        "tool_errors": torch.tensor([sum(is_refusal(turn) for turn in episode.transcript) for episode in played]),
         "malformed_tool_calls": torch.tensor([episode.malformed for episode in played]),
         **{f"truncated/{name}": torch.tensor([limit == name for limit in limits]) for name in LIMITS},
     }
@@ -223,6 +225,7 @@ def rollout_of(played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs
     turns = sum(episode.turns for episode in played)
     metrics["template_breaks"] = 100.0 * sum(episode.breaks for episode in played) / max(turns, 1)
     metrics["failed_episodes"] = float(failed.sum())
+    metrics["failed_fraction"] = float(failed.float().mean())
     metrics |= outcome_metrics(total for total, episode in zip(totals, played, strict=True) if not episode.failure)
     return Rollout(
         [episode.sample for episode in played],

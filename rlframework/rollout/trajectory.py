@@ -37,7 +37,7 @@ class TrainingRow:
     pictures: tuple[Picture, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
     """A row that may grow: all its tokens and images, and where each of its turns starts."""
 
@@ -72,7 +72,7 @@ class Trajectory:
         return [_training_row(row) for row in self._rows]
 
     def add(self, prompt_ids: Tensor, result: GenerationResult, pictures: Sequence[Picture] = ()) -> int:
-        """Add the turn that completed `prompt_ids` ([P] int64) and return its number, counted from 0.
+        """Add the turn that completed `prompt_ids` ([P] int64) and return the number of its row, counted from 0.
 
         `pictures`: the images of the prompt, in the order of their tokens. The turn extends the longest row with whose
         tokens and images the prompt starts; without one, it begins a row. Then the prompt is not trained on, even where
@@ -97,7 +97,7 @@ class Trajectory:
         row.turns.append((self.turns, len(prompt_ids), result))
         row.token_ids, row.pictures = torch.cat((prompt_ids, result.token_ids)), tuple(pictures)
         self.turns += 1
-        return self.turns - 1
+        return self._rows.index(row)
 
 
 def _starts_with(prompt_ids: Tensor, row: Tensor) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithms.algorithm import Algorithm
-from rlframework.base.errors import ConfigError, PluginError
+from rlframework.base.errors import ConfigError, PluginError, RLFrameworkError, UserError
 from rlframework.huggingface.hub import require_available
 from rlframework.observers.environment import read_environment
 from rlframework.plugins.configure import resolve_device
@@ -163,11 +163,21 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
 @contextmanager
 def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Environment]:
     """Build the environment of `config`, and shut it down on exit. `PluginError` if it cannot score as it declares."""
+    from rlframework.environments.user_tracebacks import described
     from rlframework.interfaces.environment import has_episodes, runs_agents, scores_turns
 
     require_data(config)
     part = manager.load(manager.select("environment", config.environment.name).record)
-    environment: Environment = part(config.environment, seed=config.seed)
+    environment: Environment
+    try:
+        environment = part(config.environment, seed=config.seed)
+    except Exception as error:
+        if isinstance(error, RLFrameworkError) or ":" not in config.environment.name:
+            raise
+        raise UserError(
+            f"environment.name: {config.environment.name!r} cannot be made: {described(error, 'its constructor')}. It "
+            "is called as `__init__(config, *, seed)`; keys of its own need a `config_model`, see docs/your_own.md"
+        ) from error
     try:
         played = has_episodes(environment) or runs_agents(environment)
         if environment.scores and not (played or scores_turns(environment)):

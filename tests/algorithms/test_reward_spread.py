@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rlframework.algorithms.grpo import GRPO
 from rlframework.algorithms.reward_spread import RewardSpread
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.rollout.result import Rollout
@@ -34,6 +36,13 @@ def warnings_of(caplog: Any, *rollouts: Rollout) -> list[str]:
 
 SOLVED = played([1.0, -0.1, 0.9, -0.1])
 QUITTING = [-0.02, -0.06, -0.02, -0.04]
+
+
+def test_equal_rewards_are_those_of_episodes_that_have_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(samples_per_prompt=2, group_baseline=True)
+    grpo: Any = SimpleNamespace(_noted_equal_groups=False, config=config)
+    GRPO._note_equal_groups(grpo, 1, played([1.0, 0.0, 1.0, 1.0], failed=[1]), {"train/zero_variance_groups": 2.0})
+    assert "in each of the 2 groups all rewards are equal (all are 1), " in caplog.text
 
 
 def test_a_penalty_that_alone_remains_is_named(caplog: pytest.LogCaptureFixture) -> None:

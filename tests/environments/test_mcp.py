@@ -1,6 +1,9 @@
 """A real MCP server over stdio (`mcp_test_server.py`): calls, deadlines, and the end of its process."""
 
+import asyncio
+import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import pytest
 from episode_play import calls, play, says, texts
 
 from rlframework.base.errors import ConfigError, RLFrameworkError
+from rlframework.environments.user_tracebacks import place_of
 from rlframework_environments.config import McpConfig
 from rlframework_environments.mcp import McpEnvironment
 
@@ -110,6 +114,30 @@ def test_one_server_for_a_run_is_replaced_when_it_ends(make):
     assert gone(int(third[1]))
 
 
+def test_calls_of_a_shared_server_that_ends(make):
+    """Those under way and those made later fail, each with the server's end; new episodes get another server."""
+    environment = make(server_per="run")
+    sample = environment.samples("train")[0]
+    ended = r"mcp_test_server\.py' \(environment.command\) ended during a call of '(stop|wait|add_note)'"
+
+    async def run():
+        first, second, later = episodes = [environment.episode(sample, 0) for _ in range(3)]
+        for episode in episodes:
+            await episode.reset()
+        thread = environment._shared._thread
+        turns = calls(("stop", {})), calls(("wait", {"seconds": 60.0}))
+        steps = [episode.step(turn) for episode, turn in zip((first, second), turns, strict=True)]
+        found = await asyncio.gather(*steps, return_exceptions=True)
+        await asyncio.to_thread(thread.join)
+        return [*found, *await asyncio.gather(later.step(calls(("add_note", {}))), return_exceptions=True)]
+
+    found = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [type(error) for error in found] == [RLFrameworkError] * 3
+    assert all(re.search(ended, str(error)) for error in found)
+    assert [place_of(error) for error in found] == [""] * 3  # no place in the package `mcp`
+    assert texts(play(environment, sample, [calls(("add_note", {"text": "c"}))])[2][0]) == ["1 notes"]
+
+
 def test_a_server_that_resets_itself_is_kept_for_later_episodes(make, caplog):
     """Which do not see the notes of others. It is replaced when it dies, hangs in a call, or does not reset itself."""
     environment = make(reset_tool="forget", call_timeout=5.0)
@@ -172,6 +200,29 @@ def test_a_server_that_does_not_start(make, command, problem):
     environment = make(command, start_timeout=2.0 if "did not answer" in problem else 60.0)
     with pytest.raises(ConfigError, match=problem):
         play(environment, environment.samples("train")[0], [])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_episode_that_is_cancelled_while_its_server_starts(make):
+    """The cancellation says what it waited for, and the start, which fails later, is no error that nobody saw."""
+    environment = make((sys.executable, "-c", "import sys, time; print('hello', flush=True); time.sleep(60)"))
+    unseen = []
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context["message"]))
+        episode = environment.episode(environment.samples("train")[0], 0)
+        reset = asyncio.ensure_future(episode.reset())
+        await asyncio.sleep(0)
+        reset.cancel()
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await reset
+        await episode.close()
+        await asyncio.sleep(0)
+        assert "(environment.command) has not answered its initialization" in cancelled.value.__notes__[0]
+
+    asyncio.run(run())
+    gc.collect()
+    assert unseen == []
 
 
 @pytest.mark.slow

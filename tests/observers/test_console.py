@@ -96,6 +96,23 @@ def test_the_metric_that_chooses_the_best_checkpoint_is_always_shown(tmp_path, c
     assert describe(losses, "validation/loss") == ["validation accuracy 0.500", "validation/loss 2.5"]
 
 
+def test_the_end_shows_the_parts_of_the_last_reward_and_how_many_episodes_failed(tmp_path, clock):
+    """`metrics` of the end are the latest of each name, also of parts that only earlier steps had."""
+    first = {"train/reward": 1.0, "train/reward/won": 1.0, "train/reward/quick": 0.5, "train/failed_fraction": 0.0}
+    last = {"train/reward": 0.0, "train/reward/won": 0.0, "train/reward/lost": 1.0, "train/failed_fraction": 0.75}
+    for kind in (io.StringIO, Terminal):
+        stream = kind()
+        observer = begin(stream, clock, tmp_path, steps=2)
+        observer.rlframework_step_finished(1, first)
+        observer.rlframework_step_finished(2, last)
+        observer.rlframework_run_finished(first | last)
+        *_, step, end = stream.getvalue().splitlines()
+        assert "reward 0.000 (won 0, lost 1)  75% of the episodes failed" in step
+        assert end.removeprefix("\x1b[?25h") == (
+            "grpo finished after 2 steps in 0s  reward 0.000 (won 0, lost 1)  38% of the episodes failed"
+        )
+
+
 def test_the_first_the_last_and_validated_steps_are_always_shown(tmp_path, clock):
     stream = io.StringIO()
     observer = begin(stream, clock, tmp_path, steps=4, name="sft")

@@ -12,6 +12,7 @@ import torch
 from scripted_episodes import END, Counter, samples
 
 from rlframework.base.errors import RefitError
+from rlframework.environments.tool_episodes import answer, refusal
 from rlframework.interfaces.environment import StepOutcome
 from rlframework.rollout.chat_format import ChatFormat, characters_of
 from rlframework.rollout.episode_thread import Bridge
@@ -59,7 +60,8 @@ def test_an_episode_is_one_row_of_prompt_turns_and_observations(make_parts: Any)
         "reward": 2.0, "accuracy": 1.0, "completion_length": 4.0, "truncated_fraction": 0.0, "episode_turns": 2.0,
         "episode_rows": 1.0, "tool_calls": 0.0, "malformed_tool_calls": 0.0, "template_breaks": 0.0,
         "failed_episodes": 0.0, "reward/right": 2.0, "truncated/max_new_tokens": 0.0, "truncated/max_turns": 0.0,
-        "truncated/max_episode_tokens": 0.0, "truncated/agent_request": 0.0,
+        "truncated/max_episode_tokens": 0.0, "truncated/agent_request": 0.0, "tool_errors": 0.0,
+        "failed_fraction": 0.0,
     }  # fmt: skip
     assert result.metrics == expected_metrics
     assert all(episode.closed == 1 for episode in parts.environment.episodes)
@@ -362,9 +364,10 @@ def test_tool_calls_are_counted(make_parts: Any, monkeypatch: pytest.MonkeyPatch
         async def step(self, message: Any) -> StepOutcome:
             self.turn += 1
             answers = tuple(
-                {"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in message["tool_calls"]
+                refusal(call, "no such row") if call["id"] == "c3" else answer(call, "1 error: 0")
+                for call in message["tool_calls"]
             )
-            return StepOutcome(0.0, self.turn == 2, answers)
+            return StepOutcome(0.0, self.turn == 3, answers)
 
     monkeypatch.setattr(
         "rlframework.rollout.chat_format.ChatFormat.parse",
@@ -374,5 +377,6 @@ def test_tool_calls_are_counted(make_parts: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(f"{chat}.prompt", lambda self, messages, tools=(): [5])
     monkeypatch.setattr(f"{chat}.extend", lambda self, history, messages, new, tools=(): [*history, 6])
     result = rollout(make_parts(WithTool), samples(2), torch.arange(2))
-    assert result.metrics["tool_calls"] == 8.0
-    assert result.metrics["malformed_tool_calls"] == 6.0
+    assert result.metrics["tool_calls"] == 12.0
+    assert result.metrics["malformed_tool_calls"] == 9.0
+    assert result.metrics["tool_errors"] == 2.0  # the last turn's have no answer that a model could read

@@ -16,6 +16,7 @@ import torch
 from scripted_episodes import Counter, samples
 
 from rlframework.base.errors import DataError, RLFrameworkError, UserError
+from rlframework.environments.tool_episodes import ToolEpisode, ToolSession
 from rlframework.interfaces.environment import Episode, StepOutcome
 from rlframework.rollout import episodes
 from rlframework.rollout.rollouts import rollout
@@ -64,6 +65,18 @@ async def forgiving() -> None:
         await asyncio.sleep(600)
 
 
+async def waits_in_a_tool() -> None:
+    class Slow(ToolSession):
+        async def open(self) -> Any:
+            return ()
+
+        async def call(self, call: Any) -> Any:
+            await asyncio.sleep(600)
+
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    await ToolEpisode(samples(1)[0], Slow(), None, max_calls=1).step({"role": "assistant", "tool_calls": [call]})  # type: ignore[arg-type, typeddict-item]
+
+
 def cancelled() -> None:
     raise asyncio.CancelledError
 
@@ -95,6 +108,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("reset", lambda: asyncio.sleep(600), r"reset took more than environment.step_timeout=0.2 seconds", 1),
         ("step", stubborn, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
         ("step", forgiving, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
+        ("step", waits_in_a_tool, r"step_timeout=0.2 seconds; it was in a call of the tool 'search'", 11),
         ("step", cancelled, r"step, turn 2 was cancelled by the environment", 11),
         ("step", leaves, r"step, turn 2: it called sys.exit(3)", 11),
     ],
@@ -208,6 +222,23 @@ def test_no_episode_that_succeeds_is_an_error(make_parts: Any) -> None:
     failed = r"(?s)all 2 episodes of environment 'digits' failed.*'s0': Key.*\n *raise KeyError\(\"answer\"\)"
     with pytest.raises(UserError, match=failed):
         rollout(make_parts(Broken), samples(2), torch.arange(2))
+
+
+@pytest.mark.parametrize(("allowed", "failing"), [(0.5, 3), (1.0, 4)])
+def test_more_failed_episodes_than_allowed_are_an_error(make_parts: Any, allowed: float, failing: int) -> None:
+    class Broken(Counter):
+        async def step(self, message: Any) -> StepOutcome:
+            if int(self.sample.id[1:]) < failing:
+                raise KeyError(self.sample.id)
+            return await super().step(message)
+
+    limit = f"environment.max_failed_episodes={allowed}"
+    failed = r"3 of 4 .*, which is more than environment\.max_failed_episodes=0\.5 allows; the first.*'s0': KeyError"
+    with pytest.raises(UserError, match=failed if allowed < 1.0 else r"all 4 episodes .*'s0': KeyError"):
+        rollout(make_parts(Broken, None, limit), samples(4), torch.arange(4))
+    failing -= 1
+    result = rollout(make_parts(Broken, None, limit), samples(4), torch.arange(4))
+    assert result.metrics["failed_fraction"] == failing / 4
 
 
 def test_an_error_of_the_engine_ends_the_rollout_and_closes_the_episodes(make_parts: Any) -> None:

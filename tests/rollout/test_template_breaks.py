@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from typing import Any
 
@@ -68,6 +69,11 @@ def test_the_rows_of_an_episode_are_one_step_of_grpo(run_config: Any, turns: Any
     rows = sum(map(len, episodes))
     assert row["train/episode_rows"] == pytest.approx(rows / EPISODES)
     assert row["train/template_breaks"] == pytest.approx(100 * (rows - EPISODES) / rows)
+
+    samples = [json.loads(line) for line in (config.output_dir / "samples.jsonl").read_text().splitlines()]
+    marks = [[turn.get("row") for turn in sample["turns"] if turn.get("sampled")] for sample in samples]
+    assert [None, 2] in marks
+    assert all(each in ([None], [None, 2]) for each in marks)
 
     rewards = [sum(digits(tokenizer, ids) for _, ids in played) for played in episodes]
     assert row["train/reward"] == pytest.approx(sum(rewards) / EPISODES, abs=1e-6)

@@ -49,13 +49,13 @@ def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, worker
 def test_a_warning_names_the_limits_that_cut_most_episodes(
     run_config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Turns of one token seldom end with a stop token, and episodes have one turn of the two."""
-    run(run_config("grpo", *GAME, "generation.max_new_tokens=1", "environment.max_turns=1", "algorithm.num_steps=1"))
+    """Most turns of six tokens end with a stop token, and episodes have one turn of the two: the largest is first."""
+    run(run_config("grpo", *GAME, "environment.max_turns=1", "algorithm.num_steps=1"))
     row = lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    parts = [row[f"train/truncated/{name}"] for name in ("max_new_tokens", "max_turns")]
-    assert all(parts)
+    parts = [row[f"train/truncated/{name}"] for name in ("max_turns", "max_new_tokens")]
+    assert parts[0] > parts[1] > 0
     percent = [f"{100 * part:.0f}%" for part in parts]
-    reached = f"{percent[0]} at generation.max_new_tokens, {percent[1]} at environment.max_turns"
+    reached = f"{percent[0]} at environment.max_turns, {percent[1]} at generation.max_new_tokens"
     assert caplog.text.count(f"step 1: 100% of the episodes were truncated: {reached}. They are") == 1
 
 

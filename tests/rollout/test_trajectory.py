@@ -21,7 +21,7 @@ def ids(*values: int) -> torch.Tensor:
 def test_prompts_that_repeat_all_tokens_extend_one_row() -> None:
     made = Trajectory()
     assert made.add(ids(1, 2), turn([3, 4], version=7)) == 0
-    assert made.add(ids(1, 2, 3, 4, 5), turn([6], version=8)) == 1
+    assert made.add(ids(1, 2, 3, 4, 5), turn([6], version=8)) == 0
     [row] = made.rows
     assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert row.token_mask.tolist() == [False, False, True, True, False, True]
@@ -36,7 +36,7 @@ def test_prompts_that_repeat_all_tokens_extend_one_row() -> None:
 def test_a_prompt_that_changes_history_begins_a_row(prompt: tuple[int, ...]) -> None:
     made = Trajectory()
     made.add(ids(1, 2), turn([3, 4]))
-    made.add(ids(*prompt), turn([6]))
+    assert made.add(ids(*prompt), turn([6])) == 1
     assert made.rows[1].token_ids.tolist() == [*prompt, 6]
     assert made.rows[1].token_mask.tolist() == [False] * len(prompt) + [True]
     assert made.rows[1].turns.tolist() == [-1] * len(prompt) + [1]

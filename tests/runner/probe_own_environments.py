@@ -35,6 +35,13 @@ class Counting(Environment):
         return [StepOutcome(digits(talk[-1]["content"])["reward"]) for talk in conversations]
 
 
+class Unmade(Counting):
+    config_model = None
+
+    def __init__(self, config, *, seed):
+        self.upto = config.upto
+
+
 class Plain(Counting):
     config_model = None
 

@@ -91,7 +91,7 @@ def test_an_environment_without_keys_of_its_own(run_config) -> None:
     ("name", "keys", "message"),
     [
         ("Counting", {"upo": 3}, "Did you mean `environment.upto`"),
-        ("Plain", {"upto": 3}, "`environment.upto`: unknown key"),
+        ("Plain", {"upto": 3}, r"`environment.upto`: unknown key(.|\n)*declared by its attribute `config_model`"),
         ("Missing", {}, r"environment\.name: .*\.py\) has no 'Missing'"),
         ("not_a_class", {}, r"must be a class derived from rlframework\.interfaces\.environment\.Environment"),
         ("digits", {}, "must be a class derived"),
@@ -102,6 +102,12 @@ def test_an_environment_without_keys_of_its_own(run_config) -> None:
 def test_environments_that_cannot_be_used_are_told(run_config, name: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, PluginError), match=message):
         run_config("grpo", *with_environment(name, **keys))
+
+
+def test_an_environment_that_cannot_be_made_is_told_with_its_line(run_config) -> None:
+    made = r"Unmade' cannot be made: AttributeError in its constructor: .*'upto' \(.*probe_own_environments\.py:\d+\)\."
+    with pytest.raises(UserError, match=made):
+        run(run_config("grpo", *with_environment("Unmade")))
 
 
 def test_an_environment_that_cannot_score_is_told_before_anything_starts(run_config) -> None:

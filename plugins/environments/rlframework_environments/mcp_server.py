@@ -53,7 +53,13 @@ class McpServer:
                 self._task = self._loop.create_task(self._serve())
                 self._thread = threading.Thread(target=self._run, name="MCP server", daemon=True)
                 self._thread.start()
-        return (await asyncio.shield(asyncio.wrap_future(self._ready)))[1]  # others wait for it too
+        ready = asyncio.wrap_future(self._ready)
+        ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also by who left
+        try:
+            return (await asyncio.shield(ready))[1]  # others wait for it too
+        except asyncio.CancelledError as error:
+            error.add_note(f"{self._name} has not answered its initialization{self._log()}")
+            raise
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
         """Return whether the call failed, and the text of its result.
@@ -62,14 +68,20 @@ class McpServer:
         """
         session, seconds = self._ready.result(0)[0], self._config.call_timeout
         try:
-            work = _call(session, name, arguments, seconds)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+            with self._lock:  # a loop that is about to be closed takes no call
+                if self.lost:
+                    raise ConnectionError
+                result = asyncio.run_coroutine_threadsafe(_call(session, name, arguments, seconds), self._loop)
+            return await asyncio.wrap_future(result)
         except TimeoutError:
             raise RejectedCall(f"{name!r} took more than {seconds:g} s") from None
-        except ConnectionError as error:
+        except (ConnectionError, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the caller has been cancelled, and not the call by the end of the server
             self.lost, written = True, self._log()
             self.stop()
-            raise RLFrameworkError(f"{self._name} ended during a call of {name!r}{written}") from error
+            raise RLFrameworkError(f"{self._name} ended during a call of {name!r}{written}") from None
         except Exception as error:
             raise RLFrameworkError(
                 f"{self._name} failed at a call of {name!r}: {type(error).__name__}: {error}{self._log()}"
@@ -100,10 +112,12 @@ class McpServer:
             try:
                 self._loop.run_until_complete(self._task)
             except BaseException as error:  # noqa: BLE001 - raised where the tools are asked for
-                self.lost = True
+                with self._lock:
+                    self.lost = True
                 if not self._ready.done():
                     self._ready.set_exception(self._start_error(error))
             finally:
+                self._loop.run_until_complete(_cancel_calls())
                 self._loop.close()
 
     async def _serve(self) -> None:
@@ -137,7 +151,7 @@ class McpServer:
         """The end of what the server wrote to its standard error."""
         try:
             text = os.pread(self._stderr.fileno(), 1_000_000, 0).decode(errors="replace").strip()
-        except (OSError, ValueError):  # it has been closed
+        except (AttributeError, OSError, ValueError):  # it is not open yet, or has been closed
             return ""
         return f". It wrote:\n{text[-_LOG_CHARACTERS:]}" if text else ""
 
@@ -152,6 +166,14 @@ async def _tools(session: ClientSession) -> tuple[ToolSpec, ...]:
         page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
         found += page.tools
     return tuple(spec(tool.name, tool.description or "", tool.input_schema) for tool in found)
+
+
+async def _cancel_calls() -> None:
+    """End the calls that the server has not answered."""
+    calls = asyncio.all_tasks() - {asyncio.current_task()}
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def _call(session: ClientSession, name: str, arguments: Mapping[str, Any], seconds: float) -> tuple[bool, str]:

@@ -40,14 +40,14 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path: Path) -> None:
 
 
 def test_what_the_model_saw_and_the_parts_of_the_reward_are_shown(tmp_path: Path) -> None:
-    turns = [{"role": "assistant", "content": "2", "trained": False, "sampled": True}]
+    turns = [{"role": "assistant", "content": "2", "trained": False, "sampled": True, "row": 2}]
     row = {"step": 1, "kind": "validation", "prompt": "1+1=", "completion": "2", "reward": 1.0, "turns": turns}
     more = {"sample": "rows-1", "metrics": {"right": 1.0, "brief": -0.123456}, "model_input": "tools: add. 1+1="}
     (found,) = written(tmp_path / "a", {**row, **more})
     assert found[5] == {"sample": "rows-1", "right": "1", "brief": "-0.1235"}
     assert found[6] == [
         {"role": "model input", "text": "tools: add. 1+1=", "trained": False},
-        {"role": "assistant", "text": "2", "trained": False, "sampled": True},
+        {"role": "assistant", "text": "2", "trained": False, "row": 2, "sampled": True},
     ]
 
 

@@ -118,7 +118,8 @@ class AgentRunner:
         if task.done() and not task.cancelled() and (raised := task.exception()) is not None and in_time:
             return _End(described(raised, "the agent"), traceback_of(raised), raised=True)
         if not in_time:
-            return _End(f"the agent took more than environment.agent_timeout={seconds:g} seconds")
+            refused = f"; the endpoint had refused its last request: {session.refusal}" if session.refusal else ""
+            return _End(f"the agent took more than environment.agent_timeout={seconds:g} seconds{refused}")
         return _End("the agent was cancelled") if task.cancelled() else _End(outcome=task.result())
 
     async def _run_alone(self, sample: Sample, view: AgentSession) -> StepOutcome | None:

@@ -170,8 +170,7 @@ class Sampler:
             if session.record:
                 if cut.finish_reason != "stop":
                     session.limit = session.limit or self._limit(request, len(ids))
-                session.trajectory.add(ids, cut)
-                session.add_completion(text, completed)
+                session.add_completion(text, completed, session.trajectory.add(ids, cut))
             found.append((cut, completed))
         return found
 
@@ -247,9 +246,9 @@ class Sampler:
             session.malformed += sum(is_malformed(call, request.tools) for call in calls)
             if result.finish_reason != "stop":
                 session.limit = session.limit or self._limit(request, len(prompt))
-            session.trajectory.add(prompt, result, pictures_of(request.messages))
+            row = session.trajectory.add(prompt, result, pictures_of(request.messages))
             begin = 0 if known is None else known.length
-            session.add_turn(request, message, known, torch.cat((prompt[begin:], result.token_ids)))
+            session.add_turn(request, message, known, torch.cat((prompt[begin:], result.token_ids)), row)
         return Choice(message, result, len(prompt))
 
     def _cut(self, result: GenerationResult, stops: Sequence[str]) -> GenerationResult:

@@ -118,17 +118,21 @@ class Session:
         """Return the longest recorded turn whose conversation `messages` begins with."""
         return self._conversations.find(messages, tools)
 
-    def add_turn(self, request: TurnRequest, message: Message, before: Turn | None, ids: Tensor) -> None:
-        """Record `message`, the model's answer to a request; `ids` are the exact tokens after those of `before`."""
+    def add_turn(self, request: TurnRequest, message: Message, before: Turn | None, ids: Tensor, row: int = 0) -> None:
+        """Record `message`, the model's answer to a request; `ids` are the exact tokens after those of `before`.
+
+        `row`: the training row that has the answer, counted from 0.
+        """
         new = self._conversations.add(request.messages, request.tools, message, before, ids)
         self.transcript += ({**said, "trained": False} for said in new)
-        self.transcript.append({**message, "trained": True})
+        self.transcript.append({**message, "trained": True, **({"row": row + 1} if row else {})})
         self.completion = text_of(message)
 
-    def add_completion(self, prompt: str, completion: str) -> None:
-        """Record a completion of a text, which belongs to no conversation."""
+    def add_completion(self, prompt: str, completion: str, row: int = 0) -> None:
+        """Record a completion of a text, which belongs to no conversation. `row`: see `add_turn`."""
         self.transcript.append({"role": "user", "content": prompt, "trained": False})
-        self.transcript.append({"role": "assistant", "content": completion, "trained": True})
+        message = {"role": "assistant", "content": completion}
+        self.transcript.append({**message, "trained": True, **({"row": row + 1} if row else {})})
         self.completion = completion
 
     def keep_response(self, name: str, messages: tuple[Message, ...]) -> None:

@@ -117,6 +117,18 @@ def test_failing_agents_cost_themselves_alone(agent_parts: Any) -> None:
     assert result.data["sample_mask"].tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
+def test_a_deadline_after_a_refusal_says_so(agent_parts: Any) -> None:
+    keys = ("environment.agent_timeout=6", "environment.max_turns=1")
+    result = rollout(agent_parts("swallows", *keys), samples(2), torch.arange(2))
+    assert re.fullmatch(
+        r"the agent took more than environment\.agent_timeout=6 seconds; the endpoint had refused its last request: "
+        r"this session has had 1 turns, and .* exceeds environment\.max_turns=1",
+        result.failures[1],
+    )
+    assert result.failures[0] == ""
+
+
 def test_attempts_without_a_reward_cost_themselves_alone(agent_parts: Any, caplog: pytest.LogCaptureFixture) -> None:
     result = rollout(agent_parts("mixed"), samples(4), torch.arange(4))
     raised, nothing, nan, fine = result.failures
@@ -160,6 +172,8 @@ def test_an_agent_that_raises_at_a_budget_is_truncated(agent_parts: Any, caplog:
     assert caplog.text.count("counts as truncated") == 1
     assert "this request for 1 exceeds environment.max_turns=2. Others" in caplog.text
     assert result.records(1, "train", 1)[0].truncated
+    turns = [(turn["role"], turn.get("row")) for turn in result.transcripts[0]]
+    assert turns == [("user", None), ("assistant", None), ("assistant", 2)]  # the same question again: another row
 
 
 def test_the_time_of_an_agents_own_code_is_what_lies_between_its_requests() -> None:

@@ -54,6 +54,7 @@ TITLES = {
     "samples": "Held-out samples", "template_breaks": "Template breaks per hundred turns",
     "episode_turns": "Turns per episode", "episode_rows": "Training rows per episode",
     "failed_episodes": "Failed episodes", "tool_calls": "Tool calls per episode",
+    "failed_fraction": "Failed episodes, fraction", "tool_errors": "Failed tool calls per episode",
     "malformed_tool_calls": "Malformed tool calls per episode",
     "truncated/max_new_tokens": "Episodes cut at generation.max_new_tokens",
     "truncated/max_turns": "Episodes cut at environment.max_turns",

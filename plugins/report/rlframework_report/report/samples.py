@@ -83,6 +83,8 @@ def _turn(turn: Turn) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     shown: dict[str, Any] = {"role": turn.role, "text": _truncate(str(content or "")), "trained": turn.trained}
+    if turn.row is not None:
+        shown["row"] = turn.row
     if turn.sampled:
         shown["sampled"] = True
     if turn.reasoning_content:

@@ -94,7 +94,7 @@ function textsOf(row) {
 function episode(row) {
   const word = (turn) => turn.trained && row.kind === "train" ? "trained" : turn.trained || turn.sampled ? "sampled" : "masked";
   return el("ol", { class: "turns" }, row.turns.map((turn) => {
-    const facts = [word(turn), ...(turn.reward === undefined ? [] : [`reward ${number(turn.reward)}`])];
+    const facts = [word(turn), ...(turn.row ? [`row ${turn.row}`] : []), ...(turn.reward === undefined ? [] : [`reward ${number(turn.reward)}`])];
     return el("li", { class: turn.trained || turn.sampled ? "trained" : null },
       el("div", { class: "extra" }, el("b", {}, turn.role), ` ${facts.join(", ")}`),
       turn.reasoning ? el("div", { class: "extra" }, folded(turn.reasoning)) : null,
