@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import re
 import sys
@@ -22,11 +23,12 @@ import pluggy
 
 import rlframework
 from rlframework.base.errors import PluginError
+from rlframework.base.logs import log_if_slow
 from rlframework.config.policy import PolicyConfig
 from rlframework.plugins import hookspec as specs
+from rlframework.plugins.installation import CORE, installation_error
 from rlframework.plugins.types import RECORD_TYPES, Capability, Record
 
-CORE = "rlframework-core"
 UNVERSIONED = "unversioned"
 DISABLE_VARIABLE = "RLFRAMEWORK_DISABLE_PLUGINS"
 
@@ -63,8 +65,26 @@ class Plugin:
         """Why the plugin is not active; "" if it is."""
         return DISABLE_VARIABLE if self.disabled else "" if self.error is None else one_line(self.error)
 
+    @property
+    def how_to_disable(self) -> str:
+        """The setting that leaves the plugin out."""
+        return f"{DISABLE_VARIABLE}={self.name if ' ' not in self.name else self.distribution}"
+
+    @property
+    def remedy(self) -> str:
+        """The sentence that says what to do if the plugin fails."""
+        module = self.distribution.startswith("module ")
+        repair = f"Correct the {self.distribution}" if module else f"Reinstall or update {self.distribution}"
+        return f"{repair}, or disable it: {self.how_to_disable}."
+
     def load(self) -> None:
         """Import the plugin and read its records. Its errors are stored, never raised."""
+        if self.error is not None:  # of its installation
+            return
+        with log_if_slow(f"the import of {self.name} of {self}", logging.WARNING, self.how_to_disable):
+            self._load()
+
+    def _load(self) -> None:
         try:
             self.loaded = self.import_()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # stored: a plugin that exits Python is just broken
@@ -86,7 +106,8 @@ def find_plugins(modules: Sequence[str]) -> list[Plugin]:
     plugins = [Plugin("core", CORE, version, builtin, partial(importlib.import_module, builtin))]
     for entry in metadata.entry_points(group=specs.PROJECT):
         origin = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown distribution", UNVERSIONED)
-        plugins.append(Plugin(entry.name, *origin, entry.value, entry.load))
+        error = installation_error(entry.dist, version) if entry.dist else None
+        plugins.append(Plugin(entry.name, *origin, entry.value, entry.load, error=error))
     plugins.sort(key=lambda plugin: (plugin.module != builtin, plugin.name, plugin.distribution))
     for module in dict.fromkeys(modules):
         if all(plugin.module != module for plugin in plugins):
@@ -187,11 +208,6 @@ def install_command(extra: str, quote: str = "") -> str:
     """Return the command that installs an extra of rlframework-core, with `quote` around it."""
     command = f"{quote}pip install 'rlframework-core[{extra}]'{quote}"
     return f"{command} (from the wheels of a release: with --find-links WHEELS)"
-
-
-def install_hint(name: str) -> str:
-    """Return the command that installs what `name` may belong to: the extra of that name, else all extras."""
-    return install_command(extra_of(name) or "all")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlframework.base.errors import PluginError
 from rlframework.config.episode_environments import AttemptsConfig
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample
-from rlframework.plugins.loading import install_command, load_target
+from rlframework.plugins.loading import load_target
 from rlframework.plugins.manager import create_manager
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_thread import Bridge, run_beside
@@ -39,12 +39,18 @@ def agent_runner(parts: Parts, bridge: Bridge) -> AbstractAsyncContextManager[Ag
 
     Raises `PluginError` if no plugin has an endpoint.
     """
-    target = create_manager(parts.config.plugins).hook.rlframework_agent_endpoint()
-    if target is None:
+    manager = create_manager(parts.config.plugins)
+    build = manager.call_first("rlframework_agent_endpoint", lambda hook: _loaded(hook()))
+    if build is None:
         name = parts.config.environment.name
-        raise PluginError(f"environment.name={name} needs an endpoint for agents: {install_command('serve')}")
-    runner: AbstractAsyncContextManager[AgentRunner] = load_target(target)(parts, bridge)
+        raise PluginError(f"environment.name={name} needs an endpoint for agents: {manager.how_to_get('serve')}")
+    runner: AbstractAsyncContextManager[AgentRunner] = build(parts, bridge)
     return runner
+
+
+def _loaded(target: str | None) -> Callable[..., Any] | None:
+    """The function at the import path that a plugin has returned."""
+    return None if target is None else load_target(target)
 
 
 def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:

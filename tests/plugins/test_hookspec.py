@@ -19,7 +19,7 @@ ACTING = OBSERVERS | {
     f"rlframework_{hook}"
     for hook in (
         *("commands", "observers", "observer_problems", "run_planned", "plan_elsewhere"),
-        *("resume_from", "uploads", "agent_endpoint"),
+        *("resume_from", "uploads", "agent_endpoint", "doctor_checks"),
     )
 }
 
