@@ -93,7 +93,7 @@ def _slow_level(hook: str) -> int:
 
 
 def _answer(call: pluggy.HookCaller, **arguments: Any) -> Any:
-    """What the one plugin of `call` returns: pluggy puts it in a list, unless the first result counts."""
+    """The answer of the one plugin of `call`: pluggy puts it in a list, unless the first result counts."""
     answer = call(**arguments)
     first_result = call.spec is not None and call.spec.opts.get("firstresult")
     return answer if first_result else next(iter(answer), None)

@@ -11,22 +11,24 @@ from rlframework.base.errors import PluginError
 CORE = "rlframework-core"
 
 
-def installation_error(distribution: metadata.Distribution, core_version: str) -> PluginError | None:
-    """Return why plugins of `distribution` cannot be trusted to be what its metadata says, or None.
+def installation_error(distribution: metadata.PackageMetadata, core_version: str) -> PluginError | None:
+    """Return why plugins of the distribution cannot be trusted to be what its metadata says, or None.
 
     They are not imported then: which of two versions they are is unknown, or they were written for another core.
     """
-    return _installed_twice(distribution) or _of_another_core(distribution, core_version)
+    return _installed_twice(distribution["Name"]) or _of_another_core(distribution, core_version)
 
 
-def _installed_twice(distribution: metadata.Distribution) -> PluginError | None:
+def _installed_twice(name: str) -> PluginError | None:
     """The error about several versions in one folder, of which Python takes any. A folder before another hides it."""
+    copies = list(metadata.distributions(name=name))
+    if len(copies) == 1:
+        return None
     folders: dict[Path, set[str]] = defaultdict(set)
-    for copy in metadata.distributions(name=distribution.name):
+    for copy in copies:
         folders[Path(str(copy.locate_file(""))).resolve()].add(copy.version)
     for folder, versions in folders.items():
         if len(versions) > 1:
-            name = distribution.name
             return PluginError(
                 f"{name} is installed {len(versions)} times in {folder}: {' and '.join(sorted(versions))}; "
                 f"run `pip uninstall {name}` until none is left, and install one"
@@ -34,9 +36,9 @@ def _installed_twice(distribution: metadata.Distribution) -> PluginError | None:
     return None
 
 
-def _of_another_core(distribution: metadata.Distribution, core_version: str) -> PluginError | None:
+def _of_another_core(distribution: metadata.PackageMetadata, core_version: str) -> PluginError | None:
     """The error about a requirement of core that the installed one does not meet."""
-    wanted = [line for line in distribution.requires or () if _canonical(line).startswith(CORE)]
+    wanted = [line for line in distribution.get_all("Requires-Dist") or () if _canonical(line).startswith(CORE)]
     if not wanted or wanted == [f"{CORE}=={core_version}"]:  # as distributions of this repository are released
         return None
     from packaging.requirements import Requirement  # comes with transformers; seldom needed here, and takes 30 ms
@@ -47,9 +49,9 @@ def _of_another_core(distribution: metadata.Distribution, core_version: str) -> 
             continue
         if not requirement.specifier.contains(core_version, prereleases=True):
             return PluginError(
-                f"{distribution.name} {distribution.version} requires {CORE}{requirement.specifier}, but "
+                f"{distribution['Name']} {distribution['Version']} requires {CORE}{requirement.specifier}, but "
                 f"{CORE} {core_version} is installed; install versions that belong together: pip install --upgrade "
-                f"{CORE} {distribution.name}"
+                f"{CORE} {distribution['Name']}"
             )
     return None
 

@@ -27,7 +27,7 @@ from rlframework.base.logs import log_if_slow
 from rlframework.config.policy import PolicyConfig
 from rlframework.plugins import hookspec as specs
 from rlframework.plugins.installation import CORE, installation_error
-from rlframework.plugins.types import RECORD_TYPES, Capability, Record
+from rlframework.plugins.types import OWN_CAPABILITY, RECORD_TYPES, Capability, Record
 
 UNVERSIONED = "unversioned"
 DISABLE_VARIABLE = "RLFRAMEWORK_DISABLE_PLUGINS"
@@ -105,8 +105,9 @@ def find_plugins(modules: Sequence[str]) -> list[Plugin]:
     builtin = "rlframework.plugins.builtin"
     plugins = [Plugin("core", CORE, version, builtin, partial(importlib.import_module, builtin))]
     for entry in metadata.entry_points(group=specs.PROJECT):
-        origin = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown distribution", UNVERSIONED)
-        error = installation_error(entry.dist, version) if entry.dist else None
+        info = entry.dist.metadata if entry.dist else None  # read once: each access parses the file
+        origin = (info["Name"], info["Version"]) if info else ("unknown distribution", UNVERSIONED)
+        error = installation_error(info, version) if info else None
         plugins.append(Plugin(entry.name, *origin, entry.value, entry.load, error=error))
     plugins.sort(key=lambda plugin: (plugin.module != builtin, plugin.name, plugin.distribution))
     for module in dict.fromkeys(modules):
@@ -261,6 +262,21 @@ def _check_record(record: Record) -> None:
     if not re.fullmatch(r"[\w.]+:[\w.]+", record.target):
         raise PluginError(f"the target {record.target!r} of {record.name!r} must have the form 'package.module:Class'")
     check_model(record)
-    if strange := [str(item) for item in record.capabilities if not isinstance(item, Capability)]:
-        allowed = ", ".join(Capability)
-        raise PluginError(f"{record.name!r} declares unknown capabilities {', '.join(strange)}; known: {allowed}")
+    _check_capabilities(record)
+
+
+def _check_capabilities(record: Record) -> None:
+    """Raise `PluginError` for a capability that is neither one of the record's kind nor the plugin's own."""
+    supported = ", ".join(sorted(record.supported_capabilities)) or "none"
+    allowed = f"capabilities of the kind {record.kind}: {supported}"
+    for capability in sorted(map(str, record.capabilities - record.supported_capabilities)):
+        if capability in set(Capability):
+            kinds = [kind for kind, each in RECORD_TYPES.items() if capability in each.supported_capabilities]
+            raise PluginError(
+                f"{record.name!r} declares the capability {capability}, which is one of {' and '.join(kinds)}; {allowed}"
+            )
+        if not OWN_CAPABILITY.fullmatch(capability):
+            raise PluginError(
+                f"{record.name!r} declares the unknown capability {capability!r}; {allowed}. Write one of your own with "
+                "a prefix, of letters, digits and '_': 'acme:sparse_attention'"
+            )

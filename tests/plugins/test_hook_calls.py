@@ -32,7 +32,7 @@ def code(hook: str, body: str, options: str = "") -> str:
 
 
 def results(hook: str, manager=None) -> list[tuple[str, object]]:
-    """What each plugin returns; an argument that a hook needs is its own name."""
+    """The answers of the plugins by name; an argument that a hook needs is its own name."""
     manager = manager or create_manager()
     arguments = {name: name for name in getattr(manager.hook, hook).spec.argnames}
     return [(plugin.name, answer) for plugin, answer in manager.call(hook, lambda call: call(**arguments))]

@@ -89,7 +89,7 @@ def test_a_hook_that_fails_is_a_finding(findings, hook, text):
     own, finding = findings(lambda: hook())
     assert own[3] == "fine"
     assert finding[:3] == ("plugins", "checks", "unknown")
-    assert f"rlframework_doctor_checks of module fake_doctor unversioned failed: {text}." in finding[3]
+    assert f"rlframework_doctor_checks of module fake_doctor unversioned failed: {text}" in finding[3]
     assert DISABLE in finding[3]
 
 
