@@ -273,10 +273,10 @@ def _check_capabilities(record: Record) -> None:
         if capability in set(Capability):
             kinds = [kind for kind, each in RECORD_TYPES.items() if capability in each.supported_capabilities]
             raise PluginError(
-                f"{record.name!r} declares the capability {capability}, which is one of {' and '.join(kinds)}; {allowed}"
+                f"{record.name!r} declares the capability {capability}, one of {' and '.join(kinds)}; {allowed}"
             )
         if not OWN_CAPABILITY.fullmatch(capability):
             raise PluginError(
-                f"{record.name!r} declares the unknown capability {capability!r}; {allowed}. Write one of your own with "
-                "a prefix, of letters, digits and '_': 'acme:sparse_attention'"
+                f"{record.name!r} declares the unknown capability {capability!r}; {allowed}. Write one of your own "
+                "with a prefix, of letters, digits and '_': 'acme:sparse_attention'"
             )

@@ -129,11 +129,11 @@ def test_a_record_that_cannot_work_is_refused(changes, message):
     [
         (
             GenerationEngineRecord("mine", "m:C", 2, capabilities=frozenset({Capability.LORA})),
-            "the capability lora, which is one of policy_worker; capabilities of the kind generation_engine: ",
+            "the capability lora, one of policy_worker; capabilities of the kind generation_engine: ",
         ),
         (
             EnvironmentRecord("mine", "m:C", 1, capabilities=frozenset({Capability.MULTIMODAL, "acme:x"})),
-            "which is one of policy_worker and generation_engine; capabilities of the kind environment: episodes",
+            "one of policy_worker and generation_engine; capabilities of the kind environment: episodes",
         ),
         (
             AlgorithmRecord("mine", "m:C", 1, capabilities=frozenset({"acme:a:b"})),
