@@ -53,7 +53,7 @@ _LONG = ("rlframework_plan_elsewhere", "rlframework_resume_from")
 
 def answers(
     hook: str,
-    callers: Iterable[tuple[Plugin, pluggy.HookCaller]],
+    implementations: Iterable[tuple[Plugin, pluggy.HookImpl]],
     use: Callable[[Hook], T | None],
     warn: Callable[[str], None],
 ) -> Iterator[tuple[Plugin, T]]:
@@ -61,10 +61,10 @@ def answers(
 
     `use` calls the hook and checks its answer; an exception is raised or given to `warn`, as `ON_FAILURE` says.
     """
-    for plugin, call in callers:
+    for plugin, implementation in implementations:
         try:
             with log_if_slow(f"{hook} of {plugin}", _slow_level(hook), plugin.how_to_disable):
-                result = use(partial(_answer, call))
+                result = use(partial(_answer, implementation))
         except (Exception, SystemExit) as error:
             if _stops(hook, error):
                 raise
@@ -92,8 +92,8 @@ def _slow_level(hook: str) -> int:
     return logging.INFO if hook in _LONG else logging.WARNING
 
 
-def _answer(call: pluggy.HookCaller, **arguments: Any) -> Any:
-    """The answer of the one plugin of `call`: pluggy puts it in a list, unless the first result counts."""
-    answer = call(**arguments)
-    first_result = call.spec is not None and call.spec.opts.get("firstresult")
-    return answer if first_result else next(iter(answer), None)
+def _answer(implementation: pluggy.HookImpl, **arguments: Any) -> Any:
+    """Call the hook of one plugin with those of the arguments that it takes."""
+    if implementation.wrapper or implementation.hookwrapper:
+        raise PluginError("hooks that act cannot be wrapped")
+    return implementation.function(**{name: arguments[name] for name in implementation.argnames})

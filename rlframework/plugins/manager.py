@@ -131,7 +131,7 @@ class PluginManager:
         Results that are None are left out. A plugin whose hook or answer makes `use` raise is named: in an error, or in
         a warning that is logged once (or given to `warn`), see `hook_calls.ON_FAILURE`. A slow one is named in the log.
         """
-        return answers(hook, self._callers(hook), use, warn or self._warn_once)
+        return answers(hook, self._implementations(hook), use, warn or self._warn_once)
 
     def call_first(self, hook: str, use: Callable[[Hook], T | None]) -> T | None:
         """Call `hook` as `call` does until a plugin has an answer, and return that; None if none has."""
@@ -150,12 +150,11 @@ class PluginManager:
         notes = [f" {plugin.name} of {plugin} is {plugin.status}: {plugin.reason.rstrip('.')}." for plugin in unusable]
         return f"{install_command(extra)}.{''.join(notes)}"
 
-    def _callers(self, hook: str) -> Iterator[tuple[Plugin, pluggy.HookCaller]]:
-        """Yield each plugin that implements `hook`, with a caller of that plugin alone."""
+    def _implementations(self, hook: str) -> Iterator[tuple[Plugin, pluggy.HookImpl]]:
+        """Yield each plugin that implements `hook`, in the order in which pluggy would call them."""
         plugins = {plugin.name: plugin for plugin in self._plugins if plugin.status == "active"}
         for implementation in reversed(getattr(self.hook, hook).get_hookimpls()):
-            others = [plugin.loaded for plugin in plugins.values() if plugin.loaded is not implementation.plugin]
-            yield plugins[implementation.plugin_name], self._pluggy.subset_hook_caller(hook, others)
+            yield plugins[implementation.plugin_name], implementation
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

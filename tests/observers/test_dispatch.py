@@ -5,12 +5,13 @@ import types
 
 import pytest
 
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.environments import AdditionConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.observers import dispatch
-from rlframework.observers.dispatch import Observers, observer_problems
+from rlframework.observers.dispatch import Observers, observer_problems, require_observers
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 from rlframework.plugins.loading import Plugin
 from rlframework.plugins.manager import PluginManager, create_manager
@@ -185,6 +186,71 @@ def test_an_observer_that_no_plugin_has_is_named_with_its_extra():
     [problem] = observer_problems(config, manager_of())
     assert problem.startswith("observers.wandb is set, but no plugin has it: pip install 'rlframework-core[wandb]'")
     assert observer_problems(ObserversConfig(), manager_of()) == []
+
+
+class Provides:
+    @hookimpl
+    def rlframework_observers(self):
+        return {"wandb": "nowhere:Observer"}
+
+
+class AlsoProvides(Provides):
+    pass
+
+
+def test_of_two_plugins_with_one_observer_none_is_used_if_it_is_asked_for():
+    manager = manager_of(Provides(), AlsoProvides())
+    assert observer_problems(ObserversConfig(), manager) == []
+    with pytest.raises(PluginError, match=r"observers\.wandb: 2 plugins provide this observer: .*Provides 1\.0 and "):
+        require_observers(ObserversConfig(wandb={}), manager)
+
+
+def problems_hook(answer):
+    class Asks:
+        @hookimpl
+        def rlframework_observer_problems(self, config):
+            return answer(config)
+
+    return Asks()
+
+
+def raise_lookup(config):
+    raise LookupError("oh")
+
+
+def lazily(config):
+    yield from raise_lookup(config)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (raise_lookup, "LookupError: oh"),
+        (lazily, "LookupError: oh"),
+        (lambda config: "no disk", "TypeError: it returned the text 'no disk'; it must return a list of texts"),
+    ],
+)
+def test_a_plugin_that_cannot_say_its_problems_is_named_and_does_not_prevent_the_run(caplog, answer, error):
+    require_observers(ObserversConfig(), manager_of(problems_hook(answer)))
+    [message] = caplog.messages
+    assert message.startswith(f"warning: rlframework_observer_problems of Asks 1.0 failed: {error}. ")
+    with pytest.raises(ConfigError, match=r"^no disk$"):
+        require_observers(ObserversConfig(), manager_of(problems_hook(lambda config: iter(["no disk"]))))
+
+
+def test_observers_of_a_plugin_whose_hook_fails_are_missing_and_the_run_says_so_once(info, caplog):
+    class Fails:
+        @hookimpl
+        def rlframework_observers(self):
+            return 7
+
+    manager = manager_of(Fails(), Provides())
+    require_observers(NONE, manager)
+    Observers(NONE, info, manager)
+    [message] = caplog.messages
+    assert message.startswith("warning: rlframework_observers of Fails 1.0 failed: TypeError: ")
+    with pytest.raises(ConfigError, match=r"observers\.mlflow is set, but no plugin has it: "):
+        require_observers(ObserversConfig(mlflow={}), manager)
 
 
 def test_a_plugin_module_of_the_configuration_is_notified(info, monkeypatch):

@@ -88,6 +88,12 @@ def test_plugins_are_called_in_the_order_they_ask_for_and_the_first_answer_count
     assert create_manager().call_first("rlframework_agent_endpoint", lambda call: call()) == "first"
 
 
+def test_a_wrapper_is_refused(install, caplog):
+    install("bad-tools", "bad", code("rlframework_observers", "yield", "wrapper=True"))
+    assert results("rlframework_observers") == []
+    assert "rlframework_observers of bad-tools 1.0 failed: hooks that act cannot be wrapped." in caplog.text
+
+
 @pytest.mark.parametrize(
     ("hook", "level"), [("rlframework_run_planned", logging.WARNING), ("rlframework_resume_from", logging.INFO)]
 )
