@@ -41,17 +41,21 @@ def _of_another_core(distribution: metadata.PackageMetadata, core_version: str) 
     wanted = [line for line in distribution.get_all("Requires-Dist") or () if _canonical(line).startswith(CORE)]
     if not wanted or wanted == [f"{CORE}=={core_version}"]:  # as distributions of this repository are released
         return None
-    from packaging.requirements import Requirement  # comes with transformers; seldom needed here, and takes 30 ms
+    from packaging.requirements import InvalidRequirement, Requirement  # of transformers; seldom needed, and 30 ms
 
-    for requirement in map(Requirement, wanted):
+    subject = f"{distribution['Name']} {distribution['Version']} requires"
+    for line in wanted:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            return PluginError(f"{subject} {line!r}, which is no requirement; install another version of it")
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if not applies or _canonical(requirement.name) != CORE:
             continue
         if not requirement.specifier.contains(core_version, prereleases=True):
             return PluginError(
-                f"{distribution['Name']} {distribution['Version']} requires {CORE}{requirement.specifier}, but "
-                f"{CORE} {core_version} is installed; install versions that belong together: pip install --upgrade "
-                f"{CORE} {distribution['Name']}"
+                f"{subject} {CORE}{requirement.specifier}, but {CORE} {core_version} is installed; install versions "
+                f"that belong together: pip install --upgrade {CORE} {distribution['Name']}"
             )
     return None
 

@@ -45,6 +45,11 @@ def test_requirements_that_are_met_or_of_something_else_are_no_fault(install, re
     assert create_manager().select("policy_worker", "acme").version == "1.0"
 
 
+def test_a_requirement_that_cannot_be_read_breaks_its_plugin_alone(install):
+    install("acme-engine", "acme", requires=["rlframework-core >>= 3"])
+    assert "acme-engine 1.0 requires 'rlframework-core >>= 3', which is no requirement;" in fault_of("acme")
+
+
 def test_a_distribution_that_is_installed_twice_says_which_versions_and_where(install, tmp_path):
     install("acme-engine", "acme", version="2.0")
     module = install("acme-engine", "acme", version="3.0")
