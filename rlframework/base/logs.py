@@ -5,10 +5,17 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from rlframework.base.secrets import hide_in_text
+
+_LOG = logging.getLogger(__name__)
+
+SLOW_SECONDS = 5.0
+"""How long a part of a plugin may take before `log_if_slow` names it."""
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the amount of work done and the total."""
@@ -48,6 +55,22 @@ def plugin_logger(module: str) -> logging.Logger:
     'rlframework.ray.runtime'
     """
     return logging.getLogger(f"rlframework.{module.removeprefix('rlframework_')}")
+
+
+@contextmanager
+def log_if_slow(activity: str, level: int, remedy: str) -> Iterator[None]:
+    """Log that the program is waiting for `activity` if it takes longer than `SLOW_SECONDS`; `remedy`: how to avoid it.
+
+    Nothing is interrupted: the message says which plugin a program hangs in.
+    """
+    text = "waiting for %s, for %g s so far; to do without it: %s"
+    timer = threading.Timer(SLOW_SECONDS, _LOG.log, (level, text, activity, SLOW_SECONDS, remedy))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def log_to_stderr() -> None:

@@ -7,13 +7,14 @@ a plugin that is broken, slow or in conflict with another never disturbs core's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import typer
 
 from rlframework.base.errors import PluginError
-from rlframework.plugins.loading import install_hint, one_line
+from rlframework.plugins.hook_calls import Hook
+from rlframework.plugins.loading import DISABLE_VARIABLE, extra_of
 from rlframework.plugins.manager import PluginManager
 
 _LOG = logging.getLogger(__name__)
@@ -25,44 +26,40 @@ def collect_commands(manager: PluginManager, reserved: Collection[str]) -> dict[
     The command of a shared name raises a `PluginError` that names both; other problems are warnings.
     """
     commands: dict[str, Any] = {}
-    owners: dict[str, str] = {}
-    for owner, call in manager.callers("rlframework_commands"):
-        app = typer.Typer(rich_markup_mode=None)
-        app.callback()(lambda: None)  # without it, one command alone would be no group
-        try:
-            call(app=app)
-            added = getattr(typer.main.get_command(app), "commands")  # noqa: B009 - typed as a command
-        except Exception as error:  # noqa: BLE001 - other commands work on
-            _LOG.warning("warning: the commands of %s are missing: %s", owner, one_line(error))
-            continue
+    owners: dict[str, list[str]] = {}
+    for plugin, added in manager.call("rlframework_commands", _commands):
         for name, command in added.items():
             if name in reserved:
-                _LOG.warning("warning: the command %r of %s is ignored: core has one of that name", name, owner)
+                _LOG.warning("warning: the command %r of %s is ignored: core has one of that name", name, plugin)
                 continue
-            commands[name] = _conflict(name, owners[name], owner) if name in owners else command
-            owners[name] = owner
+            owners.setdefault(name, []).append(str(plugin))
+            commands[name] = command if len(owners[name]) == 1 else _conflict(name, owners[name])
     return commands
 
 
 def why_missing(name: str, manager: PluginManager) -> str:
     """Return what to do about a command `name` that neither core nor a plugin has."""
-    unusable = [
-        f" {row.name} of {row.distribution} {row.version} is {row.status}: {row.reason}."
-        for row in manager.listing()
-        if row.status != "active" and row.kind is None
-    ]
-    return f" Plugins add commands: {install_hint(name)}.{''.join(unusable)}"
+    return f" Plugins add commands: {manager.how_to_get(extra_of(name) or 'all')}"
 
 
-def _conflict(name: str, first: str, second: str) -> Any:
+def _commands(hook: Hook) -> dict[str, Any]:
+    """The commands of one plugin by name."""
+    app = typer.Typer(rich_markup_mode=None)
+    app.callback()(lambda: None)  # without it, one command alone would be no group
+    hook(app=app)
+    commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands")  # noqa: B009 - typed as a command
+    return commands
+
+
+def _conflict(name: str, owners: Sequence[str]) -> Any:
     app = typer.Typer(rich_markup_mode=None)
 
     @app.command(name, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
     def conflict() -> None:
-        """Two plugins add this command."""
+        """More than one plugin adds this command."""
         raise PluginError(
-            f"two plugins add the command {name!r}: {first} and {second}. Uninstall one of them, or add its "
-            "distribution to RLFRAMEWORK_DISABLE_PLUGINS."
+            f"{len(owners)} plugins add the command {name!r}: {' and '.join(owners)}. Uninstall all but one, or add "
+            f"the distributions of the others to {DISABLE_VARIABLE}."
         )
 
     return typer.main.get_command(app)

@@ -77,13 +77,13 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
 
         print(*dry_run(load_config(config, overrides), overwrite=overwrite), sep="\n")
     else:
-        from rlframework.plugins.loading import install_command
         from rlframework.plugins.manager import create_manager
 
         manager = create_manager()
         if not manager.implements("rlframework_plan_elsewhere"):
-            raise PluginError(f"--on needs a plugin that estimates what a run needs: {install_command('tools')}")
-        fits = manager.hook.rlframework_plan_elsewhere(config=config, overrides=overrides, on=on, overwrite=overwrite)
+            raise PluginError(f"--on needs a plugin that estimates what a run needs: {manager.how_to_get('tools')}")
+        arguments = {"config": config, "overrides": overrides, "on": on, "overwrite": overwrite}
+        fits = bool(manager.call_first("rlframework_plan_elsewhere", lambda hook: hook(**arguments)))
     print("dry run complete: nothing was started or written")
     if not fits:
         raise Exit(1)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pluggy import HookRelay
-
-from rlframework.base.errors import ConfigError, WriteError
+from rlframework.base.errors import ConfigError, PluginError, WriteError
 from rlframework.base.logs import printable
 from rlframework.base.secrets import hide_in_text
 from rlframework.config.base import Section
 from rlframework.config.sections import ObserversConfig
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan
-from rlframework.plugins.loading import extra_of, install_command, load_target, new_pluggy
+from rlframework.plugins.installation import CORE
+from rlframework.plugins.loading import DISABLE_VARIABLE, extra_of, load_target, new_pluggy
+
+if TYPE_CHECKING:
+    from rlframework.plugins.manager import PluginManager
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,28 +38,48 @@ State = Literal["finished", "failed", "killed"]
 """How a run ended; "killed" means by Ctrl-C or a signal."""
 
 
-def observer_problems(config: ObserversConfig, hook: HookRelay) -> list[str]:
+def observer_problems(config: ObserversConfig, manager: PluginManager) -> list[str]:
     """Return why observers that `config` asks for cannot be used, such as a package that is not installed."""
-    provided = _paths(hook)
+    provided = _paths(config, manager)
     asked = [name for name in type(config).model_fields if isinstance(getattr(config, name), Section)]
     missing = [
-        f"observers.{name} is set, but no plugin has it: {install_command(extra_of(name) or 'all')}"
+        f"observers.{name} is set, but no plugin has it: {manager.how_to_get(extra_of(name) or 'all')}"
         for name in asked
         if name not in provided
     ]
-    return [*missing, *chain.from_iterable(hook.rlframework_observer_problems(config=config))]
+    found = manager.call("rlframework_observer_problems", lambda hook: _texts(hook(config=config)))
+    return [*missing, *chain.from_iterable(problems for _, problems in found)]
 
 
-def require_observers(config: ObserversConfig, hook: HookRelay) -> None:
+def require_observers(config: ObserversConfig, manager: PluginManager) -> None:
     """Raise a `ConfigError` for the first of `observer_problems`."""
-    for problem in observer_problems(config, hook):
+    for problem in observer_problems(config, manager):
         raise ConfigError(problem)
 
 
-def _paths(hook: HookRelay | None) -> dict[str, str]:
-    """The import paths of all observers with a key in the `observers` section."""
-    plugins = [] if hook is None else hook.rlframework_observers()
-    return {name: path for paths in (*plugins, CORE_OBSERVERS) for name, path in paths.items()}
+def _paths(config: ObserversConfig, manager: PluginManager | None) -> dict[str, str]:
+    """The import paths of the observers that `config` switches on, by key. Raises `PluginError` if two have one key."""
+    answers = () if manager is None else manager.call("rlframework_observers", lambda hook: dict(hook() or {}))
+    paths = dict[str, str]()
+    owners = dict.fromkeys(CORE_OBSERVERS, CORE)
+    for plugin, provided in answers:
+        for name in provided:
+            if not getattr(config, name, False):
+                continue
+            if name in owners:
+                raise PluginError(
+                    f"observers.{name}: 2 plugins provide this observer: {owners[name]} and {plugin}. Uninstall one of "
+                    f"them, or add its distribution to {DISABLE_VARIABLE}."
+                )
+            owners[name], paths[name] = str(plugin), provided[name]
+    return paths | {name: path for name, path in CORE_OBSERVERS.items() if getattr(config, name, False)}
+
+
+def _texts(answer: Iterable[str] | None) -> list[str]:
+    """The problems that a plugin has returned. Raises `TypeError` if they are one text, which has no problems in it."""
+    if isinstance(answer, str):
+        raise TypeError(f"it returned the text {answer!r}; it must return a list of texts")
+    return list(answer or ())
 
 
 class Observers:
@@ -65,19 +87,18 @@ class Observers:
 
     One that raises a `WriteError` is called again, because a full disk may have space later.
 
-    `hook` is the hook relay of the plugin manager (None: built-in observers only). As a context manager, it calls
+    `manager` has the plugins (None: built-in observers only). As a context manager, it calls
     `run_started` on entry and `close` on exit. The caller calls `run_finished`, because a failed run does not finish.
     """
 
-    def __init__(self, config: ObserversConfig, info: RunInfo, hook: HookRelay | None = None) -> None:
+    def __init__(self, config: ObserversConfig, info: RunInfo, manager: PluginManager | None = None) -> None:
         self._info = info
         self._dropped: set[int] = set()
         self._reported: set[int] = set()
         self._core = new_pluggy()
-        for name, target in _paths(hook).items():
-            if getattr(config, name, False):
-                self._guarded(target, name, self._add, name=name, target=target)
-        self._relays = [self._core.hook] if hook is None else [self._core.hook, hook]
+        for name, target in _paths(config, manager).items():
+            self._guarded(target, name, self._add, name=name, target=target)
+        self._relays = [self._core.hook] if manager is None else [self._core.hook, manager.hook]
         self._names: set[str] = set()
         """The names of metrics so far."""
         self._noted_names = False

@@ -1,7 +1,9 @@
 """The hooks that a plugin can implement, and the markers `hookspec` and `hookimpl`.
 
 Six hooks are a registry: they return records, one hook per interface, and the configuration selects records by name.
-The others act: they add commands, or are notified of events of a run.
+The others act: they add commands, or are notified of events of a run. Of several plugins, those with
+`@hookimpl(tryfirst=True)` are called first and those with `trylast=True` last. A plugin whose hook raises is named; the
+docstring of each hook says whether the run goes on without it. One that takes more than 5 seconds is named in the log.
 
 An implementation takes the arguments of its specification under the same names, without default values; it may omit
 some. It must be lightweight, because it also runs for `rlframework plugins`, which never imports torch.
@@ -9,7 +11,7 @@ some. It must be lightweight, because it also runs for `rlframework plugins`, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +87,32 @@ class TimeSpan(NamedTuple):
     activity: str
     start: float
     end: float
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    """One result of a check of `rlframework doctor`: a description, what to do about it, and the facts as JSON values.
+
+    `level`: `broken` makes the exit code 1; `unknown`: the check itself failed.
+    """
+
+    level: Literal["ok", "note", "unknown", "warning", "broken"]
+    text: str
+    remedy: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DoctorCheck:
+    """A check of `rlframework doctor`, shown under `topic` and `name`; those of the topic "run" need a configuration.
+
+    `function(config)` gets the configuration that the doctor was given and could load, or None. It runs beside other
+    checks, in a thread; an exception of it is a finding.
+    """
+
+    topic: str
+    name: str
+    function: Callable[[RunConfig | None], Iterable[DoctorFinding]]
 
 
 class Uploads(Protocol):
@@ -203,7 +231,8 @@ def rlframework_commands(app: typer.Typer) -> None:
     """Add commands to the command line. Called when the command or a list of commands is asked for.
 
     `rlframework.cli.common` has the options that commands share. A command whose name another plugin uses, too, can
-    be used by neither. Import what is heavy inside the command.
+    be used by neither. Import what is heavy inside the command. After an exception the commands of the plugin are
+    missing, with a warning.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl
@@ -217,6 +246,8 @@ def rlframework_commands(app: typer.Typer) -> None:
 @hookspec(firstresult=True)
 def rlframework_agent_endpoint() -> str | None:
     """Return the import path `module:function` of an endpoint for agents; the first plugin that has one is used.
+
+    An exception, or a path that cannot be imported, ends the run.
 
     `function(parts, bridge)` returns an asynchronous context with a `rlframework.rollout.agents.AgentRunner`, which
     attempts tasks against an endpoint that samples on `bridge`.
@@ -288,6 +319,8 @@ def rlframework_run_planned(parts: Any, backend: PolicyWorkerRecord, dry_run: bo
 def rlframework_plan_elsewhere(config: str, overrides: Sequence[str], on: str, overwrite: bool) -> bool | None:
     """Print what a run needs on the GPUs `on`, such as `8xH100`, and return whether it fits (`train --dry-run --on`).
 
+    An exception ends the command.
+
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl
     ... def rlframework_plan_elsewhere(config, on):
@@ -296,12 +329,31 @@ def rlframework_plan_elsewhere(config: str, overrides: Sequence[str], on: str, o
     """
 
 
+@hookspec
+def rlframework_doctor_checks() -> Iterable[DoctorCheck]:
+    """Return checks for `rlframework doctor`. After an exception the plugin has none, and the doctor says so.
+
+    >>> from pathlib import Path
+    >>> from rlframework.plugins.hookspec import DoctorCheck, DoctorFinding, hookimpl
+    >>> def licence(config):
+    ...     if Path("/etc/acme.licence").is_file():
+    ...         yield DoctorFinding("ok", "the licence is there")
+    ...     else:
+    ...         yield DoctorFinding("broken", "there is no licence", "Copy it to /etc/acme.licence")
+    >>> @hookimpl
+    ... def rlframework_doctor_checks():
+    ...     return [DoctorCheck("machine", "licence of acme", licence)]
+    """
+    return ()
+
+
 @hookspec(firstresult=True)
 def rlframework_resume_from(config: RunConfig, checkpoint: Path | None) -> Path | None:
     """Return the folder of the checkpoint from which a run continues, or None. Called if `checkpoints.upload` is set.
 
     `checkpoint` is the one that the user named, if any; it takes precedence. Called before anything of the run is
-    built, so it also raises a `ConfigError` if the run could not use `checkpoints.upload`.
+    built, so it also raises a `ConfigError` if the run could not use `checkpoints.upload`. Any exception prevents the
+    run.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl
@@ -312,7 +364,7 @@ def rlframework_resume_from(config: RunConfig, checkpoint: Path | None) -> Path 
 
 @hookspec(firstresult=True)
 def rlframework_uploads(config: RunConfig) -> Uploads | None:
-    """Return what sends the checkpoints of a run to `checkpoints.upload`, or None.
+    """Return what sends the checkpoints of a run to `checkpoints.upload`, or None. An exception prevents the run.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl
@@ -340,7 +392,9 @@ def rlframework_observers() -> Mapping[str, str]:
     """Return import paths `module:Class` of observers, by their keys in the section `observers`.
 
     An observer is constructed without arguments if its key is set. Besides observer hooks, it may have
-    `close(state)`, which is called once no matter how the run ended: "finished", "failed" or "killed".
+    `close(state)`, which is called once no matter how the run ended: "finished", "failed" or "killed". After an
+    exception of this hook, a warning, its observers are missing, and a run that asks for one by a section does not
+    start.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl
@@ -353,6 +407,8 @@ def rlframework_observers() -> Mapping[str, str]:
 @hookspec
 def rlframework_observer_problems(config: ObserversConfig) -> Iterable[str]:
     """Return why observers that the section `observers` asks for cannot be used; each prevents the run.
+
+    A `UserError` prevents it, too; any other exception is a warning.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl

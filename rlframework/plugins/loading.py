@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import re
 import sys
@@ -22,11 +23,12 @@ import pluggy
 
 import rlframework
 from rlframework.base.errors import PluginError
+from rlframework.base.logs import log_if_slow
 from rlframework.config.policy import PolicyConfig
 from rlframework.plugins import hookspec as specs
-from rlframework.plugins.types import RECORD_TYPES, Capability, Record
+from rlframework.plugins.installation import CORE, installation_error
+from rlframework.plugins.types import OWN_CAPABILITY, RECORD_TYPES, Capability, Record
 
-CORE = "rlframework-core"
 UNVERSIONED = "unversioned"
 DISABLE_VARIABLE = "RLFRAMEWORK_DISABLE_PLUGINS"
 
@@ -63,8 +65,26 @@ class Plugin:
         """Why the plugin is not active; "" if it is."""
         return DISABLE_VARIABLE if self.disabled else "" if self.error is None else one_line(self.error)
 
+    @property
+    def how_to_disable(self) -> str:
+        """The setting that leaves the plugin out."""
+        return f"{DISABLE_VARIABLE}={self.name if ' ' not in self.name else self.distribution}"
+
+    @property
+    def remedy(self) -> str:
+        """The sentence that says what to do if the plugin fails."""
+        module = self.distribution.startswith("module ")
+        repair = f"Correct the {self.distribution}" if module else f"Reinstall or update {self.distribution}"
+        return f"{repair}, or disable it: {self.how_to_disable}."
+
     def load(self) -> None:
         """Import the plugin and read its records. Its errors are stored, never raised."""
+        if self.error is not None:  # of its installation
+            return
+        with log_if_slow(f"the import of {self.name} of {self}", logging.WARNING, self.how_to_disable):
+            self._load()
+
+    def _load(self) -> None:
         try:
             self.loaded = self.import_()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # stored: a plugin that exits Python is just broken
@@ -85,8 +105,10 @@ def find_plugins(modules: Sequence[str]) -> list[Plugin]:
     builtin = "rlframework.plugins.builtin"
     plugins = [Plugin("core", CORE, version, builtin, partial(importlib.import_module, builtin))]
     for entry in metadata.entry_points(group=specs.PROJECT):
-        origin = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown distribution", UNVERSIONED)
-        plugins.append(Plugin(entry.name, *origin, entry.value, entry.load))
+        info = entry.dist.metadata if entry.dist else None  # read once: each access parses the file
+        origin = (info["Name"], info["Version"]) if info else ("unknown distribution", UNVERSIONED)
+        error = installation_error(info, version) if info else None
+        plugins.append(Plugin(entry.name, *origin, entry.value, entry.load, error=error))
     plugins.sort(key=lambda plugin: (plugin.module != builtin, plugin.name, plugin.distribution))
     for module in dict.fromkeys(modules):
         if all(plugin.module != module for plugin in plugins):
@@ -189,11 +211,6 @@ def install_command(extra: str, quote: str = "") -> str:
     return f"{command} (from the wheels of a release: with --find-links WHEELS)"
 
 
-def install_hint(name: str) -> str:
-    """Return the command that installs what `name` may belong to: the extra of that name, else all extras."""
-    return install_command(extra_of(name) or "all")
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the word of `known` that is most similar, or "" if none is."""
     matches = difflib.get_close_matches(word, list(known), n=1)
@@ -245,6 +262,21 @@ def _check_record(record: Record) -> None:
     if not re.fullmatch(r"[\w.]+:[\w.]+", record.target):
         raise PluginError(f"the target {record.target!r} of {record.name!r} must have the form 'package.module:Class'")
     check_model(record)
-    if strange := [str(item) for item in record.capabilities if not isinstance(item, Capability)]:
-        allowed = ", ".join(Capability)
-        raise PluginError(f"{record.name!r} declares unknown capabilities {', '.join(strange)}; known: {allowed}")
+    _check_capabilities(record)
+
+
+def _check_capabilities(record: Record) -> None:
+    """Raise `PluginError` for a capability that is neither one of the record's kind nor the plugin's own."""
+    supported = ", ".join(sorted(record.supported_capabilities)) or "none"
+    allowed = f"capabilities of the kind {record.kind}: {supported}"
+    for capability in sorted(map(str, record.capabilities - record.supported_capabilities)):
+        if capability in set(Capability):
+            kinds = [kind for kind, each in RECORD_TYPES.items() if capability in each.supported_capabilities]
+            raise PluginError(
+                f"{record.name!r} declares the capability {capability}, one of {' and '.join(kinds)}; {allowed}"
+            )
+        if not OWN_CAPABILITY.fullmatch(capability):
+            raise PluginError(
+                f"{record.name!r} declares the unknown capability {capability!r}; {allowed}. Write one of your own "
+                "with a prefix, of letters, digits and '_': 'acme:sparse_attention'"
+            )

@@ -7,16 +7,18 @@ selecting it raises a `PluginError` from the original error, and other plugins a
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
 from rlframework.base.errors import PluginError
 from rlframework.config.hints import Hints
+from rlframework.plugins.hook_calls import Hook, answers
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
     DISABLE_VARIABLE,
@@ -40,6 +42,10 @@ from rlframework.plugins.types import (
     Record,
 )
 from rlframework.plugins.user_defined import algorithm_record, environment_record
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _USER_DEFINED = {EnvironmentRecord.kind: environment_record, AlgorithmRecord.kind: algorithm_record}
 """Kinds of records whose name may be the import path `module:Class` of a class that no plugin registers."""
@@ -88,10 +94,11 @@ def load_from_plugin(modules: Sequence[str], hook: str, key: str) -> Any:
 
     `modules`: as for `create_manager`. Raises `PluginError` if no plugin does.
     """
-    target = getattr(create_manager(modules).hook, hook)()
-    if target is None:
-        raise PluginError(f"{key} needs a plugin with the hook {hook}: {install_command('serve')}")
-    return load_target(target)
+    manager = create_manager(modules)
+    loaded = manager.call_first(hook, lambda hook: None if (target := hook()) is None else load_target(target))
+    if loaded is None:
+        raise PluginError(f"{key} needs a plugin with the hook {hook}: {manager.how_to_get('serve')}")
+    return loaded
 
 
 class PluginManager:
@@ -101,6 +108,7 @@ class PluginManager:
         """Manage the loaded `plugins`, without the records named in `disabled`."""
         self._plugins, self._disabled = plugins, disabled
         self._pluggy = new_pluggy()
+        self._warned = set[str]()
         self._found: Mapping[tuple[str, str], list[Registered]] = defaultdict(list)
         known = set[str]()
         for plugin in plugins:
@@ -120,19 +128,21 @@ class PluginManager:
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """The hooks of all active plugins, for calling observer hooks."""
+        """The hooks of all active plugins, for observer hooks; the others are called with `call`."""
         return self._pluggy.hook
 
     @property
     def hints(self) -> Hints:
         """What plugins know of the keys and values of other libraries."""
-        hook = self.hook
+
+        def first(hook: str, **arguments: Any) -> str:
+            return str(self.call_first(f"rlframework_{hook}", lambda hook: hook(**arguments) or None) or "")
+
         return Hints(
-            lambda path, value, model: hook.rlframework_key_hint(path=path, value=value, model=model) or "",
-            lambda key, value: hook.rlframework_value_hint(key=key, value=value) or "",
-            lambda unknown, hints, algorithm, model: (
-                hook.rlframework_configuration_hint(unknown=unknown, hints=hints, algorithm=algorithm, model=model)
-                or ""
+            lambda path, value, model: first("key_hint", path=path, value=value, model=model),
+            lambda key, value: first("value_hint", key=key, value=value),
+            lambda unknown, hints, algorithm, model: first(
+                "configuration_hint", unknown=unknown, hints=hints, algorithm=algorithm, model=model
             ),
         )
 
@@ -140,16 +150,43 @@ class PluginManager:
         """Whether an active plugin implements `hook`."""
         return bool(getattr(self.hook, hook).get_hookimpls())
 
-    def callers(self, hook: str) -> Iterator[tuple[str, pluggy.HookCaller]]:
-        """Yield, in pluggy's order, `distribution version` of each plugin that implements `hook`, and its caller.
+    def call(
+        self, hook: str, use: Callable[[Hook], T | None], warn: Callable[[str], None] | None = None
+    ) -> Iterator[tuple[Plugin, T]]:
+        """Yield each active plugin that implements `hook`, in pluggy's order, with `use(hook of that plugin)`.
 
-        A caller calls the implementation of that plugin alone, so that its errors can be reported with its name.
+        Results that are None are left out. A plugin whose hook or answer makes `use` raise is named: in an error, or in
+        a warning that is logged once (or given to `warn`), see `hook_calls.ON_FAILURE`. A slow one is named in the log.
         """
-        plugins = [plugin for plugin in self._plugins if plugin.status == "active"]
-        blame = {plugin.name: str(plugin) for plugin in plugins}
+        return answers(hook, self._implementations(hook), use, warn or self._warn_once)
+
+    def call_first(self, hook: str, use: Callable[[Hook], T | None]) -> T | None:
+        """Call `hook` as `call` does until a plugin has an answer, and return that; None if none has."""
+        return next((answer for _, answer in self.call(hook, use)), None)
+
+    def warn_of_broken(self) -> None:
+        """Log which plugins are broken: what their hooks would have done is missing."""
+        for plugin in self._plugins:
+            if plugin.status == "broken":
+                reason = plugin.reason.rstrip(".")
+                self._warn_once(f"the plugin {plugin.name!r} of {plugin} is broken: {reason}. {plugin.remedy}")
+
+    def how_to_get(self, extra: str) -> str:
+        """Return how to install what the `extra` of core brings, and which plugins are there but cannot be used."""
+        unusable = [plugin for plugin in self._plugins if plugin.status != "active"]
+        notes = [f" {plugin.name} of {plugin} is {plugin.status}: {plugin.reason.rstrip('.')}." for plugin in unusable]
+        return f"{install_command(extra)}.{''.join(notes)}"
+
+    def _implementations(self, hook: str) -> Iterator[tuple[Plugin, pluggy.HookImpl]]:
+        """Yield each plugin that implements `hook`, in the order in which pluggy would call them."""
+        plugins = {plugin.name: plugin for plugin in self._plugins if plugin.status == "active"}
         for implementation in reversed(getattr(self.hook, hook).get_hookimpls()):
-            others = [plugin.loaded for plugin in plugins if plugin.loaded is not implementation.plugin]
-            yield blame[implementation.plugin_name], self._pluggy.subset_hook_caller(hook, others)
+            yield plugins[implementation.plugin_name], implementation
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _LOG.warning("warning: %s", message)
 
     def registered(self, kind: str) -> dict[str, Registered]:
         """Return the selectable records by name: not broken, not disabled and not duplicated."""
@@ -172,7 +209,8 @@ class PluginManager:
             by_record = any((record.kind, record.name) == (kind, name) for record in broken.records)
             if by_record or (broken.name == name and not found):
                 subject = f"{RECORD_TYPES[kind].key}: the plugin {broken.name!r}"
-                raise PluginError(f"{subject} of {broken} is broken: {broken.reason}") from broken.error
+                reason = broken.reason.rstrip(".")
+                raise PluginError(f"{subject} of {broken} is broken: {reason}. {broken.remedy}") from broken.error
         if found:
             return found[0]
         raise PluginError(" ".join(self._why_not(kind, name)))
@@ -240,7 +278,7 @@ class PluginManager:
         yield f"Installed: {listed or 'none'}."
         for plugin in self._plugins:
             if plugin.status != "active":
-                yield f"{plugin.name} of {plugin} is {plugin.status}: {plugin.reason}."
+                yield f"{plugin.name} of {plugin} is {plugin.status}: {plugin.reason.rstrip('.')}."
         wanted = extra_of(name) or extra_of(near)
         if wanted is not None and near not in installed:
             yield f"To install {wanted}: {install_command(wanted)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -88,6 +89,9 @@ class Capability(StrEnum):
     """For an environment: episodes of several turns, instead of single turns."""
 
 
+OWN_CAPABILITY = re.compile(r"[A-Za-z0-9_]+:[A-Za-z0-9_]+")
+"""The form of a capability that a plugin declares for itself or for other plugins: `prefix:name`."""
+
 CAPABILITY_OF_AXIS: Mapping[str, Capability] = {
     "data": Capability.DATA_PARALLEL,
     "tensor": Capability.TENSOR_PARALLEL,
@@ -133,6 +137,9 @@ class Record:
     `target` is the import path `module:Class`, imported only in the process that needs it. `api_version` is the
     version of the plugin API that the plugin was written for. `config_model` is the pydantic model of the plugin's
     section. `py_executable` is the Python executable of the worker processes (None: the driver's).
+
+    `capabilities` are some of the kind's `supported_capabilities`, and any of your own with a prefix, such as
+    "acme:sparse_attention" (`OWN_CAPABILITY`): these are listed, and core gives them no meaning.
     """
 
     kind: ClassVar[str] = ""
@@ -145,12 +152,14 @@ class Record:
     """The version of the plugin API for this kind."""
     moving: ClassVar[str] = ""
     """How to move a plugin of an earlier version to this one."""
+    supported_capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    """The capabilities that apply to this kind."""
 
     name: str
     target: str
     api_version: int
     summary: str = ""
-    capabilities: frozenset[Capability] = frozenset()
+    capabilities: frozenset[str] = frozenset()
     config_model: type[BaseModel] | None = None
     check: Check | None = None
     device_defaults: DeviceDefaults | None = None
@@ -167,6 +176,11 @@ class PolicyWorkerRecord(Record):
 
     kind: ClassVar[str] = "policy_worker"
     key: ClassVar[str] = "policy.backend"
+    supported_capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {
+        Capability.IN_FLIGHT_UPDATE,
+        Capability.LORA_REFIT,
+        Capability.EPISODES,
+    }
 
     state_layout: StateLayoutOf | None = None
 
@@ -184,6 +198,7 @@ class WorkerGroupRecord(Record):
     kind = "worker_group"
     key = "worker_group.name"
     section = WorkerGroupConfig
+    supported_capabilities = frozenset({Capability.DATA_PARALLEL})
 
 
 PROBE_BOUNDS: Mapping[str, float] = {"float32": 1e-3, "tf32": 0.02, "float16": 0.05, "bfloat16": 0.3}
@@ -211,6 +226,16 @@ class GenerationEngineRecord(Record):
     key = "generation.name"
     section = GenerationConfig
     supported_api = 2
+    supported_capabilities = frozenset(
+        {
+            Capability.EMBEDDED_GENERATION,
+            Capability.IN_FLIGHT_UPDATE,
+            Capability.COLLECTIVE_REFIT,
+            Capability.IPC_REFIT,
+            Capability.LORA_REFIT,
+            Capability.MULTIMODAL,
+        }
+    )
     moving = "see the page: Move a generation engine to version 2"
 
     probe_bounds: Mapping[str, float] = field(default_factory=lambda: PROBE_BOUNDS)
@@ -226,6 +251,7 @@ class EnvironmentRecord(Record):
     kind = "environment"
     key = "environment.name"
     section = EnvironmentConfig
+    supported_capabilities = frozenset({Capability.EPISODES})
 
 
 class AlgorithmRecord(Record):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rlframework.algorithms.algorithm import RunResult
 from rlframework.algorithms.interrupts import ending_on_signals, raise_if_ended
-from rlframework.base.errors import ConfigError, PluginError, UserError
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.base.files import exclusive_directory, remove_temporary, write_atomically
 from rlframework.base.logs import log_to_stderr
 from rlframework.base.secrets import has_secrets, hide_secrets
@@ -32,7 +32,7 @@ from rlframework.config.yaml_text import parse_yaml
 from rlframework.observers.environment import flatten
 from rlframework.observers.jsonl import drop_steps_after
 from rlframework.plugins.configure import config_yaml, dump_config, load_config
-from rlframework.plugins.loading import install_command, one_line
+from rlframework.plugins.hook_calls import Hook
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.rollout.parts import Parts
 from rlframework.runner.data import require_data, with_data
@@ -76,7 +76,8 @@ def run(
     config = config if data is None else with_data(config, data)
     require_data(config)
     manager = manager or create_manager(config.plugins)
-    require_observers(config.observers, manager.hook)
+    manager.warn_of_broken()
+    require_observers(config.observers, manager)
     checkpoint = _checkpoint(config, manager, checkpoint, overwrite)
     if checkpoint is None:
         check_output_dir(config, overwrite)
@@ -96,8 +97,13 @@ def _checkpoint(config: RunConfig, manager: PluginManager, given: Path | None, o
     if given is None and config.checkpoints.resume_uploaded and overwrite:
         raise ConfigError("checkpoints.resume_uploaded continues a run and --overwrite deletes it; give one of them")
     if not manager.implements("rlframework_uploads"):
-        raise PluginError(f"checkpoints.upload needs a plugin that uploads: {install_command('storage')}")
-    found: Path | None = manager.hook.rlframework_resume_from(config=config, checkpoint=given)
+        raise PluginError(f"checkpoints.upload needs a plugin that uploads: {manager.how_to_get('storage')}")
+
+    def resume_from(hook: Hook) -> Path | None:
+        folder = hook(config=config, checkpoint=given)
+        return None if folder is None else Path(folder)
+
+    found = manager.call_first("rlframework_resume_from", resume_from)
     return found if given is None else given
 
 
@@ -124,7 +130,7 @@ def _train(
     if attempt.checkpoint is None:
         seed_random_states(config.seed)  # for environments and losses that draw from global generators
     planning = before_workers if first else None
-    uploads: Uploads | None = manager.hook.rlframework_uploads(config=config)
+    uploads: Uploads | None = manager.call_first("rlframework_uploads", lambda hook: hook(config=config))
     with (
         nullcontext() if uploads is None else uploads.finishing(),
         build_parts(config, manager=manager, checkpoint=attempt.checkpoint, planning=planning) as parts,
@@ -263,7 +269,8 @@ def dry_run(config: RunConfig, *, data: Data | None = None, overwrite: bool = Fa
     config = config if data is None else with_data(config, data)
     require_models(config)
     manager = create_manager(config.plugins)
-    require_observers(config.observers, manager.hook)
+    manager.warn_of_broken()
+    require_observers(config.observers, manager)
     with planned_parts(config, manager) as parts:
         algorithm_class(config, manager)(parts)
         run_planned(parts, manager, dry_run=True)
@@ -277,10 +284,4 @@ def dry_run(config: RunConfig, *, data: Data | None = None, overwrite: bool = Fa
 def run_planned(parts: Parts, manager: PluginManager, *, dry_run: bool) -> None:
     """Tell plugins of the planned run. One that raises is named and the run goes on, except for user errors."""
     backend = backend_record(parts.config, manager)
-    for owner, call in manager.callers("rlframework_run_planned"):
-        try:
-            call(parts=parts, backend=backend, dry_run=dry_run)
-        except UserError:
-            raise
-        except Exception as error:  # noqa: BLE001 - what a plugin says about a run does not prevent it
-            _LOG.warning("warning: rlframework_run_planned of %s failed: %s", owner, one_line(error))
+    list(manager.call("rlframework_run_planned", lambda hook: hook(parts=parts, backend=backend, dry_run=dry_run)))

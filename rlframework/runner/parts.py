@@ -100,7 +100,7 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
         size = sharding.get_axis_size("data_parallel")
         policy: Any = Placeholder(config=config, capabilities=record.capabilities, data_parallel_size=size)
         generation: Any = Placeholder()
-        observers = Observers(config.observers, RunInfo(config, config.output_dir), manager.hook)
+        observers = Observers(config.observers, RunInfo(config, config.output_dir), manager)
         models = planned_models(config, manager, tokenizer, algorithm)
         images = open_images(config, tokenizer)
         yield Parts(config, tokenizer, policy, generation, environment, observers, models=models, images=images)

@@ -36,7 +36,7 @@ class Trainer(Protocol):
     """The driver's handle on the model in training, which `rlframework.policy.client.Policy` is."""
 
     worker_group: WorkerGroup
-    capabilities: frozenset[Capability]
+    capabilities: frozenset[str]
 
     @property
     def offload_before_refit(self) -> Callable[[], Any]:

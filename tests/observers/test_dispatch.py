@@ -5,15 +5,16 @@ import types
 
 import pytest
 
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.environments import AdditionConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.observers import dispatch
-from rlframework.observers.dispatch import Observers, observer_problems
+from rlframework.observers.dispatch import Observers, observer_problems, require_observers
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
-from rlframework.plugins.loading import new_pluggy
-from rlframework.plugins.manager import create_manager
+from rlframework.plugins.loading import Plugin
+from rlframework.plugins.manager import PluginManager, create_manager
 
 NONE = ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False)
 
@@ -30,11 +31,13 @@ def info(tmp_path):
     return RunInfo(config, tmp_path)
 
 
-def relay(*plugins):
-    manager = new_pluggy()
+def manager_of(*objects):
+    """The manager of `objects`, each a plugin named after its class, of the distribution NAME 1.0."""
+    names = [type(plugin).__name__ for plugin in objects]
+    plugins = [Plugin(name, name, "1.0", "", lambda it=it: it) for name, it in zip(names, objects, strict=True)]
     for plugin in plugins:
-        manager.register(plugin, name=type(plugin).__name__)
-    return manager.hook
+        plugin.load()
+    return PluginManager(plugins, frozenset())
 
 
 class Recorder:
@@ -75,7 +78,7 @@ class Raises:
 def test_every_hook_gets_its_arguments(info, tmp_path):
     recorder = Recorder()
     sample = SampleRecord(prompt="1+1=", completion="2", reward=1.0, step=1, kind="train")
-    with Observers(NONE, info, relay(recorder)) as observers:
+    with Observers(NONE, info, manager_of(recorder)) as observers:
         observers.step_finished(1, {"train/loss": 2}, [sample])
         observers.checkpoint_saved(1, tmp_path / "model")
         observers.run_finished({"train/loss": 1.5})
@@ -90,7 +93,7 @@ def test_every_hook_gets_its_arguments(info, tmp_path):
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_an_observer_that_raises_is_reported_once_and_disabled(info, caplog, error):
     raises, recorder = Raises(error), Recorder()
-    with Observers(NONE, info, relay(recorder, raises)) as observers:
+    with Observers(NONE, info, manager_of(recorder, raises)) as observers:
         for step in (1, 2, 3):
             observers.step_finished(step, {})
         observers.run_finished({})
@@ -101,7 +104,7 @@ def test_an_observer_that_raises_is_reported_once_and_disabled(info, caplog, err
 
 
 def test_a_keyboard_interrupt_in_an_observer_ends_the_run(info):
-    observers = Observers(NONE, info, relay(Raises(KeyboardInterrupt)))
+    observers = Observers(NONE, info, manager_of(Raises(KeyboardInterrupt)))
     with pytest.raises(KeyboardInterrupt):
         observers.step_finished(1, {})
 
@@ -113,7 +116,7 @@ def test_an_observer_cannot_change_what_the_next_one_sees(info, caplog):
             metrics["train/loss"] = 0.0
 
     recorder = Recorder()
-    observers = Observers(NONE, info, relay(recorder, Changes()))
+    observers = Observers(NONE, info, manager_of(recorder, Changes()))
     given = {"train/loss": 3.0}
     observers.step_finished(1, given)
     assert recorder.seen[0][2] == {"train/loss": 3.0}
@@ -128,7 +131,7 @@ def test_a_wrapper_around_an_observer_hook_is_rejected_with_a_warning(info, capl
             yield
 
     recorder = Recorder()
-    observers = Observers(NONE, info, relay(Wraps(), recorder))
+    observers = Observers(NONE, info, manager_of(Wraps(), recorder))
     observers.step_finished(1, {})
     assert len(recorder.seen) == 1
     assert "wrapped" in caplog.text
@@ -172,7 +175,7 @@ def test_a_core_observer_that_cannot_be_constructed_is_reported(info, caplog):
 def test_every_switch_of_the_section_has_an_observer_with_hooks(info):
     names = [name for name in ObserversConfig.model_fields if name not in ("samples", "peak_tflops")]
     config = NONE.model_copy(update=dict.fromkeys(names, True))
-    core = Observers(config, info, create_manager().hook)._core
+    core = Observers(config, info, create_manager())._core
     assert {name for name, _ in core.list_name_plugin()} == set(names)
     assert all(core.get_hookcallers(observer) for _, observer in core.list_name_plugin())
     core.check_pending()
@@ -180,9 +183,74 @@ def test_every_switch_of_the_section_has_an_observer_with_hooks(info):
 
 def test_an_observer_that_no_plugin_has_is_named_with_its_extra():
     config = ObserversConfig(wandb={})
-    [problem] = observer_problems(config, new_pluggy().hook)
+    [problem] = observer_problems(config, manager_of())
     assert problem.startswith("observers.wandb is set, but no plugin has it: pip install 'rlframework-core[wandb]'")
-    assert observer_problems(ObserversConfig(), new_pluggy().hook) == []
+    assert observer_problems(ObserversConfig(), manager_of()) == []
+
+
+class Provides:
+    @hookimpl
+    def rlframework_observers(self):
+        return {"wandb": "nowhere:Observer"}
+
+
+class AlsoProvides(Provides):
+    pass
+
+
+def test_of_two_plugins_with_one_observer_none_is_used_if_it_is_asked_for():
+    manager = manager_of(Provides(), AlsoProvides())
+    assert observer_problems(ObserversConfig(), manager) == []
+    with pytest.raises(PluginError, match=r"observers\.wandb: 2 plugins provide this observer: .*Provides 1\.0 and "):
+        require_observers(ObserversConfig(wandb={}), manager)
+
+
+def problems_hook(answer):
+    class Asks:
+        @hookimpl
+        def rlframework_observer_problems(self, config):
+            return answer(config)
+
+    return Asks()
+
+
+def raise_lookup(config):
+    raise LookupError("oh")
+
+
+def lazily(config):
+    yield from raise_lookup(config)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (raise_lookup, "LookupError: oh"),
+        (lazily, "LookupError: oh"),
+        (lambda config: "no disk", "TypeError: it returned the text 'no disk'; it must return a list of texts"),
+    ],
+)
+def test_a_plugin_that_cannot_say_its_problems_is_named_and_does_not_prevent_the_run(caplog, answer, error):
+    require_observers(ObserversConfig(), manager_of(problems_hook(answer)))
+    [message] = caplog.messages
+    assert message.startswith(f"warning: rlframework_observer_problems of Asks 1.0 failed: {error}. ")
+    with pytest.raises(ConfigError, match=r"^no disk$"):
+        require_observers(ObserversConfig(), manager_of(problems_hook(lambda config: iter(["no disk"]))))
+
+
+def test_observers_of_a_plugin_whose_hook_fails_are_missing_and_the_run_says_so_once(info, caplog):
+    class Fails:
+        @hookimpl
+        def rlframework_observers(self):
+            return 7
+
+    manager = manager_of(Fails(), Provides())
+    require_observers(NONE, manager)
+    Observers(NONE, info, manager)
+    [message] = caplog.messages
+    assert message.startswith("warning: rlframework_observers of Fails 1.0 failed: TypeError: ")
+    with pytest.raises(ConfigError, match=r"observers\.mlflow is set, but no plugin has it: "):
+        require_observers(ObserversConfig(mlflow={}), manager)
 
 
 def test_a_plugin_module_of_the_configuration_is_notified(info, monkeypatch):
@@ -196,14 +264,14 @@ def test_a_plugin_module_of_the_configuration_is_notified(info, monkeypatch):
     module.rlframework_step_finished = rlframework_step_finished
     monkeypatch.setitem(sys.modules, module.__name__, module)
     manager = create_manager([module.__name__], disabled=[])
-    Observers(NONE, info, manager.hook).step_finished(7, {})
+    Observers(NONE, info, manager).step_finished(7, {})
     assert heard == [7]
 
 
 def test_names_of_metrics_are_text_and_bounded(info, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "MOST_METRICS", 3)
     recorder = Recorder()
-    observers = Observers(NONE, info, relay(recorder))
+    observers = Observers(NONE, info, manager_of(recorder))
     observers.step_finished(1, {"train/loss": 1, "reward/\ud800": 2, "a" * 300: 3, "reward/b": 4})
     observers.step_finished(2, {"reward/c": 5, "train/loss": 6})
     observers.run_finished({"train/loss": 7, "reward/c": 8})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -50,18 +50,26 @@ def _own_distributions_are_hidden(monkeypatch):
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeDistribution:
-    """`install(distribution, entry_point, code, version=...)` installs a plugin whose module is `fake_<...>`."""
+    """`install(distribution, entry_point, code, version=..., requires=...)` installs a plugin `fake_<...>`."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
 
-    def make(distribution: str, entry_point: str, code: str | None = None, version: str = "1.0", name: str = "") -> str:
+    def make(
+        distribution: str,
+        entry_point: str,
+        code: str | None = None,
+        version: str = "1.0",
+        name: str = "",
+        requires: Sequence[str] = (),
+    ) -> str:
         module = f"fake_{distribution}_{entry_point}".replace("-", "_")
         code = WORKER.format(name=name or entry_point, module=module) if code is None else code
         (site / f"{module}.py").write_text(textwrap.dedent(code))
         info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        needed = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needed}")
         (info / "entry_points.txt").write_text(f"[rlframework]\n{entry_point} = {module}\n")
         return module
 

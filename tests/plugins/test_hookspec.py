@@ -18,16 +18,8 @@ OBSERVERS = {f"rlframework_{event}" for event in EVENTS}
 ACTING = OBSERVERS | {
     f"rlframework_{hook}"
     for hook in (
-        *(
-            "commands",
-            "key_hint",
-            "value_hint",
-            "configuration_hint",
-            "observers",
-            "observer_problems",
-            "run_planned",
-            "plan_elsewhere",
-        ),
+        *("commands", "key_hint", "value_hint", "configuration_hint", "observers", "observer_problems"),
+        *("run_planned", "plan_elsewhere", "doctor_checks"),
         *("resume_from", "uploads", "agent_endpoint", "teacher_endpoint"),
     )
 }

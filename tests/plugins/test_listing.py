@@ -21,7 +21,7 @@ ENGINE = """
 
     @hookimpl
     def rlframework_policy_workers():
-        capabilities = frozenset({Capability.PACKING, Capability.LORA})
+        capabilities = frozenset({Capability.PACKING, Capability.LORA, "acme:sparse_attention"})
         return [PolicyWorkerRecord("acme", "m:C", summary="an engine", api_version=1, capabilities=capabilities)]
 """
 
@@ -36,7 +36,7 @@ def test_json_has_a_row_with_all_fields(install):
             "distribution": "acme-engine",
             "version": "2.0",
             "api_version": 1,
-            "capabilities": ["lora", "packing"],
+            "capabilities": ["acme:sparse_attention", "lora", "packing"],
             "status": "active",
             "reason": "",
             "summary": "an engine",

@@ -17,6 +17,7 @@ from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.loading import load_target, read_plugin
 from rlframework.plugins.types import (
     API_VERSION,
+    AlgorithmRecord,
     Capability,
     EnvironmentRecord,
     GenerationEngineRecord,
@@ -113,7 +114,7 @@ def test_errors_of_a_hook_are_kept_as_they_are():
         ({"config_model": BaseModel}, "must be a class derived from rlframework.config.base.Section"),
         (
             {"capabilities": frozenset({"flight"})},
-            "'good' declares unknown capabilities flight; known: tensor_parallel,",
+            "'good' declares the unknown capability 'flight'; capabilities of the kind policy_worker: activation_",
         ),
     ],
 )
@@ -121,6 +122,38 @@ def test_a_record_that_cannot_work_is_refused(changes, message):
     plugin = plugin_returning([replace(GOOD, **changes)])
     assert message in fault_of(plugin)
     assert [record.name for record in read_plugin(plugin)[0]] == [changes.get("name", "good")]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            GenerationEngineRecord("mine", "m:C", 2, capabilities=frozenset({Capability.LORA})),
+            "the capability lora, one of policy_worker; capabilities of the kind generation_engine: ",
+        ),
+        (
+            EnvironmentRecord("mine", "m:C", 1, capabilities=frozenset({Capability.MULTIMODAL, "acme:x"})),
+            "one of policy_worker and generation_engine; capabilities of the kind environment: episodes",
+        ),
+        (
+            AlgorithmRecord("mine", "m:C", 1, capabilities=frozenset({"acme:a:b"})),
+            "unknown capability 'acme:a:b'; capabilities of the kind algorithm: none. Write one of your own with",
+        ),
+    ],
+)
+def test_a_capability_of_another_kind_or_without_a_prefix_is_refused(record, message):
+    assert message in fault_of(plugin_returning([record], f"rlframework_{record.kind}s"))
+
+
+@pytest.mark.parametrize("kind", Record.__subclasses__(), ids=lambda kind: kind.kind)
+def test_a_plugin_declares_capabilities_of_its_own_on_any_kind_of_record(kind):
+    own = frozenset({"acme:sparse_attention", *kind.supported_capabilities})
+    record = kind("mine", "m:C", kind.supported_api, capabilities=own)
+    assert read_plugin(plugin_returning([record], f"rlframework_{kind.kind}s")) == ([record], None)
+
+
+def test_every_capability_is_one_of_a_kind():
+    assert {one for kind in Record.__subclasses__() for one in kind.supported_capabilities} == set(Capability)
 
 
 @pytest.mark.parametrize(("version", "hint"), [(1, " (see the page: Move a generation engine to version 2)"), (3, "")])

@@ -49,7 +49,7 @@ def test_a_name_that_two_plugins_use_blames_both(install, capsys):
     install("other-tools", "other", HELLO, version="2.0")
     ends_with(2, "hello", "you")
     message = capsys.readouterr().err
-    assert "two plugins add the command 'hello': other-tools 2.0 and acme-tools 1.0." in message
+    assert "2 plugins add the command 'hello': other-tools 2.0 and acme-tools 1.0." in message
     assert "RLFRAMEWORK_DISABLE_PLUGINS" in message
 
 
@@ -59,7 +59,8 @@ def test_a_plugin_whose_hook_raises_is_named_and_the_others_work(install, capsys
     install("bad-tools", "bad", raising)
     ends_with(0, "hello", "you")
     assert capsys.readouterr().out == "hello you\n"
-    assert "the commands of bad-tools 1.0 are missing: LookupError: no greeting" in caplog.text
+    assert "rlframework_commands of bad-tools 1.0 failed: LookupError: no greeting." in caplog.text
+    assert "Reinstall or update bad-tools, or disable it: RLFRAMEWORK_DISABLE_PLUGINS=bad." in caplog.text
 
 
 def test_an_unknown_command_says_what_to_install_and_what_is_broken(install, capsys):

@@ -102,7 +102,7 @@ def hostile_run(soak: Any, tmp_path: Path, capsys: Any, caplog: Any) -> tuple[Pa
         observers=options,
     )
     texts = [hostile_text(random) for _ in range(soak.times(short=60, full=3000))] + ["<script>" * 130_000]
-    with Observers(options, RunInfo(config, folder), create_manager().hook) as observers:
+    with Observers(options, RunInfo(config, folder), create_manager()) as observers:
         for step in (1, 2, 3):
             samples = [SampleRecord(text, text[::-1], 1.0, step) for text in texts[step - 1 :: 3]]
             observers.step_finished(step, {f"train/{hostile_text(random)}": 1.0, "train/reward": step}, samples)

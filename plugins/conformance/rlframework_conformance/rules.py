@@ -173,7 +173,7 @@ class Suite(metaclass=_Sealing):
         needed = [tests[name].capabilities for name in cls.expected(record, layout, device)]
         if layout.expert == 1 or not any(Capability.EXPERT_PARALLEL in one for one in needed):
             needed, used = [one - {Capability.EXPERT_PARALLEL} for one in needed], used - {Capability.EXPERT_PARALLEL}
-        return record.capabilities & used.union(*needed)
+        return frozenset(one for one in used.union(*needed) if one in record.capabilities)
 
     @classmethod
     def open_harness(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlframework.config.sections import RunConfig
 from rlframework.generation.engine_environment import ask
@@ -44,6 +44,15 @@ class Finding:
     facts: Mapping[str, Any] = field(default_factory=dict)
     topic: str = ""
     name: str = ""
+
+
+class Check(NamedTuple):
+    """A check: `rlframework doctor` shows its findings under `topic` and `name`. `remedy`: what to do if it raises."""
+
+    topic: str
+    name: str
+    function: Callable[[Context], Iterable[Finding]]
+    remedy: str = "Please report this bug in the doctor"
 
 
 ok = partial(Finding, Level.OK)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -20,16 +19,9 @@ from rlframework.base.logs import printable
 from rlframework.base.secrets import hide_secrets
 from rlframework.config.sections import RunConfig
 from rlframework_tools.doctor import machine, run
-from rlframework_tools.doctor.checks import Context, Finding, Level, unknown
+from rlframework_tools.doctor.checks import Check, Context, Finding, Level, unknown
+from rlframework_tools.doctor.plugin_checks import checks_of_plugins
 from rlframework_tools.doctor.rates import rates as engines_and_trainers
-
-
-class Check(NamedTuple):
-    """A check: `rlframework doctor` shows its findings under `topic` and `name`."""
-
-    topic: str
-    name: str
-    function: Callable[[Context], Iterable[Finding]]
 
 
 def _if_loaded(check: Callable[[Context, RunConfig], Iterable[Finding]]) -> Callable[[Context], Iterable[Finding]]:
@@ -127,17 +119,19 @@ class Examination:
 def examine(
     source: str | None = None,
     overrides: Sequence[str] = (),
-    checks: Sequence[Check] = CHECKS,
+    checks: Sequence[Check] | None = None,
     *,
     rates: str | None = None,
     measure: bool = False,
 ) -> Examination:
     """Check this machine and, if given, the run of the configuration `source`.
 
+    `checks`: by default `CHECKS` and those of plugins, in the order of `CHECKS`' topics, new topics last.
     `rates` and `measure`: see `Context`. Output of plugins and libraries goes to stderr.
     """
     with contextlib.redirect_stdout(sys.stderr):
         context = Context(source, overrides, rates=rates, measure=measure)
+        checks = _by_topic([*CHECKS, *checks_of_plugins(context)]) if checks is None else checks
         chosen = [one for one in checks if source is not None or one.topic != "run"]
         with ThreadPoolExecutor(_TOGETHER, thread_name_prefix="doctor") as pool:
             found = list(pool.map(lambda one: _findings(one, context), chosen))
@@ -146,13 +140,19 @@ def examine(
     return Examination(tuple(_hidden(finding) for some in found for finding in some), source is not None)
 
 
+def _by_topic(checks: Sequence[Check]) -> list[Check]:
+    """The checks with those of one topic together."""
+    topics = list(dict.fromkeys(one.topic for one in checks))
+    return sorted(checks, key=lambda one: topics.index(one.topic))
+
+
 def _findings(one: Check, context: Context) -> list[Finding]:
     """The findings of one check; an exception becomes a finding."""
     try:
         found = list(one.function(context))
     except Exception as error:  # noqa: BLE001 - an error in one check must not stop the others
         text = f"could not be checked: {type(error).__name__}: {error}"
-        found = [unknown(text, "Please report this bug in the doctor")]
+        found = [unknown(text, one.remedy)]
     return [replace(finding, topic=one.topic, name=one.name) for finding in found]
 
 

@@ -49,9 +49,9 @@ def estimate_run(
     manager = create_manager(config.plugins)
     notes = notes_without_effect(config)
     if planned is None:
-        require_observers(config.observers, manager.hook)
+        require_observers(config.observers, manager)
     else:
-        problems = observer_problems(config.observers, manager.hook)
+        problems = observer_problems(config.observers, manager)
         notes += tuple(f"note: on this machine {problem}" for problem in problems)
     engine = engine_record(config, manager)
     backend, algorithm = backend_record(config, manager), algorithm_class(config, manager)
