@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check fast test thorough recipes soak conformance gpu vllm release outside lint format types imports docs clean
+.PHONY: help quickstart check fast test thorough recipes soak conformance gpu vllm release changelog outside lint format types imports docs clean
 
 help:  ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -107,6 +107,9 @@ vllm: $(VENV)/.installed-dev  ## the environment of vLLM in .venv-vllm (3 GB), a
 
 release: $(VENV)/.installed-dev  ## wheels of the commit, checksums, notes, in dist/VERSION; KEY=~/.ssh/id_ed25519 signs
 	$(BIN)/python tools/release.py $(if $(KEY),--key $(KEY))
+
+changelog: $(VENV)/.installed-dev  ## moves the files of changes/ into CHANGELOG.md, as the section of the version
+	$(BIN)/towncrier build --yes --version "$$($(BIN)/python -c 'import rlframework; print(rlframework.__version__)')"
 
 outside: $(VENV)/.installed-dev  ## wheels alone, in empty environments without a network: the example's suite, the quickstart on each backend
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rP tests/packaging/outside.py

@@ -55,6 +55,7 @@ def release(root: Path, output: Path | None = None, key: Path | None = None) -> 
     if changes := git(root, "status", "--porcelain"):
         raise ReleaseError(f"these files are not as in the commit; commit or remove them:\n{changes}")
     version = version_of(root)
+    require_no_fragments(root)
     text = notes(root.joinpath("CHANGELOG.md").read_text(), version)
     folder = output or root / "dist" / version
     if folder.exists():
@@ -77,6 +78,16 @@ def version_of(root: Path) -> str:
     """The version of core, which all distributions share."""
     [version] = re.findall(r'^__version__ = "(.+)"$', (root / "rlframework" / "__init__.py").read_text(), re.MULTILINE)
     return str(version)
+
+
+def require_no_fragments(root: Path) -> None:
+    """Raise a `ReleaseError` if changes are not in the changelog yet."""
+    fragments = sorted(path.name for path in root.glob("changes/*.md") if path.name != "README.md")
+    if fragments:
+        raise ReleaseError(
+            f"these files of changes/ are not in CHANGELOG.md: {', '.join(fragments)}; "
+            "run `make changelog`, read the new section, and commit it"
+        )
 
 
 def notes(changelog: str, version: str) -> str:

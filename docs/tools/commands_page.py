@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 from rlframework.cli import app
 
 _WIDTH = "100"
-_TEXT = """Every command accepts `--debug`, before or after its name, to show the traceback of errors. Exit codes: 0 for
-success; 2 for invalid input, with a single message; 1 for any other failure; 130 for Ctrl-C."""
+_TEXT = """Every command accepts `--debug`, before or after its name, to show the traceback of errors, and
+`--log-level LEVEL` before its name: `debug` shows [where a run waits](troubleshooting.md#a-run-that-hangs). Exit codes:
+0 for success; 2 for invalid input, with a single message; 1 for any other failure; 130 for Ctrl-C."""
 
 
 def page() -> str:

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from rlframework import __version__
 from rlframework.base.errors import RLFrameworkError, UserError, WriteError
 from rlframework.base.files import writing
-from rlframework.base.logs import log_to_stderr, printable
+from rlframework.base.logs import LEVELS, log_to_stderr, printable, set_log_level
 from rlframework.base.secrets import hide_in_text
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ _ELSEWHERE = 120
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line, the entry point of `rlframework`. Always raises `SystemExit`."""
-    log_to_stderr()
     for stream in (sys.stdout, sys.stderr):  # None if closed
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a locale need not have all characters
@@ -47,6 +46,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if wrong := next(filter(_NO_TEXT.search, words), None):
             raise UserError(f"the argument {wrong[:80]!a} is not text in this locale's encoding: write it in UTF-8")
+        log_to_stderr()
         with writing(None):
             app(args=words, prog_name="rlframework")
     except (OSError, UserError, WriteError) as error:  # not of a command: of its arguments, or of printing help
@@ -132,6 +132,11 @@ def _set_debug(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
+def _set_log_level(value: str | None) -> None:
+    if value is not None:
+        set_log_level(value)
+
+
 def _show_version(value: bool) -> None:
     if value:
         print(f"rlframework {__version__}")
@@ -151,6 +156,16 @@ TrustRun = Annotated[
 ]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, Option("--debug", help="Show the traceback of an error.", callback=_set_debug)]
+LogLevel = Annotated[
+    str | None,
+    Option(
+        "--log-level",
+        metavar="LEVEL",
+        help=f"Show messages from this level: {', '.join(LEVELS)}. RLFRAMEWORK_LOG_LEVEL sets it too.",
+        callback=_set_log_level,
+        is_eager=True,
+    ),
+]
 Version = Annotated[bool, Option("--version", help="Print the version.", callback=_show_version, is_eager=True)]
 
 app = typer.Typer(
@@ -159,7 +174,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def root(debug: Debug = False, version: Version = False) -> None:
+def root(debug: Debug = False, log_level: LogLevel = None, version: Version = False) -> None:
     """RL post-training of language models, with pluggable training backends."""
 
 

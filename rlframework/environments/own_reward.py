@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -38,6 +39,8 @@ START_SECONDS = 300.0
 
 GRACE_SECONDS = 2.0
 """Added to the timeout of async calls, which the process normally cancels itself."""
+
+_LOG = logging.getLogger(__name__)
 
 _STARTS = 2
 """Starts in a row that may end with the death of the process, after one that did not: as by a kernel without memory."""
@@ -148,12 +151,14 @@ class RewardProcess:
             done: set[int] = set()
             try:
                 process = self._running()
+                _LOG.debug("reward %s: sending %d answers to process %d", self._path, len(pending), process.pid)
                 try:
                     self._link.send([[texts[number] for number in pending] for texts in (samples, completions)])
                     while (message := self._receive(self._patience)) is not None:
                         numbers = [pending[index] for index in message[0]]
                         (started if message[1] is None else done).update(numbers)
                         report(numbers, message[1])
+                    _LOG.debug("reward %s: process %d has answered", self._path, process.pid)
                     return
                 except (EOFError, OSError) as error:
                     lost = sorted(started - done) or [number for number in pending if number not in done][:1]
@@ -168,6 +173,7 @@ class RewardProcess:
     def close(self) -> None:
         """Kill the process and its process group."""
         if self._process is not None:
+            _LOG.debug("reward %s: killing process %d", self._path, self._process.pid)
             self._process = None
             self._kill()
 
@@ -187,6 +193,7 @@ class RewardProcess:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
+        _LOG.debug("reward %s: started as process %d", self._path, process.pid)
         self._kill = weakref.finalize(self, _kill, process, self._link, self._stack)
         try:
             self._link.send_bytes(self._setup)

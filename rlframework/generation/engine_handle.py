@@ -7,6 +7,7 @@ is called back with its results; a thread waits only for a call that fails or ta
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
@@ -15,10 +16,13 @@ from functools import partial
 from typing import Any
 
 from rlframework.base.errors import WorkerError
+from rlframework.base.logs import debug_span
 from rlframework.interfaces.generation import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 from rlframework.workers.inline import InlineWorkerGroup
+
+_LOG = logging.getLogger(__name__)
 
 
 class EngineHandle(ABC):
@@ -113,7 +117,9 @@ class EngineHandle(ABC):
             failed: Future[list[Incoming]] = Future()
             failed.set_exception(WorkerError(f"{self.name} was shut down"))
             return failed
-        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        if self._executor is None:
+            _LOG.debug("%s: starting the thread of its %d lanes", self.name, self.lanes)
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix=self.name)
         return self._executor.submit(call)
 
     @abstractmethod
@@ -122,7 +128,8 @@ class EngineHandle(ABC):
 
     def shutdown(self) -> bool:
         """Shut the worker group down; return False if a worker did not exit cleanly."""
-        clean = self.group.shutdown(cleanup_method="shutdown")
+        with debug_span(_LOG, "%s: shutting down", self.name):
+            clean = self.group.shutdown(cleanup_method="shutdown")
         self.close()
         return clean and not self.lost
 
@@ -130,6 +137,7 @@ class EngineHandle(ABC):
         """End the thread of this handle, without waiting for a call in progress."""
         self._closed = True
         if self._executor is not None:
+            _LOG.debug("%s: ending its thread", self.name)
             self._executor.shutdown(wait=False, cancel_futures=True)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.logs import debug_span
 from rlframework.config.policy import ParallelismConfig
 from rlframework.config.sections import RunConfig, WorkerGroupConfig
 from rlframework.generation.engine_handle import RemoteEngine
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.plugins.manager import PluginManager
+
+_LOG = logging.getLogger(__name__)
 
 
 class EngineStarter:
@@ -109,5 +113,6 @@ class EngineStarter:
         )
         model = record.config_model or WorkerGroupConfig
         sharding = policy_sharding(1, ParallelismConfig())
-        group: WorkerGroup = group_class(spec, model(**section), sharding=sharding, device=self._device)
+        with debug_span(_LOG, "generation engine %d: starting in worker group %s", index, workers.group):
+            group: WorkerGroup = group_class(spec, model(**section), sharding=sharding, device=self._device)
         return RemoteEngine(group, f"generation engine {index}")

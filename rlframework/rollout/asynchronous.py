@@ -8,6 +8,7 @@ the batch of the next.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.base.errors import ConfigError, EngineFault, RLFrameworkError, UserError
+from rlframework.base.logs import debug_span
 from rlframework.config.asynchrony import AsyncConfig
 from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from rlframework.rollout.parts import Parts
 
 R = TypeVar("R")
+
+_LOG = logging.getLogger(__name__)
 
 _POLL = 0.2
 """Seconds after which a wait looks for lost engines and passed deadlines."""
@@ -101,7 +105,8 @@ class AsynchronousRollouts(StepRollouts):
         running = self._thread is not None
         if running:
             interrupt = self._config.weight_updates == "in_flight"
-            with timed(self._parts.timeline, TRAINER, "wait"):
+            paused = debug_span(_LOG, "step %d: stopping generation, which the new weights wait for", step)
+            with paused, timed(self._parts.timeline, TRAINER, "wait"):
                 self._in_loop(lambda: self._completions.close(interrupt=interrupt))
         generation.prepare_for_generation()
         version = generation.weights_version
@@ -135,7 +140,8 @@ class AsynchronousRollouts(StepRollouts):
                 self._ledger.extend(step, self._prompts.draw)
             self._wake_player()
         begun = time.perf_counter()
-        self._wait(lambda: self._settled(step) is not None)
+        with debug_span(_LOG, "step %d: waiting for its groups", step):
+            self._wait(lambda: self._settled(step) is not None)
         self._idle += time.perf_counter() - begun
         settled = self._settled(step) or []
         found = settled[number * self._groups : (number + 1) * self._groups]
@@ -230,6 +236,7 @@ class AsynchronousRollouts(StepRollouts):
     def _start(self) -> None:
         self._ending = False
         self._ready.clear()
+        _LOG.debug("rollouts: starting their thread")
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
         self._wait(self._ready.is_set)
@@ -241,6 +248,7 @@ class AsynchronousRollouts(StepRollouts):
             pass  # by `close`
         except BaseException as error:  # noqa: BLE001 - raised in the driver's thread
             self._error = error
+        _LOG.debug("rollouts: their thread ends; raised: %s", type(self._error).__name__ if self._error else "nothing")
         with self._changed:
             self._changed.notify_all()
 

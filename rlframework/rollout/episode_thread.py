@@ -8,6 +8,7 @@ prompt to the driver's loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import traceback
@@ -23,6 +24,8 @@ from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams
 
 R = TypeVar("R")
+
+_LOG = logging.getLogger(__name__)
 
 _CLOSING = 5.0
 """Seconds to wait for what is left after an error, in addition to a deadline of steps."""
@@ -163,6 +166,7 @@ class _LoopThread:
         self.result.set_running_or_notify_cancel()  # so that cancelling it never races with its result
         self._beat = threading.Event()
         self._ready = threading.Event()
+        _LOG.debug("episodes: starting the thread of their event loop")
         self._thread = threading.Thread(target=asyncio.run, args=(self._run(work),), name="episodes", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -174,8 +178,10 @@ class _LoopThread:
         try:
             outcome = await self._task
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            _LOG.debug("episodes: their thread ends with %s", type(error).__name__)
             self.result.set_exception(error)
         else:
+            _LOG.debug("episodes: their thread ends")
             self.result.set_result(outcome)
 
     def has_run(self) -> bool:

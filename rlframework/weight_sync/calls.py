@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rlframework.base.errors import DeadlineExceeded, EngineLost, RefitError, UserError, WorkerError, WorkerLost
+from rlframework.base.logs import debug_span
 from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
+
+_LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +74,8 @@ def attempt(worker: object, method: str, arguments: Mapping[str, Any]) -> Attemp
     whole worker group, but a failed refit can be repeated.
     """
     try:
-        return Attempt(getattr(worker, method)(**arguments))
+        with debug_span(_LOG, "attempt of %s", method):
+            return Attempt(getattr(worker, method)(**arguments))
     except (RefitError, UserError) as error:
         return Attempt(None, str(error), isinstance(error, UserError))
 

@@ -7,6 +7,7 @@ version committed.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlframework.base.errors import ConfigError, EngineNotReady, RefitError, UserError
+from rlframework.base.logs import debug_span
 from rlframework.config.sections import RefitConfig
 from rlframework.interfaces.generation import GenerationEngine, Tag
 from rlframework.interfaces.policy_worker import PolicyWorker, RefitState
@@ -26,6 +28,8 @@ from rlframework.weight_sync.probes import Probes
 from rlframework.weight_sync.proof import compare_reports, sent_by_all
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.inline import InlineWorkerGroup
+
+_LOG = logging.getLogger(__name__)
 
 _GRACE = 10.0  # seconds for workers to answer after the deadline that they enforce themselves
 _WEIGHTS: tuple[Tag, ...] = ("weights",)
@@ -145,7 +149,8 @@ class Refitter:
         begun = time.perf_counter()
         self._version, self._failure = None, "it did not finish"
         try:
-            report = self._refit(transport, buffer_bytes)
+            with debug_span(_LOG, "refit"):
+                report = self._refit(transport, buffer_bytes)
         except Exception as error:
             self._failure = str(error)
             raise
@@ -154,10 +159,12 @@ class Refitter:
 
     def _refit(self, transport: str | None, buffer_bytes: float | None) -> RefitReport:
         calls = self._calls(tuple(self._engines()))
+        _LOG.debug("refit: asking the trainer and %d engines for their state", len(calls.engines))
         states = calls.start_engines(ReceivesWeights.get_refit_state)
         now = _Round(calls, calls.on_trainer(PolicyWorker.get_refit_state), calls.of_engines(states))
         shares = ipc.share_gpu(now.trainer_devices, now.engine_devices)
         offload = shares and Capability.CPU_OFFLOAD in self._trainer.capabilities
+        _LOG.debug("refit: version %s; the engines prepare for it", now.version)
         info = calls.on_rank_0(PolicyWorker.prepare_info_for_collective)
         if offload:
             self._trainer.offload_before_refit()
@@ -166,16 +173,19 @@ class Refitter:
         for each in (restored, begun):
             calls.of_engines(each)
         chosen = transport or self._resolved_transport(now)
-        if chosen == "ipc":
-            self._by_ipc(now, buffer_bytes)
-        else:
-            self._by_collective(now)
+        with debug_span(_LOG, "refit: sending the weights of version %s by %s", now.version, chosen):
+            if chosen == "ipc":
+                self._by_ipc(now, buffer_bytes)
+            else:
+                self._by_collective(now)
+        _LOG.debug("refit: comparing the checksums of version %s", now.version)
         finishing = calls.start_engines(GenerationEngine.finish_weight_update)
         sent = sent_by_all(calls.on_trainer(PolicyWorker.get_sent_checksums))
         reports = calls.of_engines(finishing)
         for engine, report in zip(calls.engines, reports, strict=True):
             compare_reports(engine.name, report, now.version, info, sent)
-        probed = self._probe(now, offload)
+        with debug_span(_LOG, "refit: probing the engines"):
+            probed = self._probe(now, offload)
         dropped, size = sum(report.dropped_tokens for report in reports), sum(size for _, size in sizes_of(info))
         starting = max(report.start_seconds for report in reports)
         return RefitReport(chosen, now.version, size, 0.0, probed, dropped, starting)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from rlframework.base.errors import ConfigError, WorkerError
+from rlframework.base.logs import LEVEL_VARIABLE
 from rlframework.base.secrets import is_secret_name
 
 FORWARDED = ("RLFRAMEWORK_DISABLE_PLUGINS", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -85,7 +86,8 @@ def worker_environment(
     the number of cores of the workers' machine (default: this machine). With `one_machine`, the workers open no port to
     other machines.
     """
-    variables = {name: os.environ[name] for name in (*FORWARDED, *pass_environment) if name in os.environ}
+    copied = (*FORWARDED, LEVEL_VARIABLE, *pass_environment)
+    variables = {name: os.environ[name] for name in copied if name in os.environ}
     variables.setdefault("RLFRAMEWORK_DISABLE_PLUGINS", "")
     variables["OMP_NUM_THREADS"] = str(threads_per_worker(workers, cores))
     variables["PYTHONPATH"] = os.pathsep.join(import_path())

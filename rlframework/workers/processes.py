@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import pickle
@@ -35,6 +36,8 @@ from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import HostFailure
 from rlframework.workers.remote_group import RemoteWorkerGroup, WorkerHost
+
+_LOG = logging.getLogger(__name__)
 
 Reply = futures.Future[bytes | HostFailure]
 """A pickled result, or a failure."""
@@ -244,6 +247,7 @@ class Peer:
         try:
             with _START_LOCK:
                 self._process.start()
+            _LOG.debug("%s: started as process %d", self._process.name, self._process.pid)
         except Exception as error:  # noqa: BLE001 - every exception is reported as the failure of that rank
             reason = f"it could not be started ({type(error).__name__}: {error})"
             if "AF_UNIX path too long" in str(error):
@@ -272,6 +276,7 @@ class Peer:
     def _describe_death(self) -> HostFailure:
         self._process.join(1.0)
         code = self._process.exitcode
+        _LOG.debug("%s: ended by itself, with exit code %s", self._process.name, code)
         names = {-each.value: f"killed by signal {each.name}" for each in signal.Signals}
         cause = names.get(code, f"exit code {code}")
         hint = "see its output on standard error"
@@ -284,6 +289,7 @@ class Peer:
     def _kill_process(self) -> None:
         if self._process.pid is None or not self._process.is_alive():
             return
+        _LOG.debug("%s: killing process %d", self._process.name, self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not lead its own process group yet
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -305,9 +311,11 @@ def serve(
     if "torch" in sys.modules and (threads := machine.threads_of(environment)):
         sys.modules["torch"].set_num_threads(threads)
     host = WorkerHost(partial(_has_notice, notices))
+    _LOG.debug("%s: serving calls", multiprocessing.current_process().name)
     with contextlib.suppress(EOFError, OSError):  # the driver is gone
         while True:
             link.send_bytes(_reply_to(host, link.recv_bytes()))
+    _LOG.debug("%s: ending, because the driver is gone", multiprocessing.current_process().name)
 
 
 def _has_notice(notices: connection.Connection) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError
-from rlframework.base.logs import log_to_stderr
+from rlframework.base.logs import debug_span, log_to_stderr
 from rlframework.config.sections import RemoteGroupConfig, WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec, never
@@ -204,6 +204,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         for worker, kwargs in zip(plan.called, plan.kwargs, strict=True):
             values = {name: shared.get(id(value), value) for name, value in kwargs.items()}
             calls.append(self._call(worker, "call", method_name, worker in plan.returned, values))
+        _LOG.debug("calling %s on rank %s", method_name, list_ranks(plan.called))
         refs = [call() for call in calls]  # only now, so that an argument that cannot be sent reaches no worker
         return MultiWorkerFuture(refs, plan.returned, plan.called, method_name=method_name)
 
@@ -227,7 +228,8 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         limit = getattr(self._deadlines, deadline) if seconds is None else seconds
         until = limit + (self._started if deadline == "start" else time.monotonic())
         try:
-            results, failures = self._collect(refs, until)
+            with debug_span(_LOG, "waiting at most %g s for %s of rank %s", limit, doing, list_ranks(list(refs))):
+                results, failures = self._collect(refs, until)
             if failures:
                 raise self._exception(failures, doing)
             if missing := sorted(refs.keys() - results.keys()):
@@ -268,6 +270,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         """Kill the processes and wait until they are gone; idempotent."""
         self._ended = self._ended or reason
         if self._gone is None:  # still None if this was interrupted: tried again when the program exits
+            _LOG.debug("ending the processes of %d workers", self._sharding.size)
             gone, here = self._end_hosts(), machine.identity()
             gone = _wait_until_gone([pid for pid, where in self._pids.values() if where == here]) and gone
             self._on_ended()
@@ -329,7 +332,7 @@ class WorkerHost(machine.PortReserver):
         """`notified`: see `WorkerContext`."""
         super().__init__()
         log_to_stderr()
-        self._notified = notified
+        self._notified, self._rank = notified, -1
         self._worker: Any = None
 
     def pid(self) -> tuple[int, str]:
@@ -338,9 +341,11 @@ class WorkerHost(machine.PortReserver):
 
     def start(self, spec: WorkerSpec, context: WorkerContext) -> None:
         """Compare plugins, import the worker's module and construct the worker."""
-        worker_class = load_target(find_target(spec))
-        machine.listen_for_gloo_at(context.node)
-        self._worker = worker_class(**spec.kwargs, context=replace(context, notified=self._notified))
+        self._rank = context.rank
+        with debug_span(_LOG, "rank %d: constructing %s", context.rank, spec.target):
+            worker_class = load_target(find_target(spec))
+            machine.listen_for_gloo_at(context.node)
+            self._worker = worker_class(**spec.kwargs, context=replace(context, notified=self._notified))
 
     def forget(self) -> None:
         """Drop a worker that was shut down, so that this process can `start` another."""
@@ -349,5 +354,6 @@ class WorkerHost(machine.PortReserver):
 
     def call(self, method_name: str, wants_result: bool, kwargs: Mapping[str, Any]) -> Any:
         """Call the worker; return its result if `wants_result`, otherwise None, which saves the transfer."""
-        result = getattr(self._worker, method_name)(**kwargs)
+        with debug_span(_LOG, "rank %d: %s", self._rank, method_name):
+            result = getattr(self._worker, method_name)(**kwargs)
         return result if wants_result else None

@@ -100,6 +100,15 @@ def test_changes_that_are_not_committed_are_refused(tree: Path, tmp_path: Path) 
         release(tree, tmp_path / "out")
 
 
+def test_changes_that_are_not_in_the_changelog_are_refused(tree: Path, tmp_path: Path) -> None:
+    (tree / "changes").mkdir()
+    (tree / "changes" / "README.md").write_text("How to write them\n")
+    (tree / "changes" / "speed.added.md").write_text("Faster.\n")
+    commit(tree)
+    with pytest.raises(ReleaseError, match=r"not in CHANGELOG\.md: speed\.added\.md; run `make changelog`"):
+        release(tree, tmp_path / "out")
+
+
 def test_notes_are_the_newest_section_of_the_changelog() -> None:
     text = "# Changes\n\nAll.\n\n## 0.2.0 (soon)\n\n### A\n\n- b\n\n## 0.1.0\n\nc\n"
     assert notes(text, "0.2.0") == "### A\n\n- b\n"

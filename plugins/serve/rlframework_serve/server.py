@@ -245,13 +245,16 @@ async def served(endpoint: Endpoint, host: str = "127.0.0.1", port: int = 0) -> 
         while not server.started and not task.done():
             await asyncio.sleep(0.005)
         listening.listen(_BACKLOG)
+        _LOG.debug("endpoint: serving at port %d", listening.getsockname()[1])
         name = f"[{host}]" if ":" in host else host
         yield f"http://{name}:{listening.getsockname()[1]}/v1"
     finally:
+        _LOG.debug("endpoint: stopping")
         server.should_exit = True
         with suppress(asyncio.CancelledError):
             await task
         listening.close()
+        _LOG.debug("endpoint: stopped")
 
 
 def _one_warning_without_descriptors() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:

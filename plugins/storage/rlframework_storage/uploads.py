@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlframework.base.errors import RunInterrupted
-from rlframework.base.logs import plugin_logger
+from rlframework.base.logs import debug_span, plugin_logger
 from rlframework.base.secrets import hide_in_text
 from rlframework_storage.remote_folder import RemoteFolder, StorageError
 from rlframework_storage.transfer import complete_checkpoints, delete, delete_unfinished, send
@@ -63,6 +63,7 @@ class Uploads:
             self._next = _Job(path, score)
             self._changed.notify_all()
             if self._thread is None:
+                _LOG.debug("uploads: starting their thread")
                 self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
                 self._thread.start()
 
@@ -121,8 +122,9 @@ class Uploads:
         started = time.perf_counter()
         for attempt in range(1, self._attempts + 1):
             try:
-                sent = send(job.path, self._remote, job.score)
-                self._delete_old()
+                with debug_span(_LOG, "upload of %s: attempt %d", job.path, attempt):
+                    sent = send(job.path, self._remote, job.score)
+                    self._delete_old()
             except Exception as error:  # noqa: BLE001 - reported; training must go on
                 if attempt == self._attempts:
                     self._failed(job, error)

@@ -7,6 +7,7 @@ Planning and finishing are collective; writing is not, so it may run in a thread
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import threading
@@ -31,12 +32,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from rlframework.base.errors import DataError
 from rlframework.base.files import writing
+from rlframework.base.logs import debug_span
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading, require_inside
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved
 from rlframework.policy.checkpoint.shared_directory import SharedDirectory
 from rlframework.policy.engine import TensorShard
+
+_LOG = logging.getLogger(__name__)
 
 
 def _index(shard: TensorShard) -> MetadataIndex:
@@ -155,8 +159,9 @@ class CheckpointSave:
 
     def _write(self) -> None:
         try:
-            for save in self._saves:
-                save.write()
+            with debug_span(_LOG, "checkpoint: writing %d directories", len(self._saves)):
+                for save in self._saves:
+                    save.write()
         except Exception as error:  # noqa: BLE001 - raised by `finish`, on all ranks
             self._failure = error
 
