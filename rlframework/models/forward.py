@@ -36,6 +36,7 @@ from rlframework.models.varlen import KernelCall, varlen_usable
 from rlframework.policy.head.patch import HeadPatch, HeadRequest
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`attend(query, key, value)` returns the attention of the queries, of their shape."""
 Exchange = Callable[[Attend, Tensor, Tensor, Tensor], Tensor]
 """`exchange(attend, query, key, value)` maps `[b, l, heads, D]` of this rank's columns to an output like `query`.
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADAPTER = "default"  # peft's name for the only adapter
+ADAPTER = "default"
+"""The name of the only adapter in peft."""
 
 
 def external_name(name: str) -> str:

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 FORWARD = "rlframework: forward of a microbatch"
+"""Name of a microbatch's forward in traces."""
 LOSS = "rlframework: loss"
 BACKWARD = "rlframework: backward of a microbatch"
+"""Name of a microbatch's backward in traces."""
 CLIP_AND_STEP = "rlframework: clip and step"
 WAIT = "rlframework: wait for the device"
 GATHER = "rlframework: gather a weight"
+"""Name of the gathering of a weight in traces."""
 GENERATE = "rlframework: generate"
 
 
