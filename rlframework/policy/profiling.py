@@ -1,4 +1,7 @@
-"""The framework's phases in traces of a profiler, which `policy.reporting` starts; the time of waiting for a device."""
+"""The framework's phases in traces of a profiler, and the time of waiting for a device.
+
+`rlframework.policy.reporting` starts the profiler.
+"""
 
 from __future__ import annotations
 
