@@ -144,7 +144,7 @@ def episode(parts: Any, given: argparse.Namespace) -> dict[str, Any]:
     from rlframework.datasets.image_inputs import ImageInputs
     from rlframework.generation.media import ImageEncoder, Media
     from rlframework.huggingface.model_directories import read_config
-    from rlframework.interfaces.pictures import Picture
+    from rlframework.interfaces.messages import Picture
     from rlframework.models.loading import auto_class
 
     name = parts.config.policy.model_name

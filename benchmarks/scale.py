@@ -39,8 +39,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import RemoteEngine
 from rlframework.generation.scheduler import Scheduler
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming, Outgoing
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
 from rlframework.observers.timeline import Timeline, timeline_row

@@ -24,8 +24,7 @@ from interleave import machine, table, write_json
 
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import RemoteEngine
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
-from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework_ray.config import RayGroupConfig

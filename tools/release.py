@@ -23,7 +23,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAMESPACE = "rlframework-release"
-PROJECTS = (".", "plugins/dtensor", "plugins/deepspeed", "plugins/megatron", "plugins/vllm")
 VERIFY = """\
 sha256sum --check SHA256SUMS
 ssh-keygen -Y verify -f allowed_signers -I SIGNER -n {namespace} -s SHA256SUMS.sig < SHA256SUMS
@@ -102,7 +101,7 @@ def build(root: Path, folder: Path, version: str) -> Path:
     command = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     epoch = git(root, "log", "-1", "--format=%ct")
     done = subprocess.run(
-        [*command, *(str(source / project) for project in PROJECTS)],
+        [*command, str(source), *(str(project.parent) for project in sorted(source.glob("plugins/*/pyproject.toml")))],
         env=os.environ | {"SOURCE_DATE_EPOCH": epoch},
         capture_output=True,
         text=True,

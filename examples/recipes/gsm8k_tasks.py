@@ -2,8 +2,7 @@
 
 from openai import AsyncOpenAI
 
-from rlframework.interfaces.agents import AgentSession
-from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.environment import AgentSession, Sample
 
 
 class Calculator:

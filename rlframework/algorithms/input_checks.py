@@ -16,8 +16,7 @@ from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.template_checks import require_contents, warn_of_template
 from rlframework.environments.tool_environment import ToolDataEnvironment
 from rlframework.huggingface.model_directories import model_positions
-from rlframework.interfaces.agents import runs_agents
-from rlframework.interfaces.environment import Sample, Split, has_episodes
+from rlframework.interfaces.environment import Sample, Split, has_episodes, runs_agents
 from rlframework.interfaces.messages import pictures_of, text_of
 from rlframework.rollout.call_formats import reader_of
 from rlframework.rollout.parts import Parts

@@ -100,11 +100,16 @@ class StepLoop(Algorithm):
         self.parts = parts
         self.config = parts.config.algorithm
         self.train_samples = parts.environment.samples("train")
-        for split in ("train", "validation"):
-            if not len(parts.environment.samples(split)):
-                raise DataError(
-                    f"environment {parts.config.environment.name!r} has no {split} samples; give it more data"
-                )
+        validation, name = self.config.validation, parts.config.environment.name
+        validates = validation.at_start or validation.at_end or validation.every > 0
+        if not len(self.train_samples):
+            raise DataError(f"environment {name!r} has no train samples; give it more data")
+        if validates and not len(parts.environment.samples("validation")):
+            raise DataError(
+                f"environment {name!r} has no validation samples; give it more data (an environment.validation_path, "
+                "or an environment.validation_fraction above 0), or switch validation off: "
+                "algorithm.validation={every: 0, at_start: false, at_end: false}"
+            )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
         self.sampling_check = SamplingCheck(parts.config, lambda: parts.generation.probe_bounds)
@@ -116,8 +121,7 @@ class StepLoop(Algorithm):
         self._restored: RunState | None = None
         self._trained: list[TrainResult] = []
         self._noted_truncated = False
-        validation = self.config.validation
-        if validation.at_start or validation.at_end or validation.every:
+        if validates:
             self._reject_attempts()
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
 
@@ -209,6 +213,12 @@ class StepLoop(Algorithm):
         """Go on after the restored checkpoint, or validate as step 0. Return the latest metrics, including `step`."""
         if (restored := self._restored) is not None:
             restore_random_states(restored.random)  # last, as observers may have drawn numbers
+            if restored.step >= self.config.num_steps:
+                _LOG.warning(
+                    "nothing is left to do: the checkpoint is of step %d, and the run has %d. To train further, raise "
+                    "algorithm.num_steps, or algorithm.num_epochs if that is set: %s algorithm.num_steps=%d",
+                    restored.step, self.config.num_steps, self.parts.config.resume_command, 2 * restored.step,
+                )  # fmt: skip
             return {**restored.metrics, "step": float(restored.step)}
         if self.config.validation.at_start:
             return dict(self._report(0, *self._timed_validation(0)))

@@ -18,8 +18,7 @@ from rlframework.algorithms.loop import Timer, training_metrics
 from rlframework.algorithms.losses import ValueLoss
 from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.algorithms import GRPOConfig
-from rlframework.config.ppo import PPOConfig
+from rlframework.config.algorithms import GRPOConfig, PPOConfig
 from rlframework.config.sections import RunConfig
 from rlframework.interfaces.policy_worker import TrainResult
 from rlframework.policy.microbatching import average_metrics

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from rlframework.config.reference_sync import ReferenceSyncConfig
+from rlframework.config.algorithms import ReferenceSyncConfig
 
 if TYPE_CHECKING:
     from rlframework.policy.client import Policy

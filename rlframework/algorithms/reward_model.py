@@ -14,7 +14,7 @@ from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLos
 from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.base.errors import DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
+from rlframework.config.preference_algorithms import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.rendering import Rendered, render_steps
 from rlframework.datasets.tokens import pad_rows

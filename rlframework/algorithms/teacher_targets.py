@@ -14,9 +14,9 @@ from rlframework.config.distillation import DistillationConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.loss import TOKEN_SETS
+from rlframework.plugins.manager import load_from_plugin
 from rlframework.policy.client import Policy
 from rlframework.rollout.parts import Parts
-from rlframework.rollout.teacher_endpoint import TeacherEndpoint
 
 Rows = BatchedDataDict[Any]
 
@@ -49,7 +49,9 @@ def open_teacher(parts: Parts, config: DistillationConfig) -> Scorer | None:
     if config.teacher_data is not None:
         return None
     if config.endpoint is not None:
-        return TeacherEndpoint(config.endpoint, parts.tokenizer, parts.config.generation.temperature or 1.0)
+        teacher_at = load_from_plugin(parts.config.plugins, "rlframework_teacher_endpoint", "algorithm.endpoint")
+        scorer: Scorer = teacher_at(config.endpoint, parts.tokenizer, parts.config.generation.temperature or 1.0)
+        return scorer
     teacher = parts.models["teacher"]
     sizes = vocabulary(parts.config.policy), vocabulary(teacher.config.policy)
     if config.tokens == "all" and sizes[0] != sizes[1]:

@@ -1,13 +1,13 @@
 """The command line. Each command parses its arguments and calls into another package; heavy imports are deferred.
 
-`common` has the application, shared options and error handling. Commands are grouped by purpose: `train` (train,
-convert, tokenize), `evaluate` (evaluate, generate) and `inspect` (config, schema, plugins, report). Plugins add others.
+`common` has the application, shared options and error handling. Core's are `train`, and in `inspect`
+`config`, `schema` and `plugins`; plugins add others.
 
 Exit codes: 0 for success; 2 for a user error (`UserError`, or bad arguments); 1 for any other failure,
 and where a check finds that something is not as it must be; 130 for Ctrl-C.
 """
 
-from rlframework.cli import evaluate, inspect, train  # noqa: F401 - they register their commands with `app`
+from rlframework.cli import inspect, train  # noqa: F401 - they register their commands with `app`
 from rlframework.cli.common import app, main
 
 __all__ = ["app", "main"]

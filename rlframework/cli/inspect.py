@@ -1,4 +1,4 @@
-"""Commands that inspect: config, schema, plugins, doctor, and report, which renders the outputs of runs as a page."""
+"""Commands that inspect: config, schema, plugins."""
 
 from __future__ import annotations
 

@@ -1,20 +1,17 @@
-"""Commands for training: train, convert, tokenize."""
+"""The command `train`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Exit, Option
 
 from rlframework.algorithms.algorithm import RunResult
-from rlframework.base.errors import ConfigError, PluginError, UserError
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.base.logs import printable
-from rlframework.cli.common import Config, Debug, Overrides, TrustRun, app
-
-if TYPE_CHECKING:
-    from rlframework.config.sections import RunConfig
+from rlframework.cli.common import Debug, Overrides, TrustRun, app
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,83 +94,3 @@ def _summary(result: RunResult, output_dir: str) -> str:
     shown = {name: value for name, value in result.metrics.items() if name.rpartition("/")[2] in _SUMMARIZED}
     values = ", ".join(f"{name}={value:.4g}" for name, value in shown.items())
     return printable(f"done: {values}; in {output_dir}" if values else f"done; in {output_dir}")
-
-
-@app.command()
-def convert(
-    source: Annotated[str, Argument(help="A run's output_dir (its newest checkpoint), a checkpoint, or a model.")],
-    dest: Annotated[str, Argument(help="A folder that does not exist yet.")],
-    to: Annotated[str, Option(metavar="FORM", help="Target format: portable, sharded or huggingface.")],
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace DEST if it is a checkpoint.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Convert a checkpoint to another format, tensor by tensor, without a GPU.
-
-    portable: whole tensors, with a Hugging Face directory in model/; sharded: the shards of torch's DCP;
-    huggingface: the model alone, with LoRA adapters merged. A model directory has no optimizer state to convert.
-
-    \b
-    rlframework convert runs/grpo models/grpo --to huggingface
-    rlframework convert runs/grpo/checkpoints/step-000100 portable-100 --to portable
-    """
-    from rlframework.observers.console import progress_bar
-    from rlframework.runner.convert import convert as run
-
-    with progress_bar("tensors") as progress:
-        done = run(source, dest, to, overwrite=overwrite, progress=progress)
-    print(done)
-
-
-@app.command()
-def tokenize(
-    config: Config,
-    out: Annotated[str | None, Argument(help="New folder to write; not with --show.")] = None,
-    overrides: Overrides = None,
-    show: Annotated[int | None, Option(min=1, help="Print this many rows, and write nothing.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Tokenize the training rows of CONFIG once and write them to the folder OUT, for algorithm.token_data.
-
-    With --show N, print the first N rows instead: tokens that are trained on are green, or in [[ ]] without colors.
-    With an algorithm that samples completions, such as grpo, rows are its prompts; with one on preference pairs, such
-    as dpo, each pair is two rows: prompt and chosen answer, prompt and rejected answer.
-
-    \b
-    rlframework tokenize sft.yaml data/tokens
-    rlframework tokenize sft.yaml --show 3
-    rlframework tokenize dpo.yaml --show 2
-    """
-    from rlframework.plugins.configure import load_config
-
-    if show is not None:  # then the first override is where OUT would be
-        _show_rows(load_config(config, [*filter(None, [out]), *(overrides or ())]), show)
-        return
-    if out is None:
-        raise UserError("OUT is missing: give a new folder to write, or --show N to look at rows")
-    from rlframework.observers.console import progress_bar
-
-    resolved = load_config(config, overrides or ())
-    with progress_bar("rows") as progress:
-        from rlframework.runner.tokenize import tokenize as write
-
-        meta = write(resolved, out, progress=progress).meta
-    print(
-        f"done: {meta['rows']:,} rows of at most {meta['longest']:,} tokens, {meta['tokens']:,} in total, "
-        f"{meta['trained_tokens']:,} of them trained on; in {out}"
-    )
-
-
-def _show_rows(config: RunConfig, count: int) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from rlframework.runner.tokenize import shown_rows
-
-    console = Console(soft_wrap=True, highlight=False)
-    for row in shown_rows(config, count):
-        console.print(Text(f"{row.id}: {row.tokens} tokens", style="bold"))
-        text = Text()
-        for part, trained in row.parts:
-            plain = trained and console.color_system is None
-            text.append(f"[[{part}]]" if plain else part, style="green" if trained else "dim")
-        console.print(text, end="\n\n")

@@ -1,4 +1,4 @@
-"""The sections of the built-in algorithms: `algorithm: {name: sft | grpo | dapo | ..., ...}`."""
+"""The sections of the built-in algorithms: `algorithm: {name: sft | grpo | dapo | ppo | ..., ...}`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,10 +17,65 @@ from pydantic import (
 from rlframework.config.algorithm_presets import PRESETS, AlgorithmName, PresetName, with_preset
 from rlframework.config.asynchrony import WithAsync, with_importance_correction
 from rlframework.config.base import NeedsTrust, OwnPath, Section
-from rlframework.config.curriculum import CurriculumConfig
-from rlframework.config.numbers import Coefficient, Count, CountOrZero, Limit, Tokens, TokensOrZero
-from rlframework.config.reference_sync import WithReferenceSync
+from rlframework.config.numbers import (
+    Coefficient,
+    Count,
+    CountOrZero,
+    Fraction,
+    Limit,
+    StepsOrZero,
+    Tokens,
+    TokensOrZero,
+)
 from rlframework.config.sections import AlgorithmConfig
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+"""A share that is not 0."""
+
+
+class ReferenceSyncConfig(Section):
+    """Updates of the reference policy during a run (TR-DPO, arXiv:2404.09656); the defaults are TRL's."""
+
+    steps: Count = Field(512, description="training steps from one update to the next")
+    alpha: Share = Field(
+        0.6, description="the reference becomes alpha x policy + (1 - alpha) x reference; 1: a copy of the policy"
+    )
+
+
+class WithReferenceSync(Section):
+    """The key of an algorithm that may have a reference policy."""
+
+    reference_sync: ReferenceSyncConfig | None = Field(
+        None,
+        description="move the reference policy toward the trained one every so many steps; null: it keeps the weights "
+        "that the run starts from",
+    )
+
+
+class CurriculumConfig(Section):
+    """Skip prompts that the policy solves nearly always or nearly never, for some passes over the data.
+
+    The success of a prompt is the mean `accuracy` of its last group of completions in this run. Prompts without a
+    measurement are drawn.
+    """
+
+    min_success: Fraction = Field(0.1, description="a prompt with a lower success is too hard")
+    max_success: Fraction = Field(0.9, description="a prompt with a higher success is too easy")
+    skip_epochs: Count = Field(
+        3, description="passes over the data in which such a prompt is skipped, before it is drawn and measured again"
+    )
+    measured: Path | None = Field(
+        None,
+        description="completions.jsonl of `rlframework evaluate --split train`, with measurements to start from; null: "
+        "all prompts are drawn at first",
+    )
+
+    @model_validator(mode="after")
+    def _is_band(self) -> Self:
+        if self.min_success > self.max_success:
+            raise ValueError(f"min_success is {self.min_success}, but must be at most max_success = {self.max_success}")
+        return self
+
 
 TrainOn = Literal["last", "assistant", "all"]
 """Tokens of a conversation to train on: the last assistant turn, every assistant turn, or all tokens."""
@@ -311,3 +366,47 @@ class GRPOConfig(WithAsync, WithReferenceSync, AlgorithmConfig):
                 needed = f"greater than 1 + ratio_clip_max = {above}, the clipped ratio that it bounds"
                 raise ValueError(f"loss.ratio_clip_c is {bound}, but must be {needed}")
         return self
+
+
+class TokenRewardKLConfig(RewardKLConfig):
+    """The KL divergence from the reference policy as a penalty in the rewards that advantages are estimated from."""
+
+    spread: Literal["token", "sequence"] = Field(
+        "token",
+        description="token: each token has its own estimate as a reward; sequence: the sum over the tokens is "
+        "subtracted from the reward of the completion",
+    )
+
+
+class ValueLossConfig(Section):
+    """The loss of the critic: half the squared difference of a token's value and return, averaged over tokens."""
+
+    clip: Limit | None = Field(
+        0.2,
+        description="largest change of a token's value from before the step: beyond it, the loss is the larger one of "
+        "those with and without the bound; null: none",
+    )
+    coef: Limit = Field(1.0, description="weight of the loss; with AdamW it only moves where gradients are clipped")
+
+
+class PPOConfig(GRPOConfig):
+    """Proximal policy optimization (arXiv:1707.06347) with a critic, and advantages of arXiv:1506.02438."""
+
+    name: Literal["ppo"] | OwnPath = Field("ppo", description="proximal policy optimization")
+    samples_per_prompt: Count = Field(1, description="completions per prompt")
+    gamma: Fraction = Field(1.0, description="discount of the rewards of later tokens")
+    gae_lambda: Fraction = Field(
+        0.95,
+        description="0: advantages from the critic's next value alone; 1: from the rewards of the whole completion",
+    )
+    value_loss: ValueLossConfig = ValueLossConfig()
+    critic_warmup: StepsOrZero = Field(0, description="first steps, in which only the critic is trained")
+    advantage: None = Field(None, description="must be null: the critic gives the advantages")
+    group_baseline: Literal[False] = Field(False, description="must be false: the critic is the baseline")
+    normalize_std: Literal[False] = Field(False, description="must be false; see batch_normalization")
+    batch_normalization: Literal["none", "population", "sample"] = Field(
+        "population",
+        description="subtract the mean of the advantages of all tokens of the rollout, and divide by their standard "
+        "deviation: with n (variance at least 1e-8), or with n - 1 (plus 1e-8)",
+    )
+    reward_kl: TokenRewardKLConfig | None = Field(None, description="KL penalty in the reward; null: none")

@@ -1,4 +1,4 @@
-"""The sections of the built-in environments: `environment: {name: addition | gsm8k | dataset, ...}`."""
+"""The sections of the built-in environments: `environment: {name: addition | gsm8k | dataset | preferences, ...}`."""
 
 import re
 import string
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, Section, import_path
-from rlframework.config.judge import JudgeConfig
-from rlframework.config.numbers import Coefficient, Fraction, Seconds, Steps, Workers
+from rlframework.config.endpoint import JudgeConfig
+from rlframework.config.numbers import Coefficient, Count, Fraction, Seconds, Steps, Workers
 from rlframework.config.sections import EnvironmentConfig
 
 MAX_TERMS = len(string.ascii_lowercase)
@@ -77,8 +77,8 @@ class Gsm8kConfig(EnvironmentConfig):
     validation_split: str | None = Field(
         "test", description="validation split of `dataset`; null: hold out part of the training data"
     )
-    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the questions to hold out when no validation data is given"
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.05, description="fraction of the questions to hold out when no validation data is given; 0: none"
     )
     max_samples: Steps | None = Field(None, description="use only this many of the first training samples")
     max_validation_samples: Steps | None = Field(
@@ -232,8 +232,8 @@ class DatasetConfig(RowsConfig):
     subset: str | None = Field(None, description="configuration name, if the dataset has several")
     split: str | None = Field(None, description="training split; null: `train`, or the only split")
     validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
-    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the prompts to hold out when no validation data is given"
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.05, description="fraction of the prompts to hold out when no validation data is given; 0: none"
     )
     max_samples: Steps | None = Field(None, description="use only this many of the first training rows")
     max_validation_samples: Steps = Field(1024, description="maximum validation samples, held out or given")
@@ -341,3 +341,85 @@ class DatasetConfig(RowsConfig):
         judging = {"check", "reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward"}
         drawing = set() if drawn else {"environment.validation_fraction", "seed"}
         return super().unseen_by_training | {f"environment.{key}" for key in judging | weights} | drawing
+
+
+class PreferenceColumnsConfig(Section):
+    """Names of the columns of preference pairs."""
+
+    prompt: str = Field("prompt", description="column with the prompt: text, or a list of messages; may be absent")
+    chosen: str = Field("chosen", description="column with the chosen answer: text, or a list of messages")
+    rejected: str = Field("rejected", description="column with the rejected answer: text, or a list of messages")
+    image: str = Field("image", description="column with an image of the prompt, as in `dataset`")
+    images: str = Field("images", description="column with a list of images of the prompt, after that of `image`")
+
+
+class PreferencesConfig(RowsConfig):
+    """Preference pairs from JSONL, Parquet, the output of `datasets.save_to_disk`, or the Hugging Face Hub.
+
+    All rows are read into memory. No prompt of the validation data is trained on, ignoring case and spacing.
+    """
+
+    name: str = Field("preferences", description="chosen and rejected answers to prompts")
+    subset: str | None = Field(None, description="configuration name, if the dataset has several")
+    split: str | None = Field(None, description="training split; null: `train`, or the only split")
+    validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.05, description="fraction of the prompts to hold out when no validation data is given"
+    )
+    max_samples: Steps | None = Field(None, description="use only this many of the first training pairs")
+    max_validation_samples: Steps = Field(1024, description="maximum validation pairs, held out or given")
+    columns: PreferenceColumnsConfig = PreferenceColumnsConfig()
+    instruction: str = Field("", description="text appended to the last user turn")
+    pairs: Literal["all", "one"] = Field(
+        "all",
+        description="of rows with several graded solutions to a question: train on each right with each wrong one, or "
+        "on one pair per question. Validation has one pair per question, so that pairs are independent",
+    )
+
+
+Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
+class ToolDataConfig(DatasetConfig):
+    """Rows of your data as tasks that the model solves with tools."""
+
+    max_calls_per_turn: Count = Field(16, description="tool calls of one turn that are made; further ones are refused")
+    max_result_characters: Count = Field(
+        4000, description="characters of a tool's result that the model sees; the rest is cut"
+    )
+
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """See `EnvironmentConfig.unseen_by_training`: tools do not change the rows."""
+        return super().unseen_by_training | {"environment.max_calls_per_turn", "environment.max_result_characters"}
+
+
+class ToolsConfig(ToolDataConfig):
+    """The public methods of a class of yours as tools: a new object for each episode."""
+
+    name: str = Field("tools", description="the methods of a class as tools")
+    tools: Annotated[str, ImportsCode()] = Field(
+        description="import path of the class; its method `reward(self, completion)`, if any, scores the answer"
+    )
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _class_path(cls, tools: object) -> object:
+        """Replace a class by its import path."""
+        return import_path(tools) if callable(tools) else tools
+
+
+class AttemptsConfig(EnvironmentConfig):
+    """Attempts of agents with a loop of their own, which talk to the run's OpenAI-compatible endpoint."""
+
+    agent_timeout: Seconds = Field(300.0, description="seconds for each attempt; one that takes longer fails, alone")
+    agent_sampling: Literal["reject", "override"] = Field(
+        "reject",
+        description="what becomes of an agent's temperature or top_p that is not the run's: reject with an error, or "
+        "override with the run's",
+    )
+
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """See `EnvironmentConfig.unseen_by_training`: limits of attempts do not change the rows."""
+        return super().unseen_by_training | {"environment.agent_timeout", "environment.agent_sampling"}

@@ -17,8 +17,7 @@ from pydantic import Field, SerializeAsAny
 
 from rlframework.base.errors import ConfigError, DataError, NotSupported, UnsupportedConfig
 from rlframework.config.numbers import Coefficient
-from rlframework.config.policy import Head, PolicyConfig
-from rlframework.config.worker_groups import WorkerGroupConfig
+from rlframework.config.policy import Head, PolicyConfig, WorkerGroupConfig
 from rlframework.config.yaml_text import Keys, Tree
 
 

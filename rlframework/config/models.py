@@ -11,9 +11,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from rlframework.config.base import Section
 from rlframework.config.further_policies import FURTHER_POLICIES, FurtherPolicyConfig
-from rlframework.config.policy import PolicyConfig
+from rlframework.config.policy import PolicyConfig, WorkerGroupConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
-from rlframework.config.worker_groups import WorkerGroupConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

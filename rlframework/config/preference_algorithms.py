@@ -1,13 +1,13 @@
-"""The sections of algorithms on preference pairs: `algorithm: {name: dpo | ipo | simpo | orpo | kto, ...}`."""
+"""The sections of algorithms on preference pairs: DPO and its variants, and the training of reward models."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from rlframework.config.algorithms import WithReferenceSync
 from rlframework.config.base import OwnPath, Section
 from rlframework.config.numbers import Coefficient, Limit, Tokens
-from rlframework.config.reference_sync import WithReferenceSync
 from rlframework.config.sections import AlgorithmConfig
 
 Smoothing = Annotated[float, Field(ge=0.0, lt=0.5)]
@@ -159,3 +159,42 @@ class KTOConfig(WithReferenceSync, PreferenceConfig):
     beta: Limit = Field(0.1, description="factor of the difference of log-ratio and KL divergence")
     desirable_weight: Coefficient = Field(1.0, description="weight of chosen answers, lambda_D of the paper")
     undesirable_weight: Coefficient = Field(1.0, description="weight of rejected answers, lambda_U of the paper")
+
+
+class RewardModelTrainingConfig(PreferenceConfig):
+    """A reward model from preference pairs, by the model of Bradley and Terry (arXiv:2203.02155, eq. 1)."""
+
+    uses_reference: ClassVar[bool] = False
+
+    name: Literal["reward_model"] | OwnPath = Field("reward_model", description="a score per row from preference pairs")
+    label_smoothing: Smoothing = Field(
+        0.0, description="assumed fraction of pairs whose answers are in the wrong order"
+    )
+    smoothing: Literal["conservative", "robust"] = Field(
+        "conservative", description="loss with label_smoothing: expected over wrong orders, or unbiased; see `dpo`"
+    )
+    margin_coef: Coefficient = Field(
+        0.0,
+        description="times the margin of a pair in the data, subtracted from the difference of its scores (Llama 2, "
+        "arXiv:2307.09288, eq. 2); 0: off",
+    )
+    centering_coef: Coefficient = Field(
+        0.0,
+        description="weight of the squared sum of the two scores of a pair, which keeps scores around 0 "
+        "(arXiv:2312.09244); 0: off",
+    )
+
+    def pair_loss(self) -> PairLossConfig:
+        """Return the settings of the loss that reward models and algorithms on policies share."""
+        return PairLossConfig(beta=1.0, label_smoothing=self.label_smoothing, smoothing=self.smoothing)
+
+
+class ProcessRewardModelTrainingConfig(PreferenceConfig):
+    """A reward model of the steps of an answer, each with its label (arXiv:2305.20050)."""
+
+    uses_reference: ClassVar[bool] = False
+
+    name: Literal["process_reward_model"] | OwnPath = Field(
+        "process_reward_model", description="a value per step of an answer"
+    )
+    separator: str = Field("\n", description="text after each step, which belongs to it")

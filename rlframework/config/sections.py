@@ -20,7 +20,6 @@ from rlframework.config.further_policies import (
     RewardModelConfig,
     TeacherConfig,
 )
-from rlframework.config.images import ImagesConfig
 from rlframework.config.numbers import (
     Coefficient,
     Count,
@@ -35,10 +34,29 @@ from rlframework.config.numbers import (
     TokensOrZero,
     Workers,
 )
+from rlframework.config.policy import DeadlinesConfig as DeadlinesConfig
 from rlframework.config.policy import PolicyConfig
-from rlframework.config.worker_groups import DeadlinesConfig as DeadlinesConfig
-from rlframework.config.worker_groups import RemoteGroupConfig as RemoteGroupConfig
-from rlframework.config.worker_groups import WorkerGroupConfig as WorkerGroupConfig
+from rlframework.config.policy import RemoteGroupConfig as RemoteGroupConfig
+from rlframework.config.policy import WorkerGroupConfig as WorkerGroupConfig
+
+
+class ImagesConfig(Section):
+    """Rows may have images, which the model's own processor turns into its inputs."""
+
+    root: str | None = Field(
+        None, description="folder that relative paths of images start from; null: the folder of the data"
+    )
+    invalid: Literal["error", "skip"] = Field(
+        "error", description="what to do with a row whose image cannot be used: end before any work, or leave it out"
+    )
+    max_pixels: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
+        50_000_000, description="most pixels of an image, checked before it is decoded"
+    )
+    allow_addresses: Annotated[bool, NeedsTrust("makes this machine read the addresses that the data names")] = Field(
+        False,
+        description="read images of rows at http and https addresses, each once, and keep them in memory; false: the "
+        "image of such a row cannot be used",
+    )
 
 
 class GenerationWorkersConfig(Section):

@@ -10,16 +10,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlframework.config.algorithms import GRPOConfig, SFTConfig
+from rlframework.config.algorithms import GRPOConfig, PPOConfig, SFTConfig, WithReferenceSync
 from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section
-from rlframework.config.hints import key_paths, keys_inside, models_in, peer_hint, section_example, unknown_key_hint
-from rlframework.config.peer_notes import peer_notes
-from rlframework.config.peer_values import METRICS, metric_hint, value_hint
-from rlframework.config.ppo import PPOConfig
-from rlframework.config.preference_algorithms import PreferenceConfig
+from rlframework.config.hints import NO_HINTS, Hints, key_paths, models_in, section_example, unknown_key_hint
+from rlframework.config.preference_algorithms import PreferenceConfig, ProcessRewardModelTrainingConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
-from rlframework.config.reference_sync import WithReferenceSync
-from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
 from rlframework.config.yaml_text import Keys, Tree
 
@@ -57,24 +52,33 @@ _INSTEAD_OF_NULL = {
 """Hints for null in place of a section that is always there."""
 
 
+METRICS = ("reward", "accuracy", "loss")
+"""The metrics of validation by which checkpoints are compared."""
+
+
 def validate(
-    tree: Tree, model: type[Model], elsewhere: Mapping[Keys, str] | None = None, most: int = MOST
+    tree: Tree,
+    model: type[Model],
+    elsewhere: Mapping[Keys, str] | None = None,
+    most: int = MOST,
+    hints: Hints = NO_HINTS,
 ) -> tuple[Model | None, list[Problem]]:
     """Return an instance of `model` and no problems, or None and the problems in `tree`, of which `most` are shown.
 
-    `elsewhere` has hints for keys that `model` lacks but that another choice of plugins would have.
+    `elsewhere` has hints for keys that `model` lacks but that another choice of plugins would have; `hints`
+    has those of plugins.
     """
     try:
         config = model.model_validate(tree.values)
     except ValidationError as error:
-        return None, _problems(error, tree, model, elsewhere or {}, most)
+        return None, _problems(error, tree, model, elsewhere or {}, most, hints)
     problems = [*_mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree)]
     problems += _null_characters(tree.values, (), tree)
     return (None, problems) if problems else (config, [])
 
 
 def _problems(
-    error: ValidationError, tree: Tree, model: type[BaseModel], elsewhere: Mapping[Keys, str], most: int
+    error: ValidationError, tree: Tree, model: type[BaseModel], elsewhere: Mapping[Keys, str], most: int, hints: Hints
 ) -> list[Problem]:
     """One problem per key. The members of a union each report an error, and are joined as alternatives."""
     by_key: dict[Keys, Problem] = {}
@@ -90,14 +94,14 @@ def _problems(
             problem = replace(problem, hint=_INSTEAD_OF_NULL.get(problem.key, "") if value is None else example)
         if kind == "extra_forbidden" and len(by_key) < MOST:
             other = elsewhere.get(keys)  # a word of another framework may be a key of another plugin too
-            if other and (meant := peer_hint(path, value, model)):
+            if other and (meant := hints.of_key(path, value, model)):
                 other = f"{other} If it is a key of another framework: {meant[0].lower()}{meant[1:]}"
-            problem = replace(problem, hint=other or unknown_key_hint(path, value, model))
+            problem = replace(problem, hint=other or unknown_key_hint(path, value, model, hints))
         elif kind == "missing":
             info = key_paths(model).get(path)
             described = f" ({info.description})" if info and info.description else ""
             problem = replace(problem, message=f"{problem.message}{described}", origin=tree.origin(keys[:-1]))
-        elif meaning := value_hint(as_of_policy(problem.key), value):
+        elif meaning := hints.of_value(as_of_policy(problem.key), value):
             problem = replace(problem, hint=in_section(meaning, path[0]) if path[0] in FURTHER_POLICIES else meaning)
         known = by_key.get(keys)
         if known and problem.message != known.message:
@@ -109,20 +113,20 @@ def _problems(
         for keys, problem in by_key.items()
         if not (keys in wrong_types and _has_deeper(keys, by_key)) and not _inherited(keys, by_key, tree)
     }
-    _add_notes(kept, tree, model, most)
+    _add_notes(kept, tree, model, most, hints)
     return list(kept.values())
 
 
-def _add_notes(problems: dict[Keys, Problem], tree: Tree, model: type[BaseModel], most: int) -> None:
+def _add_notes(problems: dict[Keys, Problem], tree: Tree, model: type[BaseModel], most: int, hints: Hints) -> None:
     """Add what is known of another framework's configuration as a whole to the last unknown key that is shown."""
     shown = list(problems.items())[:most]
     unknown = [keys for keys, problem in shown if problem.message == _ALLOWED["extra_forbidden"]]
     algorithm, given = model.model_fields.get("algorithm"), tree.get(("algorithm",))
     if not (unknown and algorithm and isinstance(given, Mapping)):
         return
-    values = dict(chain.from_iterable(keys_inside(tuple(map(str, keys)), tree.get(keys)) for keys in unknown))
-    hints = [problem.hint for problem in problems.values()]
-    if note := peer_notes(values, hints, given, next(iter(models_in(algorithm.annotation)), None)):
+    values = {tuple(map(str, keys)): tree.get(keys) for keys in unknown}
+    told = [problem.hint for problem in problems.values()]
+    if note := hints.of_all(values, told, given, next(iter(models_in(algorithm.annotation)), None)):
         last = problems[unknown[-1]]
         problems[unknown[-1]] = replace(last, hint=f"{last.hint}\n    {note}".lstrip())
 
@@ -263,14 +267,36 @@ def _conflicts(config: RunConfig) -> Iterator[Problem]:
         yield Problem("policy.optimizer.name", message)
 
 
+def has_no_kind(metric: str) -> bool:
+    """Whether `metric` lacks a kind of metrics, as `validation/`, or has that of a peer."""
+    return metric.partition("/")[0] in (metric, "eval", "val")
+
+
+def metric_hint(value: object) -> str:
+    """Return the name of the metric that a peer calls `value`; "" if it is not known, or may be ours."""
+    if not isinstance(value, str) or not has_no_kind(value):
+        return ""
+    meant = next((name for name in METRICS if name in value.lower()), "")
+    return f"Set it to validation/{meant}." if meant else ""
+
+
 def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
-    """A name without a kind is that of no metric, unless an algorithm reports it that is not core's."""
-    metric, algorithm = config.checkpoints.metric, config.algorithm
-    ours = type(algorithm).__module__.startswith("rlframework.") and ":" not in algorithm.name
-    if "/" not in metric and ours:
-        names = ", ".join(f"validation/{name}" for name in METRICS)
-        message = f"must be a metric as named in metrics.jsonl, such as {names}"
-        yield Problem("checkpoints.metric", message, metric_hint(metric))
+    """Metrics that no algorithm of core reports: names without a kind, and those of a validation that never is."""
+    algorithm, stopping = config.algorithm, config.algorithm.early_stopping
+    if not type(algorithm).__module__.startswith("rlframework.") or ":" in algorithm.name:
+        return
+    metrics = {"checkpoints.metric": config.checkpoints.metric}
+    if stopping is not None:
+        metrics["algorithm.early_stopping.metric"] = stopping.metric
+    for key, metric in metrics.items():
+        if has_no_kind(metric):
+            names = ", ".join(f"validation/{name}" for name in METRICS)
+            yield Problem(key, f"must be a metric as named in metrics.jsonl, such as {names}", metric_hint(metric))
+    every, steps = algorithm.validation.every, algorithm.num_steps
+    never = not every or 0 < steps <= every  # 0 steps: known when the data is open
+    if stopping is not None and stopping.metric.startswith("validation/") and never:
+        message = f"never ends the run, because algorithm.validation.every={every} is no step before its last"
+        yield Problem("algorithm.early_stopping", message, "Set algorithm.validation.every, such as 10.")
 
 
 def _step_conflicts(config: RunConfig) -> Iterator[Problem]:

@@ -112,6 +112,10 @@ for _class in (_Loader, _Dumper):
 
 def read_yaml(path: Path) -> Tree:
     """Read the mapping in a file. Raises `ConfigError` if the file is missing, unreadable or not a YAML mapping."""
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path} is a Python script, not a configuration, which is a YAML file: run it with `python {path}`"
+        )
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST + 1)  # a device such as /dev/zero has no end

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
-from rlframework.config.curriculum import CurriculumConfig
+from rlframework.config.algorithms import CurriculumConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.sources.opening import open_rows
 

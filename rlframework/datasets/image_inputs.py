@@ -19,9 +19,9 @@ from torch import Tensor
 from rlframework.base.errors import ImageError
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.datasets.pictures import decoded
-from rlframework.huggingface.image_features import count_features
 from rlframework.huggingface.image_processor import image_token, load_processor
-from rlframework.interfaces.pictures import Picture
+from rlframework.huggingface.vision_models import count_features
+from rlframework.interfaces.messages import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ class ImageInputs:
             if not isinstance(picture, Picture):
                 raise ImageError(
                     f"a message has an image of type {type(picture).__name__}; it must be an "
-                    "rlframework.interfaces.pictures.Picture"
+                    "rlframework.interfaces.messages.Picture"
                 )
         with self._lock:
             return self._found(tuple(pictures))

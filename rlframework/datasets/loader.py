@@ -5,6 +5,7 @@ There are no worker processes whose state torchdata's StatefulDataLoader would k
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -18,6 +19,8 @@ import numpy.typing as npt
 from rlframework.base.errors import DataError
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
 
 SHUFFLE = "pcg64-keys"
 """Name of the shuffling method in the state: resuming with another would skip rows of an epoch and repeat others."""
@@ -55,6 +58,12 @@ class PromptLoader(Iterator[list[T]], Generic[T]):
             raise DataError("the data set is empty; give at least one sample")
         if batch_size < 1:
             raise DataError(f"batch_size is {batch_size}; it must be at least 1")
+        if batch_size > len(samples):
+            _LOG.warning(
+                "a step takes %d samples, but there are only %d to train on: each %.1f times on average. Lower "
+                "algorithm.prompts_per_step (policy.train_global_batch_size, if nothing is sampled), or give more data",
+                batch_size, len(samples), batch_size / len(samples),
+            )  # fmt: skip
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
         self._mixture: Sequence[Source] = getattr(samples, "mixture", ()) if mixture is None else mixture
         sizes = [source.rows for source in self._mixture] or [len(samples)]

@@ -21,10 +21,9 @@ from urllib.parse import unquote, urlparse
 from rlframework.base.errors import ConfigError, ImageError
 from rlframework.base.secrets import hide_in_text
 from rlframework.config.environments import RowsConfig
-from rlframework.config.images import ImagesConfig
+from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.image_addresses import ImageAddresses
-from rlframework.interfaces.messages import ContentPart, ImagePart, Message, TextPart
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import ContentPart, ImagePart, Message, Picture, TextPart
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Read preference pairs from rows in the common published layouts.
+"""Read preference pairs, and answers whose steps are labelled, from rows in the common published layouts.
 
 | layout | columns |
 | --- | --- |
@@ -8,25 +8,30 @@
 | OpenAI | `input`: `{messages, tools}`; `preferred_output`, `non_preferred_output`: a list with one message each |
 
 A column `tools` has the tools that the conversation has, `score_chosen` and `score_rejected` the scores of the answers,
-or `margin` their difference.
+or `margin` their difference. The answers of a pair differ, and the chosen one has the higher score (`check_pairs`).
 Both answers are plain text, in one turn of the assistant. Two texts without a prompt are rejected: where the prompt
 ends in them is a guess. The prompt may have images, as in `rlframework.datasets.pictures`.
+
+An answer whose steps are labelled has the columns `prompt`, `completions` (the steps, a list of texts), and `labels`:
+`prompt` is a text or a list of messages; a label is true or false, or a number from 0 to 1, the probability that the
+step is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlframework.base.errors import DataError
 from rlframework.datasets.conversations import is_missing, read_turns
-from rlframework.datasets.pair_checks import check_pairs
 from rlframework.datasets.pictures import PictureReader
 from rlframework.datasets.preferences import PreferenceRow, is_score
 from rlframework.datasets.sources.memory import RowSequence, given_rows
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.tool_rows import read_tools
+from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Content, Message, text_of
 
 LAYOUTS = (
@@ -158,3 +163,68 @@ def _scores(row: Mapping[str, Any], where: str) -> tuple[float, float] | None:
 
 def _is_number(value: Any) -> bool:
     return is_score(value) and not isinstance(value, bool)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def check_pairs(pairs: Sequence[PreferenceRow], where: Callable[[int], str]) -> None:
+    """Log how many of `pairs` have equal answers or scores in the wrong order; `where` names a pair by its number.
+
+    Published data sets have some of both, so these pairs stay. Raises a `DataError` if the answers of all are equal.
+    """
+    equal = [number for number, pair in enumerate(pairs) if pair.chosen == pair.rejected]
+    if equal:
+        what = f"{len(equal):,} of {len(pairs):,} pairs have the same text as chosen and as rejected answer"
+        if len(equal) == len(pairs):
+            raise DataError(f"{where(0)}: {what}, so there is nothing to learn; use the columns of different answers")
+        _LOG.warning("%s, which teach nothing; the first: %s. Remove them", what, where(equal[0]))
+    worse = [number for number, pair in enumerate(pairs) if pair.scores is not None and pair.scores[0] < pair.scores[1]]
+    if worse:
+        _LOG.warning(
+            "%s of %s pairs have a chosen answer with a lower score than the rejected one; the first: %s. %s",
+            f"{len(worse):,}",
+            f"{len(pairs):,}",
+            where(worse[0]),
+            "Is a low score a good one? Otherwise exchange the columns (environment.columns)"
+            if len(worse) == len(pairs)
+            else "Exchange the answers of these pairs, or remove them",
+        )
+
+
+FIELDS = ("prompt", "completions", "labels")
+
+
+def has_steps(row: Mapping[str, Any]) -> bool:
+    """Whether `row` has labelled steps."""
+    return row.keys() >= {"completions", "labels"}
+
+
+def steps_of(row: Mapping[str, Any], where: str, label: str) -> Sample:
+    """Return the answer in `row` with the id `label`; its steps and their labels are in the sample's metadata.
+
+    Raises a `DataError` that begins with `where` if something is missing or malformed.
+    """
+    if missing := [name for name in FIELDS if row.get(name) is None]:
+        raise DataError(f"{where}: there is no {missing[0]!r}; labelled steps need the columns {', '.join(FIELDS)}")
+    messages = tuple(read_turns(row["prompt"], "user", f"{where}, column 'prompt'"))
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, (list, tuple)) or not steps:
+        given = "and is empty" if isinstance(steps, (list, tuple)) else f"not {type(steps).__name__}"
+        raise DataError(f"{where}, column 'completions': must be a list of texts, one for each step, {given}")
+    for number, step in enumerate(steps, 1):
+        if not isinstance(step, str) or not step:
+            raise DataError(
+                f"{where}, column 'completions': step {number} is {step!r:.200}; each must be a text, and not empty"
+            )
+    if not isinstance(labels, (list, tuple)) or len(labels) != len(steps) or not all(map(_is_label, labels)):
+        raise DataError(
+            f"{where}, column 'labels': must have a label for each of the {len(steps)} steps, true or false, or a "
+            f"number from 0 to 1; it is {labels!s:.200}"
+        )
+    metadata = {"steps": tuple(steps), "labels": tuple(float(one) for one in labels)}
+    return Sample(label, messages, "", "\n".join(steps), metadata)
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and 0 <= value <= 1

@@ -16,23 +16,23 @@ from rlframework.models.activation_checkpointing import checkpoint_activations
 from rlframework.models.adapters import layers_of
 from rlframework.models.attention import ATTENTION, PaddedRows, RowLayout, Segments, row_attention
 from rlframework.models.described_weights import ModelFiles, new_head_hint, new_weights, weights_folder
-from rlframework.models.file_weights import FileLayout, FileWeight, gathered
+from rlframework.models.file_weights import ADAPTER, FileLayout, FileWeight, external_name, gathered, named_tensors
 from rlframework.models.forward import Attend, ContextParallel, attending, forward
 from rlframework.models.load_balancing import LoadBalancingLoss
 from rlframework.models.loading import (
     auto_class,
     decoder_layers,
     empty_model,
+    freeze_part,
     is_multimodal,
     load_config,
     load_model,
     pretrained_weights,
+    replacing,
     require_vocabulary,
+    trains_images_only,
 )
-from rlframework.models.named_tensors import ADAPTER, external_name, named_tensors
-from rlframework.models.parts import freeze_part, trains_images_only
 from rlframework.models.probing import probe_packing, require_splittable
-from rlframework.models.replacing import replacing
 from rlframework.models.rotary import length_dependent, positions_without_padding, rotate_by_sequence
 from rlframework.models.scores import Scores
 from rlframework.models.varlen import kernel_for_packed_rows

@@ -27,12 +27,11 @@ from rlframework.datasets.loader import Source, shuffled
 from rlframework.datasets.nested_columns import VERL_COLUMN, is_column
 from rlframework.datasets.pictures import decoded, log_left_out, reader_of
 from rlframework.datasets.rendering import has_answer
-from rlframework.datasets.sources.opening import open_rows
+from rlframework.datasets.sources.opening import open_rows, open_splits
 from rlframework.datasets.sources.rows import JoinedRows, Rows
-from rlframework.datasets.sources.splits import open_splits
 from rlframework.environments.counted_failures import require_few_failures
-from rlframework.environments.empty_columns import EmptyColumns
 from rlframework.environments.math_answers import is_comparable, same_answer
+from rlframework.environments.reward_arguments import EmptyColumns
 from rlframework.environments.verifiable import VerifiableEnvironment
 from rlframework.environments.weighted_rewards import reward_of
 from rlframework.interfaces.environment import Sample, Split, StepOutcome
@@ -232,11 +231,13 @@ class DatasetEnvironment(VerifiableEnvironment):
 
     def _hold_out(self, keys: npt.NDArray[np.uint64], seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Row numbers for training and validation, in order. Copies of a prompt stay together."""
+        if not self._config.validation_fraction:
+            return np.arange(len(keys)), np.arange(0)
         different = np.unique(keys)
         if len(different) < 2:
             raise DataError(
                 f"{self._config.source}: a single prompt cannot be split; give environment.validation_path or "
-                "validation_split, or more data"
+                "validation_split, or more data, or set environment.validation_fraction=0"
             )
         share = round(len(different) * self._config.validation_fraction)
         count = min(len(different) - 1, self._config.max_validation_samples, max(1, share))

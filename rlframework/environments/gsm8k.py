@@ -93,10 +93,13 @@ def _normal(sample: Sample) -> str:
 
 def _hold_out(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
     """Split off a share of the distinct questions, each with all its copies."""
+    if not fraction:
+        return samples, []
     questions = sorted({_normal(sample) for sample in samples})
     if len(questions) < 2:
         raise DataError(
-            "environment gsm8k: a single question cannot be split; give environment.validation_path, or more data"
+            "environment gsm8k: a single question cannot be split; give environment.validation_path, or more data, "
+            "or set environment.validation_fraction=0"
         )
     count = min(len(questions) - 1, max(1, round(len(questions) * fraction)))
     chosen = set(random.Random(f"gsm8k-{seed}").sample(questions, count))

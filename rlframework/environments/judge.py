@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.base.errors import ConfigError
 from rlframework.base.secrets import HIDDEN, SHORTEST, hide_in_text
+from rlframework.config.endpoint import JudgeConfig
 from rlframework.config.environments import DatasetConfig
-from rlframework.config.judge import JudgeConfig
 from rlframework.environments.counted_failures import CountedFailures
 from rlframework.environments.judge_replies import Replies
 from rlframework.environments.reward_calls import FAILURES, Failure, Report, RewardResult

@@ -4,8 +4,8 @@ Rows have one of the layouts of `rlframework.datasets.preference_rows`, or grade
 `ground_truth`, and names of models, see `rlframework.datasets.gsm8k_preferences`. The difference of the scores of a
 pair, if they are known, is in `metadata["margin"]`. Prompts of the first kind may have images (`environment.images`).
 
-Rows with labelled steps (`rlframework.datasets.step_rows`) are not pairs: the answer is the completion, its steps are
-in `metadata["steps"]` and their labels in `metadata["labels"]`.
+Rows with labelled steps are not pairs: the answer is the completion, its steps are in `metadata["steps"]` and their
+labels in `metadata["labels"]`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlframework.base.errors import DataError, ImageError
-from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.conversations import with_texts
 from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import shuffled
-from rlframework.datasets.pair_checks import check_pairs
 from rlframework.datasets.pictures import decoded, log_left_out, reader_of
-from rlframework.datasets.preference_rows import preference_of
+from rlframework.datasets.preference_rows import check_pairs, has_steps, preference_of, steps_of
 from rlframework.datasets.preferences import PreferenceRow
+from rlframework.datasets.sources.opening import open_splits
 from rlframework.datasets.sources.rows import Row, Rows
-from rlframework.datasets.sources.splits import open_splits
-from rlframework.datasets.step_rows import has_steps, steps_of
 from rlframework.interfaces.environment import Environment, Sample, Split
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 
@@ -116,11 +114,13 @@ def _prompt(sample: Sample) -> str:
 
 def _hold_out(samples: Sequence[Sample], fraction: float, seed: int) -> set[str]:
     """The prompts to hold out, a share of those that differ."""
+    if not fraction:
+        return set()
     prompts = sorted({_prompt(sample) for sample in samples})
     if len(prompts) < 2:
         raise DataError(
             "environment preferences: pairs of a single prompt cannot be split; give environment.validation_path or "
-            "validation_split, or more data"
+            "validation_split, or more data, or set environment.validation_fraction=0"
         )
     count = min(len(prompts) - 1, max(1, round(len(prompts) * fraction)))
     return {prompts[number] for number in shuffled(len(prompts), seed, 0)[:count].tolist()}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlframework.base.errors import ConfigError, RLFrameworkError
-from rlframework.config.episode_environments import ToolDataConfig, ToolsConfig
+from rlframework.config.environments import ToolDataConfig, ToolsConfig
 from rlframework.environments import threads
-from rlframework.environments.answer_scores import AnswerScores
+from rlframework.environments.counted_failures import AnswerScores
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.reward_calls import Failure, read_result
 from rlframework.environments.tool_episodes import Score, ToolEpisode, ToolSession

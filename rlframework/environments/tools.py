@@ -25,7 +25,7 @@ from typing_extensions import Annotated, NotRequired, TypedDict, get_type_hints 
 
 from rlframework.base.errors import ConfigError
 from rlframework.environments import threads
-from rlframework.environments.tool_calls import RejectedCall, answer, object_of, refusal, require_known, spec
+from rlframework.environments.tool_episodes import RejectedCall, answer, object_of, refusal, require_known, spec
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
 
 _LOG = logging.getLogger(__name__)

@@ -16,6 +16,9 @@ from rlframework.interfaces.environment import Sample, StepOutcome
 
 _LOG = logging.getLogger(__name__)
 
+_ANSWERS_TO_JUDGE = 16
+"""Answers after which a reward that was never 1 may be one that cannot be, such as a penalty."""
+
 
 class Reward(Protocol):
     """One reward, or several together."""
@@ -55,7 +58,8 @@ class WeightedRewards:
         """Load the functions. Raises a `ConfigError` that names the key of one that cannot be used."""
         assert isinstance(config.reward, Mapping)
         self._failed = config.failed_reward
-        self._warned = False
+        self._warned = self._warned_of_accuracy = False
+        self._judged, self._highest = 0, dict[str, float]()
         self._weights = {name: part.weight for name, part in config.reward.items()}
         self._rewards = {name: _part_of(config, name, part) for name, part in config.reward.items()}
 
@@ -102,9 +106,30 @@ class WeightedRewards:
         if failed:
             return StepOutcome(self._failed, metrics=metrics | {"accuracy": 0.0})
         largest = max(self._weights[name] for name in parts)
-        right = all(part.reward >= 1.0 for name, part in parts.items() if self._weights[name] == largest)
+        deciding = {name: part.reward for name, part in parts.items() if self._weights[name] == largest}
+        right = all(reward >= 1.0 for reward in deciding.values())
+        if "accuracy" not in metrics:
+            self._warn_of_accuracy(deciding)
         total = sum(self._weights[name] * part.reward for name, part in parts.items())
         return StepOutcome(total, metrics={"accuracy": float(right), **metrics})
+
+    def _warn_of_accuracy(self, deciding: Mapping[str, float]) -> None:
+        """Warn once if no answer counts as right because one of several rewards that decide it has never been 1."""
+        self._judged += 1
+        for name, reward in deciding.items():
+            self._highest[name] = max(reward, self._highest.get(name, reward))
+        low = [name for name, highest in self._highest.items() if highest < 1.0]
+        if self._warned_of_accuracy or self._judged < _ANSWERS_TO_JUDGE or not 0 < len(low) < len(self._highest):
+            return
+        self._warned_of_accuracy = True
+        others = ", ".join(name for name in self._highest if name not in low)
+        for name in low:
+            _LOG.warning(
+                "environment.reward.%s was at most %g in %d answers, and shares the largest weight with %s: accuracy "
+                "is 0 unless all of these are 1. If it cannot be 1, as a penalty, set environment.reward.%s.weight "
+                "lower, or let a function return accuracy: {\"reward\": ..., \"accuracy\": ...}",
+                name, self._highest[name] + 0.0, self._judged, others, name,
+            )  # fmt: skip
 
 
 def _part_of(config: DatasetConfig, name: str, part: WeightedReward) -> Reward:

@@ -14,8 +14,7 @@ from rlframework.base.errors import DeadlineExceeded, EngineFault, RLFrameworkEr
 from rlframework.generation.engine_handle import EngineHandle
 from rlframework.generation.result_contract import ResultContract
 from rlframework.generation.scheduler import Outcome, Scheduler
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
-from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming
 from rlframework.observers.timeline import ENGINE, Timeline
 from rlframework.weight_sync.receiver import listed
 

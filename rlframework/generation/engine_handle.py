@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rlframework.base.errors import WorkerError
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
+from rlframework.interfaces.generation import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
 from rlframework.workers.inline import InlineWorkerGroup

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.base.errors import DataError, RefitError, UserError
-from rlframework.generation.weight_fit import require_none
 from rlframework.huggingface.model_directories import quiet_transformers, read_config
 from rlframework.models.file_weights import FileLayout, FileWeight, file_weights
 from rlframework.models.loading import auto_class
@@ -18,7 +17,36 @@ from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.lora_math import A, B, is_adapter, merge
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.ipc import SharedMemory, move_to_shared_memory
-from rlframework.weight_sync.receiver import CollectingSink, WeightSink
+from rlframework.weight_sync.receiver import CollectingSink, WeightSink, listed
+
+
+def require_fit(info: WeightInfo, config: Any, model_name: str) -> None:
+    """Raise `UserError` unless `info` has the names and shapes of a model of `config`, and floating-point weights.
+
+    For an engine whose loader skips missing names silently.
+    """
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=False)
+    expected = {name: weight.shape for name, weight in FileLayout.of(model).weights.items()}
+    require_none(
+        model_name,
+        {
+            "missing": expected.keys() - info.keys(),
+            "unknown": info.keys() - expected.keys(),
+            "with another shape": {name for name in info if tuple(info[name][0]) != expected.get(name, info[name][0])},
+            "not floating-point": {name for name, (_, dtype) in info.items() if not dtype.is_floating_point},
+        },
+    )
+
+
+def require_none(model_name: str, mistakes: dict[str, Collection[str]]) -> None:
+    """Raise `UserError` if there are `mistakes`: the names of weights, by how they are wrong."""
+    if any(mistakes.values()):
+        described = "; ".join(f"{what}: {listed(sorted(names))}" for what, names in mistakes.items() if names)
+        raise UserError(
+            f"the weights do not fit the model {model_name!r} ({described}); give all weights under the names that "
+            "save_pretrained writes, tied heads once"
+        )
 
 
 class EngineModel(WeightSink):
@@ -253,3 +281,27 @@ def cache_argument(model: Any) -> str:
     """
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")
+
+
+class AdaptedWeights:
+    """The base model of an engine, merged with the latest adapters on the CPU as by `EngineModel.load_adapters`."""
+
+    def __init__(
+        self, model_name: str, precision: str, device: torch.device, whole: Callable[[WeightInfo], WeightSink]
+    ) -> None:
+        """Read nothing before the first adapters. `whole(info)`: the engine's destination of whole weights."""
+        self._model = EngineModel(model_name, "cpu", precision)
+        self._device, self._whole = device, whole
+
+    def sink(self, info: WeightInfo) -> WeightSink:
+        """Return the destination of an update of adapters alone, or of whole weights."""
+        return CollectingSink(info, self._device, self._load) if all(map(is_adapter, info)) else self._whole(info)
+
+    def _load(self, adapters: Iterable[tuple[str, Tensor]]) -> None:
+        """Merge `adapters` into the base, and give the engine all weights."""
+        self._model.load_adapters(adapters)
+        weights = self._model.weights()
+        sink = self._whole({name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()})
+        for name, weight in weights.items():
+            sink.copy(name, weight)
+        sink.finish()

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlframework.base.errors import EngineFault
-from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan
-from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, Incoming, WeightSpan
 
 _REASONS = frozenset(get_args(FinishReason))
 _ABOVE_ZERO = 1e-4

@@ -11,8 +11,7 @@ import torch
 
 from rlframework.base.errors import EngineFault, RequestError, WorkerLost
 from rlframework.generation.result_contract import Answer
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming, Outgoing
 
 Outcome = tuple[str, GenerationResult | Exception]
 """The id of a request, and its result or error."""

@@ -4,17 +4,13 @@ An engine is a `rlframework.interfaces.generation.GenerationEngine`; `ServingEng
 of them share. The names are versioned with the plugin API, as those of `rlframework.engine`.
 """
 
-from rlframework.generation.adapted_weights import AdaptedWeights
-from rlframework.generation.engine_model import EngineModel, cache_argument
-from rlframework.generation.image_places import ImagePlace
-from rlframework.generation.media import ImageEncoder, Media
+from rlframework.generation.engine_model import AdaptedWeights, EngineModel, cache_argument, require_fit
+from rlframework.generation.engine_software import SleepingEngine
+from rlframework.generation.media import ImageEncoder, ImagePlace, Media
 from rlframework.generation.packed_linears import PackedLinears, shows_columns
-from rlframework.generation.requests import ServingLimits, check_requests
-from rlframework.generation.row_limits import RowLimits
+from rlframework.generation.requests import RowLimits, ServingLimits, check_requests
 from rlframework.generation.sampling import SAMPLED_ELEMENTS, choose, row_uniforms
 from rlframework.generation.serving import Collected, Served, ServingEngine
-from rlframework.generation.sleeping import SleepingEngine
-from rlframework.generation.weight_fit import require_fit
 from rlframework.huggingface.image_processor import image_token, never_sampled
 from rlframework.huggingface.model_directories import first_size, read_config
 from rlframework.interfaces.generation import (

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframework.base.errors import WorkerError
 from rlframework.config.sections import GenerationConfig
-from rlframework.generation.image_places import ImagePlace, image_places
+from rlframework.generation.media import ImagePlace, image_places
 from rlframework.generation.requests import ServingLimits, check_requests
 from rlframework.huggingface.model_directories import read_config
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan

@@ -9,8 +9,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, Tag
-from rlframework.interfaces.generation_exchange import Incoming, submit_each
+from rlframework.interfaces.generation import (
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+    Incoming,
+    Tag,
+    submit_each,
+)
 from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.loading import load_target

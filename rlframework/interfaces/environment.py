@@ -1,4 +1,4 @@
-"""The environment interface: it supplies the prompts and scores the answers, in one turn or in episodes of several."""
+"""The environment interface: it supplies the prompts and scores the answers, of one turn, an episode or an agent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from rlframework.base.errors import NotSupported
+from rlframework.base.errors import NotSupported, UserError
 from rlframework.interfaces.messages import Message, ToolSpec
 
 if TYPE_CHECKING:
@@ -136,3 +136,41 @@ def has_episodes(environment: Environment) -> bool:
 def scores_turns(environment: Environment) -> bool:
     """Whether `environment` implements `step`, which scores single turns."""
     return type(environment).step is not Environment.step
+
+
+class NoReward(UserError):
+    """An attempt has no reward; the message says what the agent must return."""
+
+
+@dataclass(frozen=True)
+class AgentSession:
+    """The endpoint as one attempt at a task sees it, in the terms of an OpenAI client.
+
+    A reward may be posted to `{base_url}/sessions/{id}/reward`.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    id: str
+
+
+@runtime_checkable
+class RunsAgents(Protocol):
+    """An environment whose tasks are attempted by agents, with the run's endpoint."""
+
+    async def run_agent(self, sample: Sample, session: AgentSession) -> StepOutcome | None:
+        """Run the agent on `sample`, once; return the reward that it returned, if any."""
+        ...
+
+    async def score_answer(self, sample: Sample, answer: str) -> StepOutcome:
+        """Return the reward of the model's last message, for an agent that neither returned nor posted one.
+
+        Raises `NoReward` if the environment has none for it, which costs this attempt alone.
+        """
+        ...
+
+
+def runs_agents(environment: Environment) -> bool:
+    """Whether attempts at the samples of `environment` are made by agents."""
+    return isinstance(environment, RunsAgents)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
-    from rlframework.interfaces.generation import GenerationRequest
-    from rlframework.interfaces.generation_exchange import Incoming
+    from rlframework.interfaces.generation import GenerationRequest, Incoming
     from rlframework.interfaces.loss import LossFunction
 
 Rows: TypeAlias = "BatchedDataDict[Any]"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rlframework.base.errors import ConfigError
 from rlframework.config.policy import LoraConfig
-from rlframework.models.named_tensors import ADAPTER, external_name
-from rlframework.models.parts import modules_of_part
+from rlframework.models.file_weights import ADAPTER, external_name
+from rlframework.models.loading import modules_of_part
 from rlframework.policy.engine import Engine, WeightSpec, no_adapters
 from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
 

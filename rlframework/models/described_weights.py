@@ -20,8 +20,7 @@ from torch import Tensor
 from rlframework.base.errors import DataError
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.hub import local_files_only
-from rlframework.models.file_weights import FileWeight
-from rlframework.models.named_tensors import named_tensors
+from rlframework.models.file_weights import FileWeight, named_tensors
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors
 from rlframework.policy.head.patch import SCORE_WEIGHT
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -38,13 +38,33 @@ from rlframework.models.described_weights import (
     unused_weights,
     weights_folder,
 )
-from rlframework.models.file_weights import FileLayout, by_file_names
-from rlframework.models.named_tensors import named_tensors
-from rlframework.models.replacing import replacing
+from rlframework.models.file_weights import FileLayout, by_file_names, named_tensors
 from rlframework.models.rotary import rotate_by_sequence
 from rlframework.models.vision_heads import scoring_class
 from rlframework.policy.checkpoint.pickles import without_code
 from rlframework.policy.head.patch import output_head
+
+
+@contextmanager
+def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set `attributes` of `owner` and restore them on exit; raise `AttributeError` if it lacks one of them.
+
+    An attribute that `owner` inherits from its class is removed again. Other threads see the replacements too.
+    """
+    for name in attributes:
+        getattr(owner, name)
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in attributes:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
 
 logger = logging.getLogger(__name__)
 
@@ -336,3 +356,28 @@ def pretrained_weights(
         type(whole).__name__,
     )
     return by_file_names(whole, named_tensors(whole))
+
+
+def modules_of_part(model: Any, part: str) -> tuple[nn.Module, ...]:
+    """Return the modules of `part`, "vision" (the image encoder) or "language" (decoder, embedding and head).
+
+    A projector that is a module of its own, as in LLaVA, belongs to neither part; the Qwen-VL kinds have it in the
+    encoder. Raises `NotSupported` for a model without such a part.
+    """
+    encoder = model.get_encoder(modality="image") if is_multimodal(model) else model
+    if encoder is model or encoder is model.base_model:
+        raise NotSupported(
+            f"{type(model).__name__} has no image encoder; remove policy.freeze, and set policy.lora.part to all"
+        )
+    return (encoder,) if part == "vision" else (model.get_decoder(), model.get_output_embeddings())
+
+
+def freeze_part(model: Any, part: str) -> None:
+    """Freeze all parameters of `part`; see `modules_of_part`. Repeat after sharding, which replaces parameters."""
+    for module in modules_of_part(model, part):
+        module.requires_grad_(False)
+
+
+def trains_images_only(config: PolicyConfig) -> bool:
+    """Return True if rows of text train nothing, because the language model is frozen."""
+    return config.freeze == "language" or (config.lora is not None and config.lora.part == "vision")

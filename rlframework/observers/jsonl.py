@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, `samples.jsonl` and `timeline.jsonl` in the run's directory, and series of metrics.
+"""`metrics.jsonl`, `samples.jsonl` and its images, and `timeline.jsonl` in the run's directory; series of metrics.
 
 Each line is valid JSON: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity". A history has
 one mapping per step, from metric name to value, with the step as `step` if it is known.
@@ -6,22 +6,62 @@ one mapping per step, from metric name to value, with the step as `step` if it i
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rlframework.base.errors import DataError
-from rlframework.base.files import AppendedFile, writing
+from rlframework.base.files import AppendedFile, write_atomically, writing
 from rlframework.base.logs import printable
+from rlframework.datasets.pictures import decoded
+from rlframework.interfaces.messages import Picture
 from rlframework.observers.environment import run_id
-from rlframework.observers.sample_images import store_image
 from rlframework.observers.timeline import timeline_row
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan, hookimpl
+
+FOLDER = "sample_images"
+"""The folder of a run's directory that has the copies."""
+SIDE = 128
+"""Maximum width and height of a copy in pixels."""
+_QUALITY = 85
+_NAME = re.compile(r"[0-9a-f]{32}\.jpg")
+_JPEG = b"\xff\xd8\xff"
+_MOST_BYTES = 65_536
+"""No copy of `SIDE` pixels has as many, so a larger file is none."""
+
+
+def store_image(output_dir: Path, picture: Picture) -> str:
+    """Store a small copy of `picture` unless the run has one; return its file's name, which is a digest."""
+    name = f"{picture.digest}.jpg"
+    path = output_dir / FOLDER / name
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        small, file = decoded(picture), BytesIO()
+        small.thumbnail((SIDE, SIDE))
+        small.save(file, "JPEG", quality=_QUALITY, subsampling=0)
+        write_atomically(path, file.getvalue())
+    return name
+
+
+def image_uri(output_dir: Path, name: str) -> str | None:
+    """Return the stored image `name` as a data URI; None if there is none.
+
+    A run's files may be others' work, so nothing else is read, whatever is named.
+    """
+    path = output_dir / FOLDER / name
+    if not _NAME.fullmatch(name) or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        return None
+    content = path.read_bytes()
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" if content.startswith(_JPEG) else None
+
 
 METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE = "metrics.jsonl", "samples.jsonl", "timeline.jsonl"
 

@@ -7,24 +7,26 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlframework.base.errors import ConfigError
-from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, SFTConfig
+from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, PPOConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.distillation import DistillationConfig
-from rlframework.config.environments import AdditionConfig, DatasetConfig, Gsm8kConfig
-from rlframework.config.episode_environments import (
+from rlframework.config.environments import (
+    AdditionConfig,
+    DatasetConfig,
+    Gsm8kConfig,
+    PreferencesConfig,
     ToolsConfig,
 )
-from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import (
     DPOConfig,
     IPOConfig,
     KTOConfig,
     ORPOConfig,
     PreferenceConfig,
+    ProcessRewardModelTrainingConfig,
+    RewardModelTrainingConfig,
     SimPOConfig,
 )
-from rlframework.config.preference_environment import PreferencesConfig
-from rlframework.config.reward_model_training import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import (
     RemoteGroupConfig,
     RunConfig,

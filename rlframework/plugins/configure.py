@@ -20,7 +20,7 @@ from rlframework.base.secrets import secrets_of_environment
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section, with_shared_keys
-from rlframework.config.hints import peer_hint
+from rlframework.config.hints import Hints
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -236,7 +236,7 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, dict[str, Reg
         if tree.values.get(name) is not None
     )
     model = run_model(tuple(sections.items()), _backend_models(manager), backend, tuple(unusable), further)
-    config, invalid = validate(tree, model, _keys_of_others(selected, manager), MOST - len(problems))
+    config, invalid = validate(tree, model, _keys_of_others(selected, manager), MOST - len(problems), manager.hints)
     raise_problems(problems + invalid)
     assert config is not None
     return config, selected
@@ -277,23 +277,23 @@ def _select(tree: Tree, manager: PluginManager) -> tuple[dict[str, Registered], 
                 selected[section] = manager.select(record_type.kind, name)
             except PluginError as error:
                 message = in_section(str(error), keys[0]) if keys[0] in FURTHER_POLICIES else str(error)
-                hint = _hints_for_unknown_keys(keys, given, parts)
+                hint = _hints_for_unknown_keys(keys, given, parts, manager.hints)
                 problems.append(Problem("", message, hint, origin=origin, cause=PluginError(message)))
         else:
             known = ", ".join(sorted(manager.registered(record_type.kind))) or "none is installed"
             message = "must be one of" if key in given else "required key is missing; must be one of"
             shown = given.get(key, NOT_GIVEN)
-            hint = _hints_for_unknown_keys(keys, given, parts)
+            hint = _hints_for_unknown_keys(keys, given, parts, manager.hints)
             problems.append(Problem(f"{section}.{key}", f"{message}: {known}", hint, given=shown, origin=origin))
     return selected, problems
 
 
-def _hints_for_unknown_keys(section: Keys, given: Mapping[str, Any], parts: Iterable[Registered]) -> str:
+def _hints_for_unknown_keys(section: Keys, given: Mapping[str, Any], parts: Iterable[Registered], hints: Hints) -> str:
     """Say what the keys of `section` are called here that none of the `parts` has, of which none is selected."""
     known = {key for part in parts for key in _section_model(part).model_fields}
     own = given.get("name")  # a plugin that is not installed has a section of its own name
     unknown = {key: value for key, value in given.items() if key not in known and key != own}
-    return peer_hint(tuple(map(str, section)), unknown) if known and unknown else ""
+    return hints.of_key(tuple(map(str, section)), unknown, None) if known and unknown else ""
 
 
 def _backend_models(manager: PluginManager) -> Models:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import pluggy
 import typer
+from pydantic import BaseModel
 
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.plugins.types import (
@@ -50,7 +51,7 @@ class SampleRecord:
     Of an episode, `completion` is the model's last turn, and `turns` are all messages: mappings as
     `rlframework.interfaces.messages.Message`, with `trained` (whether its tokens are in the loss) and, for the model's
     turns, `sampled` and the `reward` that followed. `failure`: why the episode failed, so that it is not trained on.
-    `images`: those of the prompt, each an `rlframework.interfaces.pictures.Picture`. `sample`: the id of its
+    `images`: those of the prompt, each an `rlframework.interfaces.messages.Picture`. `sample`: the id of its
     `rlframework.interfaces.environment.Sample`. `metrics`: what its reward consists of, by name, without weights.
     `truncated`: whether a limit cut the answer or the episode. `model_input`: the text that the answer or the first
     turn continues, as the chat template writes it, also of tools. `model_output`: the text of the completion's tokens
@@ -226,6 +227,48 @@ def rlframework_agent_endpoint() -> str | None:
     """
 
 
+@hookspec(firstresult=True)
+def rlframework_key_hint(path: tuple[str, ...], value: object, model: type[BaseModel] | None) -> str | None:
+    """Return what the key `path` of another library is called here; None if it is no such key.
+
+    `model` is the configuration in which the key is unknown, None if that cannot be built.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_key_hint(path):
+    ...     return "In rlframework this is `policy.optimizer.lr`." if path[-1] == "learning_rate" else None
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_value_hint(key: str, value: object) -> str | None:
+    """Return what the value of another library is for our `key`; None if it is no such value.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_value_hint(key, value):
+    ...     return "fsdp2 is dtensor." if (key, value) == ("policy.backend", "fsdp2") else None
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_configuration_hint(
+    unknown: Mapping[tuple[str, ...], object],
+    hints: Sequence[str],
+    algorithm: Mapping[str, object],
+    model: type[BaseModel] | None,
+) -> str | None:
+    """Return a note on the `unknown` keys of a configuration, with their values, as a whole; None without one.
+
+    `hints` are those on single keys. `algorithm` has the keys of the section of that name, whose model is `model`.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_configuration_hint(unknown):
+    ...     return "See docs/moving/trl.md." if ("num_generations",) in unknown else None
+    """
+
+
 @hookspec
 def rlframework_run_planned(parts: Any, backend: PolicyWorkerRecord, dry_run: bool) -> None:
     """Called when a run is checked and planned, before its workers start. `dry_run`: they will not.
@@ -274,6 +317,20 @@ def rlframework_uploads(config: RunConfig) -> Uploads | None:
     >>> @hookimpl
     ... def rlframework_uploads(config):
     ...     return None
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_teacher_endpoint() -> str | None:
+    """Return the import path `module:Class` of a teacher behind an endpoint; the first plugin that has one is used.
+
+    `Class(config, tokenizer, temperature)` is a `rlframework.algorithms.teacher_targets.Scorer`; `config` is the
+    section `algorithm.endpoint`.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_teacher_endpoint():
+    ...     return "my_package.teacher:TeacherAtMyService"
     """
 
 

@@ -11,11 +11,12 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pluggy
 
 from rlframework.base.errors import PluginError
-from rlframework.config.peer_values import value_hint
+from rlframework.config.hints import Hints
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
     DISABLE_VARIABLE,
@@ -82,6 +83,17 @@ def create_manager(modules: Sequence[str] = (), disabled: Sequence[str] | None =
     return PluginManager(plugins, words)
 
 
+def load_from_plugin(modules: Sequence[str], hook: str, key: str) -> Any:
+    """Return the object at the import path of the first plugin that implements `hook`, for the configuration's `key`.
+
+    `modules`: as for `create_manager`. Raises `PluginError` if no plugin does.
+    """
+    target = getattr(create_manager(modules).hook, hook)()
+    if target is None:
+        raise PluginError(f"{key} needs a plugin with the hook {hook}: {install_command('serve')}")
+    return load_target(target)
+
+
 class PluginManager:
     """The plugins of this process: active, broken and disabled. Use `create_manager` to create one."""
 
@@ -110,6 +122,19 @@ class PluginManager:
     def hook(self) -> pluggy.HookRelay:
         """The hooks of all active plugins, for calling observer hooks."""
         return self._pluggy.hook
+
+    @property
+    def hints(self) -> Hints:
+        """What plugins know of the keys and values of other libraries."""
+        hook = self.hook
+        return Hints(
+            lambda path, value, model: hook.rlframework_key_hint(path=path, value=value, model=model) or "",
+            lambda key, value: hook.rlframework_value_hint(key=key, value=value) or "",
+            lambda unknown, hints, algorithm, model: (
+                hook.rlframework_configuration_hint(unknown=unknown, hints=hints, algorithm=algorithm, model=model)
+                or ""
+            ),
+        )
 
     def implements(self, hook: str) -> bool:
         """Whether an active plugin implements `hook`."""
@@ -204,7 +229,7 @@ class PluginManager:
         installed = self.registered(kind)
         near = next(iter(difflib.get_close_matches(name, [*installed, *extras()], n=1)), "")
         yield f"{key}: there is no {_NOUNS.get(kind, kind.replace('_', ' '))} {name!r}."
-        meaning = value_hint(key, name)
+        meaning = self.hints.of_value(key, name)
         near = "" if meaning else near
         if meaning or (near and extra_of(name) is None):
             yield meaning or f"Did you mean {near!r}?"

@@ -7,8 +7,14 @@ from collections.abc import Collection, Sequence
 
 from rlframework.base.errors import NotSupported
 from rlframework.config.sections import GenerationConfig
-from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, Tag
-from rlframework.interfaces.generation_exchange import Incoming, submit_each
+from rlframework.interfaces.generation import (
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+    Incoming,
+    Tag,
+    submit_each,
+)
 from rlframework.plugins.loading import load_target
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.profiling import GENERATE, trace_span

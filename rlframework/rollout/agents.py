@@ -8,13 +8,11 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from rlframework.base.errors import PluginError
-from rlframework.config.episode_environments import AttemptsConfig
+from rlframework.config.environments import AttemptsConfig
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample
-from rlframework.plugins.loading import install_command, load_target
-from rlframework.plugins.manager import create_manager
+from rlframework.plugins.manager import load_from_plugin
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.episodes import report_failures
@@ -39,12 +37,10 @@ def agent_runner(parts: Parts, bridge: Bridge) -> AbstractAsyncContextManager[Ag
 
     Raises `PluginError` if no plugin has an endpoint.
     """
-    target = create_manager(parts.config.plugins).hook.rlframework_agent_endpoint()
-    if target is None:
-        name = parts.config.environment.name
-        raise PluginError(f"environment.name={name} needs an endpoint for agents: {install_command('serve')}")
-    runner: AbstractAsyncContextManager[AgentRunner] = load_target(target)(parts, bridge)
-    return runner
+    key = f"environment.name={parts.config.environment.name}"
+    runner = load_from_plugin(parts.config.plugins, "rlframework_agent_endpoint", key)
+    context: AbstractAsyncContextManager[AgentRunner] = runner(parts, bridge)
+    return context
 
 
 def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:

@@ -9,8 +9,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 from rlframework.base.errors import DataError
-from rlframework.interfaces.messages import Message, ToolSpec, pictures_of, text_of
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import Message, Picture, ToolSpec, pictures_of, text_of
 from rlframework.rollout.call_formats import reader_of
 from rlframework.rollout.chat_text import ChatText
 from rlframework.rollout.continuation import continuation

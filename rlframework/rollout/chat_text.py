@@ -17,8 +17,16 @@ from rlframework.base.errors import DataError
 from rlframework.datasets.chat_template import ASKED, PROBE, apply_template, template_text
 from rlframework.datasets.rendering import encode_texts
 from rlframework.datasets.tools_as_text import tools_as_text
-from rlframework.interfaces.messages import Content, ContentPart, Message, TextPart, ToolCall, ToolSpec, text_of
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import (
+    Content,
+    ContentPart,
+    Message,
+    Picture,
+    TextPart,
+    ToolCall,
+    ToolSpec,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ import torch
 from rlframework.base.errors import DataError, ImageError, UserError
 from rlframework.datasets.pictures import PictureReader
 from rlframework.environments.threads import failing_alone
-from rlframework.environments.tool_calls import encodable, is_malformed
+from rlframework.environments.tool_episodes import encodable, is_malformed
 from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import FunctionCall, Message, ToolSpec, pictures_of, text_of

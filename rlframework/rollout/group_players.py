@@ -17,8 +17,7 @@ from rlframework.datasets.rendering import render_prompt
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.generation.batch import batch_of
 from rlframework.generation.tasks import gather_or_cancel
-from rlframework.interfaces.agents import runs_agents
-from rlframework.interfaces.environment import Sample, StepOutcome, has_episodes
+from rlframework.interfaces.environment import Sample, StepOutcome, has_episodes, runs_agents
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import pictures_of
 from rlframework.rollout.agents import agent_runner

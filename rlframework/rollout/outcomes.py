@@ -10,8 +10,7 @@ from typing import Any, NoReturn, cast
 from rlframework.base.errors import UserError
 from rlframework.datasets.pictures import KINDS, PictureReader, decoded
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
-from rlframework.interfaces.messages import ContentPart, ImagePart, Message, ToolCall, ToolSpec
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import ContentPart, ImagePart, Message, Picture, ToolCall, ToolSpec
 
 _KEYS = frozenset(Message.__annotations__)
 _RESET_ROLES = ("system", "user", "assistant", "tool")

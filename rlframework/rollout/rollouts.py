@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlframework.interfaces.agents import runs_agents
-from rlframework.interfaces.environment import Sample, has_episodes
+from rlframework.interfaces.environment import Sample, has_episodes, runs_agents
 from rlframework.rollout.agents import play_agents
 from rlframework.rollout.episodes import play_episodes
 from rlframework.rollout.model_rewards import add_model_rewards

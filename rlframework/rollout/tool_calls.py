@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.environments.tool_calls import encodable
+from rlframework.environments.tool_episodes import encodable
 from rlframework.interfaces.messages import FunctionCall, Message
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlframework.interfaces.generation import WeightSpan
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import Picture
 
 if TYPE_CHECKING:
     from torch import Tensor

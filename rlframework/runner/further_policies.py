@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlframework.base.errors import ConfigError, PluginError
+from rlframework.base.errors import ConfigError, NotSupported, PluginError
 from rlframework.config.further_policies import naming
 from rlframework.interfaces.named_sharding import policy_sharding
-from rlframework.runner.placeholder import Placeholder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +17,18 @@ if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
     from rlframework.plugins.manager import PluginManager
     from rlframework.policy.client import Policy
+
+
+class Placeholder:
+    """Has the attributes `known`. Every other raises `NotSupported`, as there are no workers yet."""
+
+    def __init__(self, **known: Any) -> None:
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotSupported(f"no worker is started yet, and {name!r} needs one; call it in `Algorithm.run`")
 
 
 def used_policies(config: RunConfig, algorithm: type[Algorithm]) -> Mapping[str, int]:

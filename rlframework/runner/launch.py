@@ -11,20 +11,19 @@ To use the parts yourself:
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlframework.algorithms.algorithm import RunResult
 from rlframework.algorithms.interrupts import ending_on_signals, raise_if_ended
 from rlframework.base.errors import ConfigError, PluginError, UserError
 from rlframework.base.files import exclusive_directory, remove_temporary, write_atomically
-from rlframework.base.logs import ProgressCallback, log_to_stderr
+from rlframework.base.logs import log_to_stderr
 from rlframework.base.secrets import has_secrets, hide_secrets
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
@@ -40,7 +39,6 @@ from rlframework.runner.data import require_data, with_data
 from rlframework.runner.parts import (
     algorithm_class,
     backend_record,
-    build_evaluation,
     build_parts,
     planned_parts,
     require_models,
@@ -51,8 +49,6 @@ if TYPE_CHECKING:
     from rlframework.datasets.sources.memory import Data
     from rlframework.observers.environment import Resumed
     from rlframework.plugins.hookspec import Uploads
-    from rlframework.runner.evaluation.plan import EvaluationPlan
-    from rlframework.runner.evaluation.report import Evaluation
 
 _LOG = logging.getLogger(__name__)
 
@@ -288,34 +284,3 @@ def run_planned(parts: Parts, manager: PluginManager, *, dry_run: bool) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - what a plugin says about a run does not prevent it
             _LOG.warning("warning: rlframework_run_planned of %s failed: %s", owner, one_line(error))
-
-
-def evaluate(
-    plan: EvaluationPlan, progress: Callable[[str], AbstractContextManager[ProgressCallback]]
-) -> tuple[list[Evaluation], dict[str, Any]]:
-    """Evaluate each model of `plan` in turn and write its summary.
-
-    `progress(name)` opens a progress display for a model; its context yields a callable that takes the number of
-    finished completions and the total. Returns the evaluations, and as JSON values the summary of one model, or the
-    summaries of several and their comparison.
-    """
-    from rlframework.runner.evaluation.evaluate import evaluate as run_evaluation
-    from rlframework.runner.evaluation.report import comparison, summary
-
-    results: list[Evaluation] = []
-    summaries: list[dict[str, Any]] = []
-    for number, (source, config) in enumerate(zip(plan.models, plan.configs, strict=True)):
-        out = plan.folder(number)
-        with progress(source.name) as report, build_evaluation(config) as parts:
-            results.append(run_evaluation(parts, plan, out, progress=report))
-            summaries.append(summary(source, parts, plan, results[-1]))
-        _write_json(out / "summary.json", summaries[-1])
-    if len(results) == 1:
-        return results, summaries[0]
-    compared = comparison(plan.models, results)
-    _write_json(plan.out / "comparison.json", compared)
-    return results, {"evaluations": summaries, "comparison": compared}
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(values, indent=2, allow_nan=False) + "\n")

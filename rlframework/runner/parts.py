@@ -18,8 +18,7 @@ from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import Capability, GenerationEngineRecord, PolicyWorkerRecord
 from rlframework.rollout.parts import Parts
 from rlframework.runner.data import require_data, with_data, with_steps
-from rlframework.runner.further_policies import planned_models, started_models
-from rlframework.runner.placeholder import Placeholder as Placeholder
+from rlframework.runner.further_policies import Placeholder, planned_models, started_models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from rlframework.interfaces.environment import Environment
     from rlframework.plugins.manager import PluginManager
     from rlframework.policy.client import Policy
+
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 """Files of which a directory with a tokenizer has at least one."""
@@ -163,8 +163,7 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
 @contextmanager
 def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Environment]:
     """Build the environment of `config`, and shut it down on exit. `PluginError` if it cannot score as it declares."""
-    from rlframework.interfaces.agents import runs_agents
-    from rlframework.interfaces.environment import has_episodes, scores_turns
+    from rlframework.interfaces.environment import has_episodes, runs_agents, scores_turns
 
     require_data(config)
     part = manager.load(manager.select("environment", config.environment.name).record)

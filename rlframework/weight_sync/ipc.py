@@ -29,7 +29,7 @@ from rlframework.base.errors import NotSupported, RefitError
 from rlframework.observers.host import available_memory
 from rlframework.weight_sync import buffers
 from rlframework.weight_sync.buffers import Slot, WeightInfo
-from rlframework.workers.allocator import without_expandable_segments
+from rlframework.workers.device import without_expandable_segments
 from rlframework.workers.machine import identity
 
 BUFFERS = 3  # groups of weights in memory at the same time

@@ -24,8 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlframework.base.errors import RefitError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
-from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming, SamplingParams
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.weight_sync.calls import RefitCalls, StartedCall
 from rlframework.weight_sync.noise_bound import NoiseBound

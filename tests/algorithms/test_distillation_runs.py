@@ -18,7 +18,7 @@ from rlframework.datasets.tokens import TokenData
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.runner.launch import resume
-from rlframework.runner.tokenize import tokenize
+from rlframework_tools.tokenize import tokenize
 
 pytestmark = pytest.mark.slow
 

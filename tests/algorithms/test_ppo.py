@@ -20,7 +20,7 @@ from rlframework.algorithms.losses import ValueLoss
 from rlframework.algorithms.ppo import add_advantages, value_metrics
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithm_presets import PRESETS
-from rlframework.config.ppo import PPOConfig, ValueLossConfig
+from rlframework.config.algorithms import PPOConfig, ValueLossConfig
 from rlframework.rollout.result import Rollout
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlframework.algorithms.losses import BradleyTerryLoss, StepLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.reward_model_training import RewardModelTrainingConfig
+from rlframework.config.preference_algorithms import RewardModelTrainingConfig
 
 PAIRS = 5
 

@@ -19,7 +19,7 @@ from rlframework.config.sections import (
     WorkerGroupConfig,
 )
 from rlframework.plugins.listing import PluginListing
-from rlframework.plugins.manager import Registered
+from rlframework.plugins.manager import Registered, create_manager
 from rlframework.plugins.types import (
     AlgorithmRecord,
     Capability,
@@ -102,6 +102,8 @@ class FakeManager:
         if name not in found:
             raise PluginError(f"there is no {kind} {name!r}. Installed: {', '.join(found)}.")
         return found[name]
+
+    hints = create_manager().hints
 
     def listing(self) -> list[PluginListing]:
         return self.rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlframework.base.errors import ConfigError, PluginError
-from rlframework.config.worker_groups import RemoteGroupConfig
+from rlframework.config.policy import RemoteGroupConfig
 from rlframework.plugins.configure import config_yaml, dump_config, load_config
 
 BACKEND = """

@@ -109,6 +109,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_yaml(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=f"cannot read the configuration file '{tmp_path}': Is a directory"):
         read_yaml(tmp_path)
+    with pytest.raises(ConfigError, match=r"train\.py is a Python script, not a configuration, .* `python train\.py`"):
+        read_yaml(Path("train.py"))
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"a: \xe9\n")
     with pytest.raises(ConfigError, match=r"latin\.yaml is not a UTF-8 text file: .* at byte 3"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlframework.base.errors import ConfigError, DataError
-from rlframework.config.curriculum import CurriculumConfig
+from rlframework.config.algorithms import CurriculumConfig
 from rlframework.datasets.curriculum import Curriculum
 from rlframework.datasets.loader import PromptLoader
 from rlframework.interfaces.environment import Sample

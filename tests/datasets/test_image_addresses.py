@@ -18,9 +18,8 @@ from PIL import Image
 
 from rlframework import load_config
 from rlframework.base.errors import ConfigError, ImageError
-from rlframework.config.environments import DatasetConfig
-from rlframework.config.images import ImagesConfig
-from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.config.environments import DatasetConfig, PreferencesConfig
+from rlframework.config.sections import ImagesConfig
 from rlframework.datasets import image_addresses
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.pictures import PictureReader, decoded

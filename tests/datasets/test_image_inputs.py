@@ -15,7 +15,7 @@ from PIL import Image
 
 from rlframework.base.errors import DataError, ImageError
 from rlframework.config.environments import ColumnsConfig, DatasetConfig
-from rlframework.config.images import ImagesConfig
+from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.conversations import Conversation, conversation_of
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.image_inputs import ImageInputs

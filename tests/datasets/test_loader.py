@@ -84,6 +84,13 @@ def test_memory_is_eight_bytes_a_row() -> None:
     assert peak < 50 << 20
 
 
+def test_a_batch_of_more_than_all_rows_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    PromptLoader(range(76), 76, 0)
+    assert not caplog.records
+    PromptLoader(range(76), 500, 0)
+    assert "a step takes 500 samples, but there are only 76 to train on: each 6.6 times" in caplog.text
+
+
 def test_refusals() -> None:
     with pytest.raises(DataError, match="the data set is empty"):
         PromptLoader([], 4, 0)

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.config.images import ImagesConfig
+from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.pictures import PictureReader
 from rlframework.datasets.preference_rows import preference_of, read_preferences
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.config.preference_environment import PreferencesConfig
-from rlframework.datasets.step_rows import steps_of
+from rlframework.config.environments import PreferencesConfig
+from rlframework.datasets.preference_rows import steps_of
 from rlframework.environments.preferences import PreferencesEnvironment
 
 ROW: dict[str, Any] = {"prompt": "8 even?", "completions": ["8 = 2 * 4", "yes"], "labels": [True, 0.5]}

@@ -320,3 +320,9 @@ def test_rows_from_python_are_split_like_those_of_a_file(tmp_path: Path) -> None
 def test_sections_that_name_no_data_or_too_much(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DatasetConfig(**config)
+
+
+def test_a_fraction_of_0_holds_out_nothing(tmp_path: Path) -> None:
+    environment = make(write(tmp_path / "rows.jsonl", *sums(3)), check="exact", validation_fraction=0.0)
+    assert answers(environment, "train") == ["1", "2", "3"]
+    assert answers(environment, "validation") == []

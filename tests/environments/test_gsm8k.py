@@ -213,3 +213,8 @@ def test_a_datasets_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 )
 def test_gold_answer(text: str, gold: str | None) -> None:
     assert gold_answer(text) == gold
+
+
+def test_a_fraction_of_0_holds_out_nothing(tmp_path: Path) -> None:
+    environment = make(train_path=write(tmp_path / "one.jsonl", [row("One?")]), validation_fraction=0.0)
+    assert (len(environment.samples("train")), len(environment.samples("validation"))) == (1, 0)

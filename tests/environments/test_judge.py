@@ -16,8 +16,8 @@ from judge_server import PROMPT, Answer, Server, completion, failure, serving
 from pydantic import ValidationError
 
 from rlframework.base.errors import ConfigError, UserError
+from rlframework.config.endpoint import JudgeConfig
 from rlframework.config.environments import DatasetConfig
-from rlframework.config.judge import JudgeConfig
 from rlframework.environments.dataset import DatasetEnvironment
 
 KEY = "very-private-0123456789"

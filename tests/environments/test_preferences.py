@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.config.preference_environment import PreferencesConfig
+from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.sources.memory import given_rows
 from rlframework.environments.preferences import PreferencesEnvironment
 from rlframework.interfaces.environment import Sample
@@ -170,3 +170,8 @@ def test_pairs_that_are_all_equal_or_all_in_the_wrong_order(tmp_path: Path, capl
 def test_sound_pairs_say_nothing(tmp_path: Path, caplog: Any) -> None:
     opened(write(tmp_path / "a.jsonl", [row(number) | {"margin": float(number)} for number in range(3)]))
     assert not caplog.records
+
+
+def test_a_fraction_of_0_holds_out_nothing(tmp_path: Path) -> None:
+    environment = opened(write(tmp_path / "one.jsonl", [row(1)]), validation_fraction=0.0)
+    assert (len(environment.samples("train")), len(environment.samples("validation"))) == (1, 0)

@@ -10,7 +10,7 @@ from episode_play import calls, play, says, texts
 from pydantic import TypeAdapter
 
 from rlframework.base.errors import ConfigError, RLFrameworkError, UserError
-from rlframework.config.episode_environments import ToolsConfig
+from rlframework.config.environments import ToolsConfig
 from rlframework.environments import threads
 from rlframework.environments.tool_environment import ToolEnvironment
 from rlframework.environments.tools import Toolbox, call, tools_of

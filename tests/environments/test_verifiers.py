@@ -16,7 +16,7 @@ from rlframework import run
 from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.interfaces.agents import AgentSession
+from rlframework.interfaces.environment import AgentSession
 from rlframework_environments.config import VerifiersConfig
 from rlframework_environments.verifiers import VerifiersEnvironment
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlframework.base.errors import UserError
-from rlframework.generation.adapted_weights import AdaptedWeights
+from rlframework.generation.engine_model import AdaptedWeights
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import Held, WeightSink
 

@@ -16,8 +16,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
 from rlframework.config.sections import GenerationConfig
 from rlframework.generation.driver import Generation
-from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan
-from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, Incoming, WeightSpan
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
 from rlframework.workers.dispatch import Dispatch, DispatchingWorkerGroup

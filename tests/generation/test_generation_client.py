@@ -11,7 +11,7 @@ from stub_engines import FakeEngine, request, run, until
 
 from rlframework.base.errors import RLFrameworkError
 from rlframework.generation.client import GenerationClient
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
+from rlframework.interfaces.generation import Incoming, Outgoing
 
 
 async def at_once() -> None:

@@ -12,8 +12,7 @@ from stub_engines import FakeEngine, request, run, until
 
 from rlframework.base.errors import DeadlineExceeded, EngineNotReady, RequestError, RLFrameworkError, WorkerLost
 from rlframework.generation.client import GenerationClient
-from rlframework.interfaces.generation import GenerationResult
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
+from rlframework.interfaces.generation import GenerationResult, Incoming, Outgoing
 
 
 @pytest.mark.parametrize("cause", ["rejected", "cancelled", "name in use"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlframework.base.errors import RequestError
-from rlframework.generation.image_places import image_places
+from rlframework.generation.media import image_places
 from rlframework.interfaces.generation import GenerationRequest
 
 IMAGE = 9

@@ -14,8 +14,7 @@ from rlframework.base.errors import WorkerLost
 from rlframework.generation import client
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import RemoteEngine
-from rlframework.interfaces.generation import GenerationResult, WeightSpan
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
+from rlframework.interfaces.generation import GenerationResult, Incoming, Outgoing, WeightSpan
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
 from rlframework.workers.dispatch import Dispatch, DispatchingWorkerGroup

@@ -14,8 +14,14 @@ from stub_engines import FakeEngine, run, until
 from rlframework.base.errors import EngineFault
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.result_contract import Answer, ResultContract
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan
-from rlframework.interfaces.generation_exchange import Incoming, Outgoing
+from rlframework.interfaces.generation import (
+    GenerationRequest,
+    GenerationResult,
+    Incoming,
+    Outgoing,
+    SamplingParams,
+    WeightSpan,
+)
 
 END, OTHER_END = 1, 2
 CONTRACT = ResultContract("mine", vocabulary=15, version=lambda: 7)

@@ -9,8 +9,7 @@ import torch
 
 from rlframework.base.errors import RequestError, RLFrameworkError, WorkerLost
 from rlframework.generation.scheduler import MOST_LOSSES, Scheduler
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightSpan
-from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming, WeightSpan
 
 LOST = WorkerLost("killed")
 

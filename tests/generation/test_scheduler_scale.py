@@ -10,8 +10,7 @@ import torch
 
 from rlframework.base.errors import WorkerLost
 from rlframework.generation.scheduler import Scheduler
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
-from rlframework.interfaces.generation_exchange import Incoming
+from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming
 
 PROMPT, NOTHING = torch.tensor([1, 2]), torch.empty(0)
 

@@ -11,8 +11,7 @@ import torch
 
 from rlframework.base.errors import EngineNotReady, RequestError
 from rlframework.config.sections import GenerationConfig
-from rlframework.generation.requests import ServingLimits
-from rlframework.generation.row_limits import RowLimits
+from rlframework.generation.requests import RowLimits, ServingLimits
 from rlframework.generation.serving import Collected, ServingEngine
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams, WeightSpan
 

@@ -7,8 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CamembertConfig, GPT2Config, MixtralConfig, Qwen3MoeConfig
 
-from rlframework.models.file_weights import FileLayout, FileWeight, by_file_names, gathered
-from rlframework.models.named_tensors import named_tensors
+from rlframework.models.file_weights import FileLayout, FileWeight, by_file_names, gathered, named_tensors
 
 
 def file_shapes(folder):

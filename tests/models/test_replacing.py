@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from rlframework.models.replacing import replacing
+from rlframework.models.loading import replacing
 
 
 class Library:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from rlframework.config.sections import ObserversConfig
-from rlframework.interfaces.pictures import Picture
-from rlframework.observers.jsonl import JsonlObserver
+from rlframework.interfaces.messages import Picture
+from rlframework.observers.jsonl import FOLDER, JsonlObserver
 from rlframework.observers.runs import read_run
-from rlframework.observers.sample_images import FOLDER
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
 from rlframework.runner.output_folder import read_contents
 from rlframework_report.report.content import content

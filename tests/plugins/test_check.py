@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rlframework.base.errors import PluginError
-from rlframework.config.images import ImagesConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import (
     AlgorithmConfig,
     EnvironmentConfig,
     GenerationConfig,
     GenerationWorkersConfig,
+    ImagesConfig,
     RunConfig,
     WorkerGroupConfig,
 )

@@ -18,8 +18,17 @@ OBSERVERS = {f"rlframework_{event}" for event in EVENTS}
 ACTING = OBSERVERS | {
     f"rlframework_{hook}"
     for hook in (
-        *("commands", "observers", "observer_problems", "run_planned", "plan_elsewhere"),
-        *("resume_from", "uploads", "agent_endpoint"),
+        *(
+            "commands",
+            "key_hint",
+            "value_hint",
+            "configuration_hint",
+            "observers",
+            "observer_problems",
+            "run_planned",
+            "plan_elsewhere",
+        ),
+        *("resume_from", "uploads", "agent_endpoint", "teacher_endpoint"),
     )
 }
 

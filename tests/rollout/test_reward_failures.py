@@ -122,6 +122,6 @@ def test_validation_between_rollouts_uses_the_same_process_and_counts_its_own_an
 
     assert {outcome.metrics["process"] for outcome in scored("1", "2")} == pids
     assert pids != {os.getpid()}
-    with pytest.raises(UserError, match=r"(?s)failed for 1 of the first 2 of 2 answers.*ValueError: bad"):
+    with pytest.raises(UserError, match=r"(?s)failed for 1 of 2 answers.*ValueError: bad"):
         scored("1", "8")
     player.close()

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
 from rlframework.base.errors import DataError, UserError
-from rlframework.runner.convert import convert
-from rlframework.runner.evaluation.plan import configurations, find_model
 from rlframework.runner.launch import resume
+from rlframework.runner.models import configurations, find_model
+from rlframework_tools.convert import convert
 
 pytestmark = pytest.mark.slow
 

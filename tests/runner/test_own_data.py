@@ -20,7 +20,7 @@ from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message
-from rlframework.runner.tokenize import tokenize
+from rlframework_tools.tokenize import tokenize
 
 pytestmark = pytest.mark.slow
 

@@ -30,11 +30,11 @@ from rlframework.policy.checkpoint.manifest import check_files
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.saved import native_files
 from rlframework.policy.checkpoint.shared_directory import save_native
-from rlframework.runner.evaluation.plan import plan_evaluation
 from rlframework.runner.parts import build_parts
 from rlframework_conformance.parity.recorded_step import read_step
 from rlframework_report.report import render
 from rlframework_report.report.content import content
+from rlframework_tools.evaluation.plan import plan_evaluation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -39,6 +39,18 @@ def gsm8k(folder: Path, train: str, validation: str) -> list[str]:
 
 
 @pytest.mark.slow
+def test_a_run_that_validates_needs_samples_to_validate_on(run_config, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(8)))
+    rows = f"environment={{name: dataset, path: {tmp_path}/rows.jsonl, check: exact, validation_fraction: 0}}"
+    told = refused(run_config("grpo", "~environment", rows))
+    assert told.startswith("environment 'dataset' has no validation samples; give it more data")
+    assert told.endswith("switch validation off: algorithm.validation={every: 0, at_start: false, at_end: false}")
+    off = told.rpartition(": algorithm")[2]
+    result = run(run_config("grpo", "~environment", rows, "algorithm.num_steps=1", f"algorithm{off}"))
+    assert "train/reward" in result.metrics
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "train", "validation", "told"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rlframework.algorithms import loop
 from rlframework.algorithms.loop import StepLoop
 
@@ -18,3 +20,16 @@ def test_the_start_of_an_engine_is_not_part_of_the_validation(monkeypatch):
     )
     metrics, _ = StepLoop._timed_validation(made, 0)
     assert metrics == {"time/validation": 5.0, "validation/refit_seconds": 2.0, "time/engine_start": 7.0}
+
+
+@pytest.mark.parametrize(("step", "told"), [(4, True), (3, False)])
+def test_resuming_a_finished_run_says_what_to_raise(monkeypatch, caplog, step, told):
+    monkeypatch.setattr(loop, "restore_random_states", lambda states: None)
+    config = SimpleNamespace(resume_command="rlframework train --resume runs/a")
+    restored = SimpleNamespace(step=step, random=None, metrics={})
+    resumed: Any = SimpleNamespace(
+        _restored=restored, config=SimpleNamespace(num_steps=4), parts=SimpleNamespace(config=config)
+    )
+    assert StepLoop._begin(resumed) == {"step": step}
+    assert ("raise algorithm.num_steps" in caplog.text) == told
+    assert ("rlframework train --resume runs/a algorithm.num_steps=8" in caplog.text) == told

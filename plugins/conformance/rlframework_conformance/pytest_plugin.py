@@ -1,4 +1,4 @@
-"""The pytest plugin: the options of a suite run. Loaded by pytest wherever rlframework-core is installed.
+"""The pytest plugin: the options of a suite run. Loaded by pytest wherever this is installed.
 
 Everything else is in `session`, which two hooks here register once a suite is imported. Options alone are not enough:
 pytest imports test modules during collection, and with pytest-xdist only the worker processes collect, so that the

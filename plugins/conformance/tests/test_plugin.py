@@ -15,7 +15,7 @@ LOADED = """
 def pytest_terminal_summary(terminalreporter):
     import sys
 
-    heavy = {"numpy", "omegaconf", "pydantic", "rlframework", "torch", "typer"}
+    heavy = {"numpy", "omegaconf", "pydantic", "rlframework", "rlframework_conformance", "torch", "typer"}
     names = sorted(name for name in sys.modules if name.partition(".")[0] in heavy)
     terminalreporter.line(f"loaded: {', '.join(names)};")
 """
@@ -292,15 +292,16 @@ def test_test_functions_of_another_name_are_an_error(tests, pytester):
 def test_the_kit_costs_nothing_until_a_suite_is_imported(tests, pytester):
     """Without one, pytest imports only the plugin's options; a report to write is checked for its folder."""
     pytester.makepyfile(test_it="def test_mine():\n    pass\n", conftest=LOADED)
-    plugin = "rlframework, rlframework_conformance, rlframework_conformance.pytest_plugin"
+    core = ("rlframework", *(f"rlframework.base{module}" for module in ("", ".errors", ".files", ".moved")))
+    kit = "rlframework_conformance, rlframework_conformance.pytest_plugin"
     for options, more in (
         ([], ""),
         (["-n", "1", "--conformance-layout", "all"], ""),
-        (["--conformance-json", "report.json"], ", rlframework.base.errors, rlframework.base.files"),
+        (["--conformance-json", "report.json"], "".join(f"{module}, " for module in core)),
     ):
         result = pytester.runpytest_subprocess(*options)
         result.assert_outcomes(passed=1)
-        result.stdout.fnmatch_lines([f"loaded: {plugin}{more};"])
+        result.stdout.fnmatch_lines([f"loaded: {more}{kit};"])
     assert not (pytester.path / "report.json").exists()
 
 

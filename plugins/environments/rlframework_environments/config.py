@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from rlframework.config.base import ImportsCode, NeedsTrust
-from rlframework.config.episode_environments import AttemptsConfig, Number, ToolDataConfig
+from rlframework.config.environments import AttemptsConfig, Number, ToolDataConfig
 from rlframework.config.numbers import Seconds, Steps
 from rlframework.config.sections import EnvironmentConfig
 

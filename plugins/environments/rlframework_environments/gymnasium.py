@@ -9,7 +9,7 @@ from typing import Any
 
 from rlframework.base.errors import ConfigError
 from rlframework.environments import threads
-from rlframework.environments.tool_calls import encodable
+from rlframework.environments.tool_episodes import encodable
 from rlframework.environments.verifiable import prompt_messages
 from rlframework.interfaces.environment import Environment, Episode, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message, text_of

@@ -7,9 +7,17 @@ from typing import Any
 
 from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.base.logs import plugin_logger
-from rlframework.environments.tool_calls import RejectedCall, answer, names_of, object_of, refusal, require_known
 from rlframework.environments.tool_environment import ToolDataEnvironment
-from rlframework.environments.tool_episodes import Score, ToolSession
+from rlframework.environments.tool_episodes import (
+    RejectedCall,
+    Score,
+    ToolSession,
+    answer,
+    names_of,
+    object_of,
+    refusal,
+    require_known,
+)
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
 from rlframework_environments.config import McpConfig

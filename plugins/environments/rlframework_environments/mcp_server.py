@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.environments import process_ends
-from rlframework.environments.tool_calls import RejectedCall, spec
+from rlframework.environments.tool_episodes import RejectedCall, spec
 from rlframework.interfaces.messages import ToolSpec
 from rlframework_environments.config import McpConfig
 

@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from rlframework.base.errors import ConfigError, RLFrameworkError
-from rlframework.interfaces.agents import AgentSession, NoReward
-from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
+from rlframework.interfaces.environment import AgentSession, Environment, NoReward, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message
 from rlframework_environments.config import VerifiersConfig
 from rlframework_environments.verifiers_process import VerifiersProcess

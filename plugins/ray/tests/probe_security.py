@@ -13,7 +13,7 @@ import grpc
 import psutil
 import ray
 
-sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[3] / "tests" / "workers"))
 
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec

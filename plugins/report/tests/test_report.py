@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlframework.base.errors import UserError
 from rlframework.cli import main
 from rlframework.observers.runs import Run, Sample, names_of, read_run, read_runs
-from rlframework_report.report import render, write_report
+from rlframework_report.report import figures, render, write_report
 from rlframework_report.report.charts import arrange
 from rlframework_report.report.content import breakdowns_of, content, phases_of, thin
 from rlframework_report.report.figures import draw_figures
@@ -316,7 +316,7 @@ def test_every_metric_has_a_chart_in_one_group() -> None:
     assert arranged == {
         "outcome": [
             ["train/reward", "validation/reward"],
-            ["validation/pass@4", "validation/pass@4_high", "validation/pass@4_low"],
+            ["validation/pass@4"],
         ],
         "optimisation": [["train/lr"]],
         "policy": [["train/entropy"], ["train/clip_high"]],
@@ -325,6 +325,8 @@ def test_every_metric_has_a_chart_in_one_group() -> None:
         "refit": [["refit/probe_error"], ["refit/version"], ["validation/refit_seconds"], ["time/refit"]],
         "other": [["my/own"]],
     }
+    drawn = [chart for _, _, charts in arrange(names) for chart in charts]
+    assert [name for chart in drawn for name in chart.intervals] == ["validation/pass@4"]
 
 
 def test_constant_and_duplicate_metrics_are_listed_as_text() -> None:
@@ -363,6 +365,20 @@ def test_the_page_of_three_long_runs_stays_small() -> None:
 
 
 @pytest.mark.slow
+def test_an_interval_is_a_band_of_its_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(figures, "write_png", lambda figure, _: kept.append(figure))
+    name, rows = "validation/pass@4", ((1, 0.2, 0.1, 0.4), (2, 0.5, 0.3, 0.7))
+    history = [{"step": float(i), name: of, f"{name}_low": low, f"{name}_high": high} for i, of, low, high in rows]
+    with_interval, without = Run("a", Path("a"), history), Run("b", Path("b"), [{"step": 1.0, name: 0.5}])
+    draw_figures([with_interval, without], tmp_path, 1)
+    [axes] = kept[0].axes
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.2, 0.5], [0.5]]
+    [band] = axes.collections
+    corners = {tuple(point) for point in band.get_paths()[0].vertices.tolist()}
+    assert corners == {(1.0, 0.1), (1.0, 0.4), (2.0, 0.3), (2.0, 0.7)}
+
+
 def test_figures_of_names_that_no_font_can_show(tmp_path: Path) -> None:
     name = "\x1b[2J\ud800\u202e"
     run = Run(name, Path("r"), [{"step": 1.0, f"train/{name}": 1.0, f"time/{name}": 1.0, "time/step": 1.0}])

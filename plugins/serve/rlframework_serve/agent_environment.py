@@ -8,11 +8,10 @@ from typing import Any
 from rlframework.base.errors import ConfigError, UserError
 from rlframework.datasets.pictures import data_uri
 from rlframework.environments import threads
-from rlframework.environments.answer_scores import AnswerScores
+from rlframework.environments.counted_failures import AnswerScores
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.reward_calls import Failure, read_result
-from rlframework.interfaces.agents import AgentSession, NoReward
-from rlframework.interfaces.environment import Sample, StepOutcome
+from rlframework.interfaces.environment import AgentSession, NoReward, Sample, StepOutcome
 from rlframework.interfaces.messages import Message
 from rlframework.plugins.user_defined import load_agent
 from rlframework_serve.config import AgentConfig

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, cast
 
 from rlframework.base.errors import UserError
 from rlframework.base.logs import plugin_logger
-from rlframework.config.episode_environments import AttemptsConfig
+from rlframework.config.environments import AttemptsConfig
 from rlframework.environments.threads import failing_alone
 from rlframework.environments.user_tracebacks import described, traceback_of
-from rlframework.interfaces.agents import AgentSession, NoReward, RunsAgents
-from rlframework.interfaces.environment import Sample, StepOutcome
+from rlframework.interfaces.environment import AgentSession, NoReward, RunsAgents, Sample, StepOutcome
 from rlframework.interfaces.generation import SamplingParams
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.episode_thread import Bridge

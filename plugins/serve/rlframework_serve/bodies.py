@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rlframework.environments.tool_calls import json_value
+from rlframework.environments.tool_episodes import json_value
 from rlframework_serve.errors import ApiError
 
 if TYPE_CHECKING:

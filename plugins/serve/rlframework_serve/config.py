@@ -5,8 +5,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from rlframework.config.base import ImportsCode, import_path
-from rlframework.config.environments import DatasetConfig
-from rlframework.config.episode_environments import AttemptsConfig
+from rlframework.config.environments import AttemptsConfig, DatasetConfig
 
 
 class AgentConfig(AttemptsConfig, DatasetConfig):

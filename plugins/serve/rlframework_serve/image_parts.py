@@ -11,10 +11,9 @@ from io import BytesIO
 from typing import Any
 
 from rlframework.base.errors import ImageError
-from rlframework.config.images import ImagesConfig
+from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.pictures import decoded, scheme_of
-from rlframework.interfaces.messages import ImagePart
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import ImagePart, Picture
 from rlframework_serve.errors import ApiError
 
 IMAGE_PARTS = ("image_url", "input_image")

@@ -40,6 +40,12 @@ def rlframework_agent_endpoint() -> str:
 
 
 @hookimpl
+def rlframework_teacher_endpoint() -> str:
+    """Return the path of `TeacherEndpoint`."""
+    return "rlframework_serve.teacher:TeacherEndpoint"
+
+
+@hookimpl
 def rlframework_commands(app: typer.Typer) -> None:
     """Add `serve`."""
     app.command()(serve)
@@ -77,7 +83,7 @@ def serve(
     """
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token):
         raise UserError("--token: give at least 16 printable ASCII characters without spaces, or leave it out")
-    from rlframework.runner.evaluation.plan import generation_config
+    from rlframework.runner.models import generation_config
 
     config = generation_config(name, overrides=with_old_overrides(overrides or (), old_overrides), trust_run=trust_run)
     from rlframework.runner.parts import build_generation, open_images

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.interfaces.messages import Content, ContentPart, Message, TextPart, ToolCall, ToolSpec
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import Content, ContentPart, Message, Picture, TextPart, ToolCall, ToolSpec
 from rlframework_serve.errors import ApiError
 from rlframework_serve.image_parts import IMAGE_PARTS, TEXT_ONLY, ImageReader
 

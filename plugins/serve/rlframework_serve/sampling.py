@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from rlframework.base.errors import DataError, RequestError
-from rlframework.environments.tool_calls import is_malformed, is_whole
+from rlframework.environments.tool_episodes import is_malformed, is_whole
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
-from rlframework.interfaces.messages import Message, pictures_of
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import Message, Picture, pictures_of
 from rlframework.rollout.chat_format import ChatFormat, characters_of, is_large
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.base.errors import ConfigError, UserError
 from rlframework.base.logs import plugin_logger
-from rlframework.config.images import ImagesConfig
+from rlframework.config.sections import ImagesConfig
 from rlframework_serve.bodies import Incoming, answer_early, json_response
 from rlframework_serve.chat import ChatReply
 from rlframework_serve.completion_replies import CompletionReply

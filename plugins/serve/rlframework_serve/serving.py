@@ -20,7 +20,7 @@ from rlframework_serve.sessions import Session
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlframework.config.images import ImagesConfig
+    from rlframework.config.sections import ImagesConfig
     from rlframework.datasets.image_inputs import ImageInputs
     from rlframework.generation.driver import Generation
     from rlframework.policy.client import Policy

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.base.errors import EngineFault, RefitError
 from rlframework.interfaces.environment import LARGEST_REWARD
-from rlframework.interfaces.messages import Message, ToolSpec, text_of
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import Message, Picture, ToolSpec, text_of
 from rlframework.observers.timeline import ENVIRONMENT, Timeline
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed

@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from rlframework import load_config
-from rlframework.config.images import ImagesConfig
+from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.image_inputs import ImageInputs
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.messages import pictures_of

@@ -229,7 +229,7 @@ def test_the_pixels_of_a_requests_new_images_are_bounded_before_they_are_decoded
 
     from PIL import Image
 
-    from rlframework.config.images import ImagesConfig
+    from rlframework.config.sections import ImagesConfig
     from rlframework_serve import image_parts
     from rlframework_serve.errors import ApiError
 
@@ -253,7 +253,7 @@ def test_the_pixels_of_a_requests_new_images_are_bounded_before_they_are_decoded
 
 
 def test_images_are_read_outside_the_event_loop() -> None:
-    from rlframework.config.images import ImagesConfig
+    from rlframework.config.sections import ImagesConfig
 
     async def thread_of(images: Any) -> bool:
         endpoint = Endpoint(None, "policy", images=images)  # type: ignore[arg-type]

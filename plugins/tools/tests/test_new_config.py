@@ -15,9 +15,9 @@ from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.policy import OptimizerConfig
 from rlframework.plugins.configure import load_config
 from rlframework.plugins.manager import create_manager
-from rlframework.runner.launch import dry_run
 from rlframework_tools.estimates.hardware import PlannedGpus
 from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.estimates.printing import estimate_run
 from rlframework_tools.new_config import default_batch
 
 ALGORITHMS = tuple(create_manager().registered("algorithm"))
@@ -64,11 +64,11 @@ def test_the_file_of_every_algorithm_passes_the_checks_as_written(algorithm: str
     config = load_config("run.yaml")
     assert (config.algorithm.name, config.worker_group.num_workers) == (algorithm, max(gpus, 1))
     assert config.policy.train_global_batch_size == {0: 64, 1: 256, 6: 288}[gpus]
-    assert dry_run(config).warnings() == []
+    assert estimate_run(config).warnings() == []
     if gpus:
         plan = plan_run("run.yaml", [], PlannedGpus.parse(f"{gpus}xH100"))
         assert plan.changes == ("device=cuda",)
-        assert dry_run(plan.config, planned=plan.gpus).verdict().startswith("fits on")
+        assert estimate_run(plan.config, planned=plan.gpus).verdict().startswith("fits on")
     assert uncommented(Path("run.yaml").read_text()) == []
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rlframework.base.errors import EngineNotReady, WorkerError
-from rlframework.generation.requests import ServingLimits
-from rlframework.generation.row_limits import RowLimits
+from rlframework.generation.requests import RowLimits, ServingLimits
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, WeightReport, WeightSpan
 from rlframework.weight_sync.receiver import ReceivesWeights
 from rlframework_vllm import engine as engine_module

@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rlframework.algorithms.losses.preference import PairLoss, find_pairs
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.reward_model_training import RewardModelTrainingConfig
+from rlframework.config.preference_algorithms import RewardModelTrainingConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
 
 

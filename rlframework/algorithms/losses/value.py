@@ -10,7 +10,7 @@ from torch import Tensor
 from rlframework.algorithms.losses.averages import token_mean
 from rlframework.algorithms.losses.nll import loss_mask
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.ppo import ValueLossConfig
+from rlframework.config.algorithms import ValueLossConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from rlframework.base.errors import DataError
 from rlframework.datasets.sources.opening import dataset_rows
 from rlframework.datasets.sources.rows import Row, Rows, counted_from_0
-from rlframework.interfaces.pictures import Picture
+from rlframework.interfaces.messages import Picture
 
 if TYPE_CHECKING:
     from datasets import Dataset

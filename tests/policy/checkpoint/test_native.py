@@ -10,8 +10,8 @@ from rlframework.policy.checkpoint.manifest import check_files, read_manifest
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.saved import is_native, native_files
 from rlframework.policy.checkpoint.shared_directory import save_native
-from rlframework.runner.convert import find_source
-from rlframework.runner.evaluation.plan import find_model
+from rlframework.runner.models import find_model
+from rlframework_tools.convert import find_source
 
 FACTS = {"backend": "Mine", "workers": 1, "optimizer": False}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +86,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of all metrics (`train/x`, `validation/x`) of one quantity, with the bounds of its interval."""
+    """A chart of all metrics (`train/x`, `validation/x`) of one quantity."""
 
     quantity: str
     title: str
     names: Sequence[str]
+    intervals: Sequence[str]
+    """Those of `names` with a confidence interval, the metrics of `bounds_of`; it is drawn as a band."""
     percent: bool
     planned: bool
     """True if the quantity is scheduled, not measured, such as the learning rate; it is not smoothed."""
@@ -108,20 +110,20 @@ def phase_of(name: str) -> str | None:
     return found[1] if found else None
 
 
-def _without_bound(name: str, names: Collection[str]) -> str:
-    """The metric whose confidence interval `name` is a bound of (`NAME_low`, `NAME_high`); else `name` itself."""
-    measured, _, bound = name.rpartition("_")
-    return measured if bound in ("low", "high") and measured in names else name
+def bounds_of(name: str) -> tuple[str, str]:
+    """The metrics with the bounds of the confidence interval of `name`, if it has one."""
+    return f"{name}_low", f"{name}_high"
 
 
 def arrange(names: Iterable[str]) -> list[tuple[str, str, list[Chart]]]:
     """Identifier, heading and charts of each non-empty group, in the order of the page."""
     quantities: dict[str, list[str]] = {}
     names = set(names)
-    for name in sorted(names - {"step", "time"} - BROKEN_DOWN):
+    with_interval = {name for name in names if names.issuperset(bounds_of(name))}
+    bounds = {bound for name in with_interval for bound in bounds_of(name)}
+    for name in sorted(names - {"step", "time"} - BROKEN_DOWN - bounds):
         if phase_of(name) is None or name == "time/refit":
-            measured = _without_bound(name, names)
-            quantities.setdefault(measured.removeprefix(f"{split_of(name)}/"), []).append(name)
+            quantities.setdefault(name.removeprefix(f"{split_of(name)}/"), []).append(name)
     groups: dict[str, list[Chart]] = {}
     for quantity in sorted(quantities, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
         words = re.sub(r"[_/]+", " ", quantity).strip() or quantity
@@ -129,7 +131,9 @@ def arrange(names: Iterable[str]) -> list[tuple[str, str, list[Chart]]]:
         percent = re.search(r"accuracy|fraction|mfu$|rate$|(pass|avg)[@_]", quantity) is not None
         planned = re.search(r"(^|/|_)lr$|learning_rate", quantity) is not None
         group = next(key for key, _, pattern in GROUPS if re.search(pattern, quantity))
-        groups.setdefault(group, []).append(Chart(quantity, title, quantities[quantity], percent, planned))
+        of_chart = quantities[quantity]
+        intervals = [name for name in of_chart if name in with_interval]
+        groups.setdefault(group, []).append(Chart(quantity, title, of_chart, intervals, percent, planned))
     titles = {key: title for key, title, _ in GROUPS}
     return [(key, titles[key], groups[key]) for key in ORDER if key in groups]
 

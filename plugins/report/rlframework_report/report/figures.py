@@ -15,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from rlframework.base.logs import printable
 from rlframework.observers.runs import Run
 from rlframework_report.curve import STYLE, draw_series, write_png
-from rlframework_report.report.charts import arrange, split_of, worth_drawing
+from rlframework_report.report.charts import arrange, bounds_of, split_of, worth_drawing
 from rlframework_report.report.content import phases_of
 
 COLOURS = ("#0067a8", "#cf5200", "#007a58", "#a8447e", "#6b4e00", "#5a35c9", "#6d7884", "#a3283a")
@@ -42,6 +42,9 @@ def _figures(runs: Sequence[Run], span: int) -> Iterator[tuple[str, Figure]]:
                 for name in chart.names:
                     smoothing, held_out = 1 if chart.planned else span, split_of(name) == "validation"
                     draw_series(place, *run.series(name), smoothing, held_out, color=colour, marker=marker)
+                    if name in chart.intervals and run.series(bounds_of(name)[0])[0]:
+                        (at, low), (_, high) = map(run.series, bounds_of(name))
+                        place.fill_between(at, low, high, color=colour, alpha=0.15)
             if chart.percent:
                 place.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
         if len(runs) > 1:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlframework.observers.jsonl import image_uri
 from rlframework.observers.runs import Run, Sample, Turn
-from rlframework.observers.sample_images import image_uri
 
 LONGEST = 4000
 """Maximum number of characters in one prompt or completion."""

@@ -11,8 +11,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.datasets.rendering import render_prompt, render_samples
 from rlframework.datasets.tokens import TokenData
 from rlframework.huggingface.model_directories import model_positions
-from rlframework.interfaces.agents import runs_agents
-from rlframework.interfaces.environment import Sample, has_episodes
+from rlframework.interfaces.environment import Sample, has_episodes, runs_agents
 from rlframework.rollout.parts import Parts
 
 RENDERED, LONGEST = 256, 16

@@ -15,7 +15,8 @@ from rlframework.observers.host import Gpu
 from rlframework.plugins.configure import config_yaml, dump_config
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import PolicyWorkerRecord
-from rlframework.runner.parts import Placeholder, backend_record, planned_parts
+from rlframework.runner.further_policies import Placeholder
+from rlframework.runner.parts import backend_record, planned_parts
 from rlframework_tools.estimates.disk import disk, gib
 from rlframework_tools.estimates.estimate import estimate, estimate_rows
 from rlframework_tools.estimates.hardware import PlannedGpus

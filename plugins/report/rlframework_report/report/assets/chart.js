@@ -32,6 +32,10 @@ class Chart {
         const held = data.splits[name] === "validation";
         const line = { run: index, name, held, steps, mean, low, high, x: steps.map((step) => placeOf(index, step)) };
         line.smooth = held || this.spec.planned || state.span <= 1 ? mean : smoothed(steps, mean, state.span);
+        if (this.spec.intervals.includes(name) && run.series[`${name}_low`]?.[1].length) {
+          const [[at, from], [, to]] = [run.series[`${name}_low`], run.series[`${name}_high`]];
+          line.interval = { x: run.places[at].map((step) => placeOf(index, step)), low: from, high: to };
+        }
         line.bad = (run.bad[name] ?? []).map((step) => placeOf(index, step));
         this.lines.push(line);
       }
@@ -81,6 +85,7 @@ class Chart {
         if (line.low && !state.robust) values.push(line.low[i], line.high[i]); else values.push(line.mean[i]);
       });
     }
+    for (const { interval } of this.lines) interval?.x.forEach((x, i) => { if (x >= x0 && x <= x1) values.push(interval.low[i], interval.high[i]); });
     this.isLog = this.log && values.some((value) => value > 0);
     const usable = (this.isLog ? values.filter((value) => value > 0) : values).sort((a, b) => a - b);
     const cut = state.robust && !this.spec.planned && usable.length > 20 ? Math.ceil(usable.length * 0.005) : 0;
@@ -157,11 +162,16 @@ class Chart {
     return text;
   }
 
-  /** Draw the raw values faintly behind all lines; for a thinned series, the band from minimum to maximum. */
+  drawBand(group, run, { x, low, high }) {
+    group.append(svg("path", { class: `band ${colour(run)}`, d: `${this.path(x, high)}${this.path([...x].reverse(), [...low].reverse()).replace("M", "L")}Z` }));
+  }
+
+  /** Draw intervals and raw values faintly behind all lines; for a thinned series, the band from minimum to maximum. */
   drawRaw(group, line) {
+    if (line.interval) this.drawBand(group, line.run, line.interval);
     if (line.held || line.x.length === 1) return;
     const c = colour(line.run);
-    if (line.low) group.append(svg("path", { class: `band ${c}`, d: `${this.path(line.x, line.high)}${this.path([...line.x].reverse(), [...line.low].reverse()).replace("M", "L")}Z` }));
+    if (line.low) this.drawBand(group, line.run, line);
     if (line.smooth !== line.mean) group.append(svg("path", { class: `raw ${c}`, d: this.path(line.x, line.mean) }));
   }
 

@@ -1,0 +1,443 @@
+"""Hints for unknown keys: the nearest right key, and the vocabulary of other libraries."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from probe_hints import MINIMAL, error_of
+from pydantic import BaseModel, Field
+
+from rlframework.base.errors import ConfigError, PluginError
+from rlframework.config.algorithms import GRPOConfig, PPOConfig, SFTConfig
+from rlframework.config.base import Section
+from rlframework.config.environments import DatasetConfig
+from rlframework.config.hints import key_paths, models_in, nearest_key
+from rlframework.config.models import run_model
+from rlframework.config.preference_algorithms import DPOConfig
+from rlframework.config.sections import RunConfig
+from rlframework.plugins.configure import load_config
+from rlframework_ray.config import RayGroupConfig
+from rlframework_tools.peers.hints import PEER_KEYS, WITHOUT_COUNTERPART, peer_hint
+from rlframework_tools.peers.keys import OF_PAIRS, REMARKS
+from rlframework_tools.peers.values import PEER_VALUES
+
+MOVING = Path(__file__).resolve().parents[4] / "docs" / "moving"
+PARTS = (("environment", DatasetConfig), ("worker_group", RayGroupConfig))
+KEYS = {
+    ".".join(path)
+    for algorithm in (GRPOConfig, SFTConfig, PPOConfig)
+    for path in key_paths(run_model((*PARTS, ("algorithm", algorithm)), ()))
+}
+
+
+def test_hints_name_keys_of_the_schema_and_no_peer_word_hides_one() -> None:
+    assert set(PEER_KEYS.values()) <= KEYS
+    assert set(re.findall(r"`([a-z_.]+)`", " ".join([*WITHOUT_COUNTERPART.values(), *REMARKS.values()]))) <= KEYS
+    pairs = {".".join(path) for path in key_paths(run_model((*PARTS, ("algorithm", DPOConfig)), ()))}
+    assert set(re.findall(r"`([a-z_.]+)`", " ".join(OF_PAIRS.values()))) - {"algorithm.gamma"} <= pairs
+    assert not {word for word in PEER_KEYS if word in KEYS}
+    assert set(PEER_VALUES) <= KEYS
+
+
+@pytest.mark.parametrize(
+    ("written", "ours"),
+    [
+        ("learning_rate=1e-6", "policy.optimizer.lr"),
+        ("policy.optimizer.learning_rate=1e-6", "policy.optimizer.lr"),
+        ("policy.per_device_train_batch_size=4", "policy.train_micro_batch_size"),
+        ("policy.gradient_accumulation_steps=4", "policy.train_global_batch_size"),
+        ("rollout.n=8", "algorithm.samples_per_prompt"),
+        ("actor_rollout_ref.rollout.n=8", "algorithm.samples_per_prompt"),
+        ("algorithm.num_generations=8", "algorithm.samples_per_prompt"),
+        ("grpo.num_prompts_per_step=8", "algorithm.prompts_per_step"),
+        ("algorithm.beta=0.1", "algorithm.loss.kl_coef"),
+        ("algorithm.loss.kl_loss_coef=0.1", "algorithm.loss.kl_coef"),
+        ("max_prompt_length=512", "generation.max_new_tokens"),
+        ("policy.optimizer.max_grad_norm=1", "policy.max_grad_norm"),
+        *(
+            (f"{above}{word}", ours)
+            for above in ("", "algorithm.")
+            for word, ours in (
+                ("epsilon=0.2", "algorithm.loss.ratio_clip_min"),
+                ("epsilon_high=0.28", "algorithm.loss.ratio_clip_max"),
+                ("num_generations=8", "algorithm.samples_per_prompt"),
+                ("reward_weights=[1, 2]", "environment.reward"),
+                ("loss_type=grpo", "algorithm.loss.level"),
+                ("steps_per_generation=4", "algorithm.prompts_per_step"),
+                ("max_completion_length=9", "generation.max_new_tokens"),
+                ("repetition_penalty=1.1", "generation.temperature"),
+                ("scale_rewards=group", "algorithm.normalize_std"),
+                ("warmup_ratio=0.1", "policy.scheduler.warmup_steps"),
+            )
+        ),
+    ],
+)
+def test_the_error_names_our_key(written: str, ours: str) -> None:
+    message = error_of(written)
+    assert "unknown key" in message
+    assert f"`{ours}`" in message
+    assert "Did you mean" not in message or ours == "policy.max_grad_norm"
+
+
+@pytest.mark.slow
+def test_the_message_in_full() -> None:
+    assert error_of("algorithm.num_iterations=8") == (
+        "`algorithm.num_iterations`: unknown key (given 8 in override `algorithm.num_iterations=8`). "
+        "In rlframework this is `algorithm.epochs_per_batch`."
+    )
+    assert error_of("algorithm.preset=nemo_rl", "grpo={num_prompts_per_step: 4, max_num_steps: 9}") == (
+        "`grpo`: unknown key (in override `grpo={num_prompts_per_step: 4, max_num_steps: 9}`). Its keys in "
+        "rlframework:\n    `num_prompts_per_step`: `algorithm.prompts_per_step`.\n    `max_num_steps`: "
+        "`algorithm.num_steps`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("save_steps=100", "`checkpoints.every`. TRL counts optimizer steps: for GRPO, divide by those of a step here"),
+        ("algorithm.eval_steps=9", "`algorithm.validation.every`. TRL counts optimizer steps"),
+        ("max_steps=9", "`algorithm.num_steps`. TRL counts optimizer steps"),
+        ("ppo_mini_batch_size=4", "`policy.train_global_batch_size`. Here it counts rows: verl counts prompts"),
+        ("train_batch_size=8", "`algorithm.prompts_per_step`. .* OpenRLHF's, .* is `policy.train_global_batch_size`"),
+        ("num_episodes=1", "`algorithm.num_epochs`"),
+        ("init_kl_coef=0.1", "`algorithm.loss.kl_coef`. .* `algorithm.reward_kl.coef`"),
+        ("advantage_estimator=group_norm", "`algorithm.name`. Another framework's group_norm is `grpo`"),
+        ("algorithm.adv_estimator=remax", "`algorithm.name`. Another framework's remax has no counterpart"),
+        ("kl_loss_type=low_var_kl", "`algorithm.loss.kl_estimator`. Another framework's low_var_kl is k3"),
+        ("save_freq=-1", "`checkpoints.every`. Another framework's -1 is 0 here"),
+        ("reward_model.path=m", "`reward_model.model_name`"),
+        ("vllm_mode=colocate", "`generation.workers`. .* `generation.workers.group` processes; .* TRL's server"),
+        (
+            "scale_rewards=false",
+            "`algorithm.normalize_std`: TRL's group and True are true, .* none and False are false",
+        ),
+    ],
+)
+def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
+    assert re.search(f"In rlframework this is {told}", error_of(written))
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("generation.val_kwargs={top_p: 0.9}", "Validation has the run's top_k and top_p"),
+        ("generation.val_kwargs={do_sample: true}", "`algorithm.validation.temperature`: 0 for greedy answers"),
+        ("algorithm.validation.n=4", "In rlframework this is `algorithm.validation.attempts`."),
+        ("generation.tensor_model_parallel_size=2", "With vLLM it is generation.vllm.tensor_parallel_size"),
+        ("rollout.tensor_model_parallel_size=2", "With vLLM it is generation.vllm.tensor_parallel_size"),
+        ("generation.enforce_eager=true", "With vLLM it is generation.vllm.enforce_eager."),
+        ("cluster.num_nodes=2", "`worker_group.num_workers`. It counts workers in all"),
+        ("zero_stage=3", "it is policy.deepspeed.zero_optimization.stage"),
+        ("policy.max_total_sequence_length=9", "`generation.max_new_tokens` tokens"),
+        ("generation.mode=async", "served as they come"),
+        ("environment.truncation=left", "No prompt is dropped or cut"),
+        ("algorithm.normalize_reward=true", "Rewards are not normalized over the run"),
+        ("algorithm.kl_ctrl={kl_coef: 0.001}", "`algorithm.reward_kl.coef`. Only if use_kl_in_reward is True"),
+        ("algorithm.use_kl_in_reward=false", "with kl_ctrl.kl_coef as `algorithm.reward_kl.coef`. False: remove the"),
+        ("algorithm.kl_penalty=kl", "`algorithm.reward_kl.estimator`. Only if use_kl_in_reward is True"),
+        ("actor_rollout_ref={ref: {fsdp_config: {param_offload: true}}}", "`ref.fsdp_config`: The reference's weights"),
+        ("actor_rollout_ref={ref: {strategy: fsdp}}", "`ref.strategy`: The reference has the model, the backend"),
+        ("actor_rollout_ref={ref: {log_prob_micro_batch_size: 8}}", "verl's number is of all, so divide"),
+        ("n_gpus_per_node=8", "`worker_group.num_workers` is the GPUs in all, nodes times GPUs of each. With"),
+        ("actor.clip_ratio=0.2", "`algorithm.loss.ratio_clip_min`. It is `algorithm.loss.ratio_clip_max` too"),
+        (
+            "algorithm.adv_estimator=grpo",
+            "grpo has the same name here; verl's formulas are those with algorithm.preset=verl",
+        ),
+        ("algorithm.lam=0.95", "`algorithm.gae_lambda`. It is a key of `algorithm.name` ppo"),
+        ("critic.cliprange_value=0.5", "`algorithm.value_loss.clip`"),
+        ("critic.forward_max_token_len_per_gpu=9", "`critic.batching.logprob_tokens`"),
+        ("critic.shuffle=true", "trained on in their order: remove the key"),
+        ("reward_model.enable=false", "False: remove the section"),
+        ("reward_model.reward_manager=dapo", "what verl's dapo adds is `algorithm.overlong`"),
+        ("reward_model.overlong_buffer={enable: true}", "`enable`: `algorithm.overlong.buffer` above 0 enables it"),
+        ("actor_rollout_ref={rollout: {top_k: -1}}", "`rollout.top_k`: `generation.top_k`."),
+        ("actor_rollout_ref={model: {external_lib: null}}", "`model.external_lib`: `plugins`. A list"),
+        ("data={tokenizer: null}", "`tokenizer`: `policy.tokenizer_name`"),
+        ("policy.generation={temperature: 0.7, top_k: null}", "`temperature`: `generation.temperature`"),
+        ("trainer={balance_batch: true}", "`balance_batch`: Rows are always divided"),
+        ("algorithm.name=gae", "is `ppo`"),
+        ("checkpoints.best={metric: x}", "The name of the metric is the key checkpoints.metric"),
+        ("policy.scheduler.name=warmup_cosine", "is cosine, with policy.scheduler.warmup_steps"),
+        ("policy.scheduler.name=LinearLR", "is a warm-up: constant, with its total_iters as policy.scheduler.warmup"),
+        ("policy.optimizer.name=torch.optim.AdamW", "is adamw"),
+        ("policy.optimizer.kwargs={betas: [0.9, 0.99], eps: 1e-8}", "`eps`: `policy.optimizer.eps`"),
+        ("policy.logprob_chunk_size=1024", "The output head always works in chunks"),
+        ("policy.make_sequence_length_divisible_by=2", "Rows are padded as the parallel layout needs: remove the key"),
+        ("policy.dtensor_cfg={enabled: true}", "`enabled`: `policy.backend`. Another framework's true is dtensor"),
+        ("policy.megatron_cfg={enabled: false}", "`policy.backend`. Another framework's false is another backend: rem"),
+        ("policy.sequence_packing={enabled: true}", "`enabled`: `policy.batching.mode`. Another framework's true is p"),
+        ("policy.generation={backend: vllm}", "`backend`: `generation.name`"),
+        ("grpo={async_grpo: {enabled: false}}", "`algorithm.async`. Another framework's false needs no key"),
+        ("data={prompt_file: cot.txt}", "`prompt_file`: `environment.instruction`. The text itself"),
+        ("data={system_prompt_file: null}", "`environment.system_prompt`. The text itself, in place of a file. Anoth"),
+        ("env={math: {num_workers: 8}}", "`math`: `environment.check`. Set it to math."),
+        ("logger={wandb: {name: x}}", "`wandb.name`: `observers.wandb.run_name`"),
+        ("loss_fn={token_level_loss: true}", "`algorithm.loss.level`. Another framework's true is token"),
+        ("loss_fn={sequence_level_importance_ratios: false}", "`algorithm.loss.ratio`. Another framework's false ne"),
+        ("use_on_policy_kl_approximation=false", "`algorithm.loss.kl_correction`. Another framework's false is score"),
+        ("higher_is_better=true", "`checkpoints.best`. Another framework's true is highest"),
+        ("report_to=none", "`observers`. Another framework's none needs no key: remove it"),
+        ("use_peft=true", "`policy.lora`. Another framework's true is this section"),
+        ("normalize_rewards=true", "With use_leave_one_out_baseline, NeMo-RL divides by the deviation of the other"),
+        ("per_device_train_batch_size=8", "It acts only with `policy.batching.mode` padded"),
+        ("report_to=trackio", "write `observers: {trackio: {}}`"),
+        ("observers=[console, wandb]", "write `observers: {console: true, wandb: {}}`"),
+        ("trainer={logger: [console, tensorboard]}", "write `observers: {console: true, tensorboard: true}`"),
+        ("total_training_steps=null", "`algorithm.num_steps`. Another framework's null is algorithm.num_epochs here"),
+        ("trainer={total_training_steps: -1}", "Another framework's -1 is algorithm.num_epochs here"),
+        ("algorithm.name=opo", "Another framework's opo has no counterpart."),
+        ("policy.backend=fsdp2", "Another framework's fsdp2 is dtensor."),
+        ("algorithm.loss.kl_estimator=mse", "Another framework's mse is k2."),
+        ("policy.batching.mode=true", "is dynamic, or packed"),
+        ("generation.top_k=-1", "is null here"),
+        ("algorithm.validation.every=-1", "is 0 here"),
+        ("train_dataset=rows.jsonl", "`environment.path`."),
+        ("eval_dataset=rows.jsonl", "`environment.validation_path`."),
+        ("eval_on_start=true", "`algorithm.validation.at_start`."),
+        ("load_best_model_at_end=true", "`checkpoints.keep_best`. Another framework's true is a number of checkpoints"),
+        ("metric_for_best_model=eval_reward", "`checkpoints.metric`. Set it to validation/reward."),
+        ("greater_is_better=false", "`checkpoints.best`. Another framework's false is lowest."),
+        ("callbacks=[a]", "EarlyStoppingCallback is `algorithm.early_stopping`"),
+        ("attn_implementation=sdpa", "The attention is chosen for the device: remove the key."),
+        ("torch_compile=true", "It has no counterpart: remove the key."),
+        ("ddp_find_unused_parameters=false", "It has no counterpart: remove the key."),
+        ("hub_model_id=me/mine", "with `hf upload`: remove the key."),
+        ("model=org/name", "In rlframework this is `policy.model_name`."),
+        ("policy.model=org/name", "In rlframework this is `policy.model_name`."),
+        ("dtype=bfloat16", "In rlframework this is `policy.precision`."),
+        ("actor_rollout_ref={ref: {model: {override_config: {}}}}", "`ref.model`: The reference has the model"),
+        ("algorithm.normalize_std=group", "Another framework's group is true."),
+        ("algorithm.normalize_std=none", "Another framework's none is false."),
+        ("algorithm.loss.level=dapo", "Another framework's dapo is token."),
+        ("algorithm.loss.level=dr_grpo", "Another framework's dr_grpo is constant."),
+        ("optim=adamw_torch", "`policy.optimizer.name`. Another framework's adamw_torch is adamw."),
+        ("actor={optim: {lr: 1e-6, foo: 1}}", "`optim.lr`: `policy.optimizer.lr`.\n    1 more key has"),
+        ("mask_truncated_completions=true", "With loss_type grpo and dr_grpo, TRL still counts truncated rows in the"),
+        ("loss_fn={reference_policy_kl_type: k3}", "`reference_policy_kl_type`: `algorithm.loss.kl_estimator`."),
+        ("policy.dtensor_cfg={lora_cfg: {dim: 8}}", "`lora_cfg.dim`: `policy.lora.rank`."),
+        ("policy.dtensor_cfg={lora_cfg: {alpha: 8}}", "`lora_cfg.alpha`: `policy.lora.alpha`."),
+        ("policy.dtensor_cfg={lora_cfg: {dropout: 0}}", "`lora_cfg.dropout`: `policy.lora.dropout`."),
+        ("policy.dtensor_cfg={lora_cfg: {enabled: false}}", "false is no adapters: remove lora_cfg."),
+        (
+            "checkpointing={enabled: true}",
+            "`checkpoints`. Its keys in rlframework:\n    `enabled`: `checkpoints.every`.",
+        ),
+        ("checkpointing={foo: 1, bar: 2}", "`checkpoints`.\n    2 more keys have no counterpart that is known: foo, b"),
+        ("policy.generation={stop_token_ids: null}", "`generation.stop_token_ids`. Another framework's null needs no"),
+        ("generation={stop_strings: null, foo: 1}", "Another framework's null needs no key: remove it."),
+        ("grpo={use_dynamic_sampling: false}", "`algorithm.dynamic_sampling`. Another framework's false needs no key"),
+        ("log_completions=true", "is a number of completions: 4 of each step by default"),
+        ("observers.wandb=true", "For its defaults, write `wandb: {}`."),
+        ("generation.workers=2", "For example, write `workers: {num_workers: 2}`."),
+        ("algorithm=grpo", "For example, write `algorithm: {name: grpo}`."),
+    ],
+)
+def test_what_to_write_instead_is_told(written: str, hint: str) -> None:
+    message = error_of(written)
+    assert hint in message
+    assert "Did you mean" not in message
+
+
+def test_a_pasted_tree_has_a_line_for_each_key_that_has_a_hint() -> None:
+    many = ", ".join(f"s{index}: {{n: 1}}" for index in range(45))
+    message = error_of(
+        "algorithm.preset=verl",
+        f"actor_rollout_ref={{rollout: {{val_kwargs: {{n: 4}}, max_prompt_length: 9}}, {many}}}",
+    )
+    lines = message.splitlines()
+    assert lines[1] == "    `rollout.val_kwargs.n`: `algorithm.validation.attempts`."
+    assert lines[2].startswith("    `rollout.max_prompt_length`: Prompts are not truncated")
+    assert lines[3] == "    `s0.n`: `algorithm.samples_per_prompt`."
+    assert (len(lines), lines[-1]) == (42, "    and 7 more")
+
+
+def test_keys_of_a_pasted_tree_without_a_hint_are_named() -> None:
+    message = error_of("trainer={nnodes: 1, ray: {wait: 3}, esi: 2, custom_reward_function: {path: a, name: b}}")
+    assert message.splitlines()[-1] == "    2 more keys have no counterpart that is known: ray.wait, esi."
+    names = ", ".join(f"k{index}: 1" for index in range(14))
+    message = error_of(f"trainer={{nnodes: 1, {names}}}")
+    assert message.splitlines()[-1].endswith(
+        "14 more keys have no counterpart that is known: " + ", ".join(f"k{index}" for index in range(12)) + ", ..."
+    )
+
+
+def test_a_problem_is_reported_where_it_was_written() -> None:
+    message = error_of("critic={bar: 2}", "policy.foo=1", "policy.max_grad_norm=x", "algorithm.name=ppo")
+    assert re.findall(r"^- `([\w.]+)`", message, re.MULTILINE) == ["policy.max_grad_norm", "policy.foo", "critic.bar"]
+
+
+def test_a_word_that_other_algorithms_have_is_told_once() -> None:
+    assert error_of("algorithm.beta=0.1") == (
+        "`algorithm.beta`: unknown key (given 0.1 in override `algorithm.beta=0.1`). It is a key of `dpo`, `ipo`, "
+        "`simpo`, `kto`, but algorithm.name is `grpo`. Remove it; the override `~algorithm.beta` does that, too. "
+        "If it is a key of another framework: in rlframework this is `algorithm.loss.kl_coef`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("beta=0.1", "Did you mean `algorithm.beta`?"),
+        ("algorithm.loss_type=ipo", "ipo is `algorithm.name` ipo"),
+        ("max_completion_length=9", "Rows are truncated as a whole, to `algorithm.max_tokens`"),
+        ("gradient_accumulation_steps=2", "it is twice per_device_train_batch_size x gradient_accumulation_steps x"),
+        ("algorithm.rpo_alpha=1", "In rlframework this is `algorithm.sft_weight`."),
+    ],
+)
+def test_words_have_the_meaning_that_they_have_for_pairs(written: str, hint: str) -> None:
+    assert hint in error_of("~environment.name", "environment.name=preferences", "algorithm.name=dpo", written)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "reward.format.wieght=2",
+            "`environment.reward.format.wieght`: unknown key .* mean `environment.reward.format.weight`",
+        ),
+        (
+            "reward=[a:correct, b:brief]",
+            r'{correct: {function: "a:correct", weight: 1.0}, brief: {function: "b:brief", w',
+        ),
+        ("reward=[my.rewards.one, b]", r'{one: {function: "my.rewards:one", weight: 1.0}, b: {function: "b", w'),
+        ("reward=[a:one, b:one]", r"{one_0: {function: .*, one_1: {"),
+    ],
+)
+def test_several_rewards_are_told_how_to_be_written(override: str, message: str) -> None:
+    reward = {name: {"function": f"json:{name}"} for name in ("dumps", "format")}
+    environment = {"name": "dataset", "path": "rows.jsonl", "reward": reward}
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config({**MINIMAL, "environment": environment}, [f"environment.{override}"])
+    assert str(error.value).startswith("`environment.reward")  # a single problem
+
+
+def test_the_way_to_switch_validation_off_is_told() -> None:
+    off = ["algorithm.validation.at_start=false", "algorithm.validation.at_end=false"]
+    assert all(each in error_of("algorithm.validation=null") for each in off)
+    validation = load_config(MINIMAL, off).algorithm.validation
+    assert (validation.every, validation.at_start, validation.at_end) == (0, False, False)
+
+
+@pytest.mark.parametrize("name", [{}, {"name": "gae"}], ids=["no-name", "unknown-name"])
+def test_keys_of_a_section_get_their_hints_before_its_name_is_known(name: dict[str, str]) -> None:
+    """Of another framework, not those that any algorithm has."""
+    algorithm = {**name, "use_kl_in_reward": True, "lam": 0.95, "gamma": 1.0, "num_steps": 3}
+    with pytest.raises((ConfigError, PluginError)) as error:
+        load_config({**MINIMAL, "algorithm": algorithm})
+    message = str(error.value)
+    assert "\n    `use_kl_in_reward`: `algorithm.reward_kl`" in message
+    assert message.endswith("`lam`: `algorithm.gae_lambda`. It is a key of `algorithm.name` ppo.")
+
+
+def test_a_misspelled_sibling_is_preferred_to_a_peer_word() -> None:
+    assert "Did you mean `policy.optimizer.betas`?" in error_of("policy.optimizer.beta=0.9")
+
+
+def test_the_longest_matching_path_counts() -> None:
+    assert "optimizer.eps" in peer_hint(("policy", "optimizer", "epsilon"))
+    assert "ratio_clip_min" in peer_hint(("algorithm", "epsilon"))
+    assert "whole model" in peer_hint(("rollout", "tensor_model_parallel_size"))
+    assert peer_hint(("zzz",), {"yyy": 1}) == ""
+
+
+def rows_of_the_pages() -> list[tuple[list[str], str]]:
+    """The rows of the tables of keys in docs/moving: the words of the peer, and the rest of the row.
+
+    Keys of `critic` are as those of `policy`, which a hint has before it names the section.
+    """
+    rows = []
+    for page in sorted(MOVING.glob("*.md")):
+        keys, *_ = page.read_text(encoding="utf-8").split("\n## An example, translated\n")
+        for line in keys.splitlines():
+            cells = line.strip("|").split(" | ", 1)
+            if line.startswith("| `") and len(cells) == 2:
+                rows.append((re.findall(r"`(?:--)?([\w.]+)[ `]", cells[0]), cells[1].replace("`critic.", "`policy.")))
+    return rows
+
+
+def longest_word(key: str) -> str:
+    """The word of the table that counts for the peer's `key`; "" if there is none."""
+    return max((word for word in PEER_KEYS if f".{key}".endswith(f".{word}")), key=len, default="")
+
+
+def test_the_table_agrees_with_the_pages() -> None:
+    rows = rows_of_the_pages()
+    compared = 0
+    for word, key in PEER_KEYS.items():
+        rest = [cell for words, cell in rows if any(longest_word(one) == word for one in words)]
+        rest = [cell for cell in rest if "no counterpart" not in cell]
+        if rest:
+            compared += 1
+            assert any(f"`{key}" in cell for cell in rest), (word, key, rest)
+    assert compared > 50
+
+
+class Inner(Section):
+    depth: int = 1
+
+
+class Outer(Section):
+    plain: int = 1
+    inner: Inner = Inner()
+    maybe: Inner | None = None
+    many: list[Inner] = Field(default_factory=list)
+    named: dict[str, Inner] | str = ""
+
+
+def test_all_keys_are_found_through_optional_and_listed_models() -> None:
+    keys = {".".join(path) for path in key_paths(Outer)}
+    assert keys == {
+        "plain",
+        "inner",
+        "inner.depth",
+        "maybe",
+        "maybe.depth",
+        "many",
+        "many.depth",
+        "named",
+        "named.NAME.depth",
+    }
+    assert models_in(Inner | None) == [Inner]
+    assert models_in(dict[str, int]) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("policy.lr", "policy.optimizer.lr"),
+        ("policy.optimizer.lrr", "policy.optimizer.lr"),
+        ("policy.optimizr", "policy.optimizer"),
+        ("polcy", "policy"),
+        ("modle_name", "policy.model_name"),
+        ("policy.micro_batch_size", "policy.train_micro_batch_size"),
+        ("policy.optimizer.max_grad_norm", "policy.max_grad_norm"),
+        ("tensor", "policy.parallelism.tensor"),
+        ("worker_group.num_worker", "worker_group.num_workers"),
+        ("num_workers", "worker_group.num_workers"),
+        ("generation.max_tokens", "generation.max_new_tokens"),
+        ("generation.Temperature", "generation.temperature"),
+        ("algorithm.validation.evry", "algorithm.validation.every"),
+        ("worker_group.deadline.start", "worker_group.deadlines.start"),
+        ("output-dir", "output_dir"),
+        ("sead", "seed"),
+        ("policy.temperature", "generation.temperature"),
+    ],
+)
+def test_the_key_that_was_meant(written: str, meant: str) -> None:
+    assert nearest_key(tuple(written.split(".")), RunConfig) == tuple(meant.split("."))
+
+
+@pytest.mark.parametrize("written", ["zzz", "policy.qqqqqq", "x", "generation.mode"])
+def test_nothing_is_suggested_when_nothing_is_near(written: str) -> None:
+    assert nearest_key(tuple(written.split(".")), RunConfig) is None
+
+
+def test_a_model_without_keys_suggests_nothing() -> None:
+    class Empty(BaseModel):
+        pass
+
+    assert nearest_key(("a",), Empty) is None
