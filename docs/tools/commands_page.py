@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pieces import page as page_of
+from typer import Context
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -16,9 +17,14 @@ _TEXT = """Every command accepts `--debug`, before or after its name, to show th
 
 def page() -> str:
     """Return the page."""
-    names = list(getattr(get_command(app), "commands", {}))
-    parts = [part for name in names for part in (f"## `rlframework {name}`", f"```text\n{_help(name)}\n```")]
+    parts = [part for name in _names() for part in (f"## `rlframework {name}`", f"```text\n{_help(name)}\n```")]
     return page_of("# Commands", _TEXT, *parts)
+
+
+def _names() -> list[str]:
+    """Return the names of core's commands and of those that plugins add."""
+    group = get_command(app)
+    return group.list_commands(Context(group))
 
 
 def _help(name: str) -> str:

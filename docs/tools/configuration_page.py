@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pieces import page as page_of
@@ -16,6 +17,7 @@ from rlframework.plugins.configure import config_schema
 from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.plugins.types import RECORD_TYPES
 
+ROOT = Path(__file__).resolve().parents[2]
 Schema = Mapping[str, Any]
 
 _INTERPOLATION = "#/$defs/interpolation"
@@ -26,8 +28,8 @@ explains files, overrides and interpolation, and `rlframework config FILE` print
 The default `(none)` marks a required key, `null` means no value, and `as there` refers to the defaults of its section.
 Any key accepts an interpolation `${a.b}`."""
 _OTHERS = {"policy.deepspeed": "DeepSpeed's own key, passed through"}
-OURS = {"rlframework-core", "rlframework-dtensor", "rlframework-deepspeed", "rlframework-megatron", "rlframework-vllm"}
-"""Distributions whose keys are on the page."""
+OURS = {"rlframework-core", *(f"rlframework-{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml"))}
+"""Distributions of this repository, whose keys are on the page."""
 _ORDER = ("algorithm", "environment", "policy", "generation", "worker_group")
 _SHARED = "grpo"
 """The algorithm whose keys several others have."""

@@ -35,7 +35,7 @@ def pages() -> Mapping[str, Callable[[], str]]:
 def page(path: Path) -> str:
     """Return the text of the page at `path` with a current table above its first `:::`."""
     text = _SECTION.sub("", path.read_text(encoding="utf-8"))
-    rows = [row for name in _DIRECTIVE.findall(text) for row in _rows(_object(name))]
+    rows = [row for name in _DIRECTIVE.findall(text) for row in _rows(find_object(name))]
     first = _DIRECTIVE.search(text)
     assert first is not None
     section = "\n\n".join([BEGIN, table(("name", "meaning"), rows), END])
@@ -48,13 +48,13 @@ def _module(name: str) -> griffe.Module:
     return griffe.visit(name, filepath=path, code=path.read_text(encoding="utf-8"))
 
 
-def _object(name: str) -> griffe.Object:
+def find_object(name: str) -> griffe.Object:
     """Return the module, class, function or constant at `name`, from the module that defines it."""
     module = name
     while not (ROOT / module.replace(".", "/")).with_suffix(".py").is_file():
         module = module.rpartition(".")[0]
     described = _module(module) if module == name else _module(module)[name.removeprefix(f"{module}.")]
-    return _object(described.target_path) if isinstance(described, griffe.Alias) else described
+    return find_object(described.target_path) if isinstance(described, griffe.Alias) else described
 
 
 def _rows(described: griffe.Object) -> Iterator[tuple[str, str]]:
@@ -62,13 +62,13 @@ def _rows(described: griffe.Object) -> Iterator[tuple[str, str]]:
     if isinstance(described, griffe.Module):
         yield from ((f"`{each.name}`", first_sentence(each)) for each in described.classes.values())
         return
-    yield f"**{_name(described)}**", first_sentence(described)
+    yield f"**{name_as_code(described)}**", first_sentence(described)
     if isinstance(described, griffe.Class):
         members = [each for name, each in described.members.items() if name == "__call__" or name[0] != "_"]
         unexplained = [each for each in members if isinstance(each, griffe.Attribute) and each.docstring is None]
         if fields := ", ".join(filter(None, map(_field, unexplained))):
             yield "fields", fields
-        yield from ((_name(each), first_sentence(each)) for each in members if _is_explained(each))
+        yield from ((name_as_code(each), first_sentence(each)) for each in members if _is_explained(each))
 
 
 def _is_explained(member: griffe.Object | griffe.Alias) -> bool:
@@ -83,7 +83,7 @@ def _field(attribute: griffe.Attribute) -> str:
     return f"`{attribute.name}`" if attribute.name.isupper() else ""
 
 
-def _name(described: griffe.Object | griffe.Alias) -> str:
+def name_as_code(described: griffe.Object | griffe.Alias) -> str:
     """Return the name as code, that of a function with its parameters."""
     if not isinstance(described, griffe.Function):
         return f"`{described.name}`"

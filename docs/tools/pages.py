@@ -23,6 +23,7 @@ import parity_page
 import peers_page
 import pictures
 import recipes_page
+import sdk_pages
 import soak_page
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -40,6 +41,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "results/soak.md": soak_page.page,
     **{f"pictures/{name}.svg": draw for name, draw in pictures.PICTURES.items()},
     **interface_pages.pages(),
+    **sdk_pages.pages(),
 }
 """Path below docs/ to the function that generates the text."""
 

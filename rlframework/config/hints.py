@@ -74,7 +74,7 @@ def _as_written(key: Path, path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Hints:
-    """What plugins know of the keys and values of other libraries; without plugins, nothing.
+    """Plugins' knowledge of the keys and values of other libraries; without plugins, nothing.
 
     `of_key(path, value, model)`: what the unknown key `path` is called here. `of_value(key, value)`: what a value that
     our `key` cannot have is here. `of_all(unknown, hints, algorithm, model)`: a note on the keys `unknown`, with their

@@ -21,6 +21,7 @@ from rlframework.models.scores import PLAIN, Scores, unfused, visible_keys
 from rlframework.models.varlen import KernelCall, varlen_usable
 
 ATTENTION = "rlframework_rows"
+"""Name under which the attention of row layouts is registered with transformers."""
 
 
 class RowLayout(ABC):

@@ -24,7 +24,8 @@ from rlframework.policy.lora_math import is_adapter
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADAPTER = "default"  # peft's name for the only adapter
+ADAPTER = "default"
+"""The name of the only adapter in peft."""
 
 
 def external_name(name: str) -> str:

@@ -62,6 +62,7 @@ def packed_positions(model: Any, microbatch: Microbatch) -> Tensor:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`attend(query, key, value)` returns the attention of the queries, of their shape."""
 Exchange = Callable[[Attend, Tensor, Tensor, Tensor], Tensor]
 """`exchange(attend, query, key, value)` maps `[b, l, heads, D]` of this rank's columns to an output like `query`.
 

@@ -34,6 +34,7 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
+"""Scores with nothing special: the softmax of the scaled products of queries and keys."""
 
 
 def visible_keys(queries: int, keys: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:

@@ -133,7 +133,7 @@ class PluginManager:
 
     @property
     def hints(self) -> Hints:
-        """What plugins know of the keys and values of other libraries."""
+        """Plugins' knowledge of the keys and values of other libraries."""
 
         def first(hook: str, **arguments: Any) -> str:
             return str(self.call_first(f"rlframework_{hook}", lambda hook: hook(**arguments) or None) or "")

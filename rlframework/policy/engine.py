@@ -89,6 +89,7 @@ class StepResult:
 
 
 Step = Callable[["HeadOutput", "Microbatch"], StepResult]
+"""`step(output, microbatch)` computes the loss and the results of a microbatch from the head's output."""
 
 
 def _not_implemented(engine: Engine, does: str, capability: str, method: str) -> NotSupported:

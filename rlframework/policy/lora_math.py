@@ -7,8 +7,10 @@ import hashlib
 import torch
 from torch import Tensor
 
-A, B = ".lora_A.weight", ".lora_B.weight"
-"""Name suffixes of an adapter's two matrices, after the layer's path: A `[rank, in]`, B `[out, rank]`."""
+A = ".lora_A.weight"
+"""Suffix of the name of an adapter's matrix A `[rank, in]`, after the layer's path."""
+B = ".lora_B.weight"
+"""Suffix of the name of an adapter's matrix B `[out, rank]`, after the layer's path."""
 
 
 def merge(base: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,7 @@
-"""The framework's phases in traces of a profiler, which `policy.reporting` starts; the time of waiting for a device."""
+"""The framework's phases in traces of a profiler, and the time of waiting for a device.
+
+`rlframework.policy.reporting` starts the profiler.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 FORWARD = "rlframework: forward of a microbatch"
+"""Name of a microbatch's forward in traces."""
 LOSS = "rlframework: loss"
 BACKWARD = "rlframework: backward of a microbatch"
+"""Name of a microbatch's backward in traces."""
 CLIP_AND_STEP = "rlframework: clip and step"
 WAIT = "rlframework: wait for the device"
 GATHER = "rlframework: gather a weight"
+"""Name of the gathering of a weight in traces."""
 GENERATE = "rlframework: generate"
 
 

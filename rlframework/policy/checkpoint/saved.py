@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-INDEX, SHARD_SUFFIX = ".metadata", ".distcp"
-"""In the sharded form: the file that maps shards to files, and the suffix of the files that contain them."""
+INDEX = ".metadata"
+"""The file of the sharded form that maps shards to files."""
+SHARD_SUFFIX = ".distcp"
+"""Suffix of the files of the sharded form that contain shards."""
 NATIVE, ENGINE = "native.json", "engine"
 """In the native form: the file that names the backend, and the folder with its files."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Of adapters: the file that describes them, in peft's format."""
-FIRST, SECOND = "exp_avg.", "exp_avg_sq."
-"""Prefixes of the names of a weight's moments."""
+FIRST = "exp_avg."
+"""Prefix of the name of a weight's first moment."""
+SECOND = "exp_avg_sq."
+"""Prefix of the name of a weight's second moment."""
 
 
 class Saved(Mapping[str, "Tensor"]):
