@@ -418,9 +418,16 @@ class RunConfig(Section):
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes this run from its newest checkpoint, also if its own keys need trust."""
+        """The command that resumes this run from its newest checkpoint, also if its own keys need trust.
+
+        A call from Python if only the program that started the run has what it needs: parts of `__main__`, or rows.
+        """
         from rlframework.config.trust import needs_trust
 
+        rows = getattr(self.environment, "data_digest", None) is not None
+        if rows or '"__main__:' in self.model_dump_json():
+            given = ", data=rows" * rows + ", trust_run=True" * needs_trust(self)
+            return f"rlframework.resume({str(self.output_dir)!r}{given})"
         trust = " --trust-run" if needs_trust(self) else ""
         return f"rlframework train --resume {shlex.quote(str(self.output_dir))}{trust}"
 

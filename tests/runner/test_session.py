@@ -42,3 +42,21 @@ def test_a_session_is_open_until_it_is_closed(source, tmp_path: Path) -> None:
         1 / 0  # noqa: B018 - an error of the loop
     assert repr(session).endswith("closed>")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_session_whose_workers_have_ended_says_so(source, monkeypatch) -> None:
+    """After an interrupt while a call waits for a worker."""
+    with Session(source, ["worker_group={name: processes, num_workers: 1}"]) as session:
+
+        def interrupted(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(session.policy.worker_group, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.policy.get_info()
+        assert repr(session).endswith("1 x processes, failed: open a new Session>")
+        told = r"no longer usable: get_info ended with KeyboardInterrupt; create a new one, or a new Session$"
+        with pytest.raises(WorkerError, match=told):
+            session.policy.get_info()
+    assert repr(session).endswith("closed>")
