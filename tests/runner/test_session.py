@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rlframework import Session, loop_config
+from rlframework import Session, loop_config, run
 from rlframework.errors import ConfigError, WorkerError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.runner.launch import dry_run
 
 
 @pytest.fixture
@@ -25,6 +26,12 @@ def test_a_loop_may_leave_out_algorithm_and_environment(source) -> None:
     assert loop_config(source, ["algorithm.num_steps=7"]).algorithm.num_steps == 7
     with pytest.raises(ConfigError, match=r"Did you mean `policy\.optimizer"):
         loop_config(source, ["policy.optimiser.lr=1"])
+
+
+@pytest.mark.parametrize("function", [run, dry_run])
+def test_a_run_takes_what_a_session_takes(source, function) -> None:
+    with pytest.raises(ConfigError, match=r"`algorithm\.name`: required key is missing"):
+        function(source)
 
 
 @pytest.mark.slow
