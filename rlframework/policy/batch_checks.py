@@ -147,6 +147,11 @@ def check_loss(loss_fn: Any) -> Mapping[str, LossColumn]:
     return columns
 
 
+def changed_attributes(before: Mapping[str, Any], loss_fn: Any) -> list[str]:
+    """The attributes of `loss_fn` that are other objects now than in `before`; those that are new may be caches."""
+    return [name for name, value in vars(loss_fn).items() if before.get(name, value) is not value]
+
+
 def detached(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     """Return `data` as another process would get it: without gradients, and so that a loss can use it in its own.
 

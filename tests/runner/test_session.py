@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlframework import Session, loop_config, run
-from rlframework.errors import ConfigError, WorkerError
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.errors import BatchTypeError, ConfigError, WorkerError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.single_turn import complete
 from rlframework.runner.launch import dry_run
 
 
@@ -49,6 +54,48 @@ def test_a_session_is_open_until_it_is_closed(source, tmp_path: Path) -> None:
         1 / 0  # noqa: B018 - an error of the loop
     assert repr(session).endswith("closed>")
     assert not (tmp_path / "run").exists()
+
+
+class Counting(NLLLoss):
+    def __init__(self) -> None:
+        self.calls, self.weight = 0, 1.0
+
+    def __call__(self, *args):
+        self.calls += 1
+        self.cache = args[0].shape  # new once: no state
+        return super().__call__(*args)
+
+
+def rows(count: int = 4) -> BatchedDataDict:
+    ids = torch.tensor([[1, 2, 3]]).repeat(count, 1)
+    masks = {"token_mask": torch.ones(count, 3), "sample_mask": torch.ones(count)}
+    return BatchedDataDict(input_ids=ids, input_lengths=torch.full((count,), 3), **masks)
+
+
+@pytest.mark.slow
+def test_a_loss_that_keeps_state_is_warned_about_once(source, caplog) -> None:
+    with Session(source, ["policy.train_global_batch_size=4"]) as session:
+        session.policy.train(rows(), NLLLoss())
+        assert "a loss must keep no state" not in caplog.text
+        for _ in range(2):
+            session.policy.train(rows(), Counting())
+    [told] = [record.message for record in caplog.records if "a loss must keep no state" in record.message]
+    assert told.startswith("Counting changes its attribute 'calls'")
+
+
+@pytest.mark.slow
+def test_prompts_that_are_no_lists_of_ids_are_told_what_they_are(source) -> None:
+    with Session(source) as session:
+        for prompts, told in [
+            ("ab=", "got a str"),
+            (["ab=", "b="], "got a list with 'ab='"),
+            ([3, 4], "got a list with 3"),
+            (torch.tensor([[3, 4]]), "got a Tensor"),
+        ]:
+            with pytest.raises(BatchTypeError, match=rf"^prompts must be a list .*; {told}$"):
+                complete(session.tokenizer, session.generation, prompts, row_seeds(0, 1, 2))
+        output, _ = complete(session.tokenizer, session.generation, [[3, 4]], row_seeds(0, 1, 1), temperature=0)
+    assert output["output_ids"][0, :2].tolist() == [3, 4]
 
 
 @pytest.mark.slow
