@@ -138,7 +138,11 @@ def check_loss(loss_fn: Any) -> Mapping[str, LossColumn]:
     """Return the columns that a loss reads; raise `BatchTypeError` unless it is a `LossFunction`."""
     missing = [name for name in _LOSS_ATTRIBUTES if not hasattr(loss_fn, name)]
     if missing or not callable(loss_fn) or isinstance(loss_fn, type):
-        given = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else f"a {type(loss_fn).__name__}"
+        given = (
+            f"the class {loss_fn.__name__}; did you mean {loss_fn.__name__}()?"
+            if isinstance(loss_fn, type)
+            else f"a {type(loss_fn).__name__}"
+        )
         raise BatchTypeError(
             f"loss_fn must be callable and have {', '.join(_LOSS_ATTRIBUTES)} "
             f"(rlframework.interfaces.loss.LossFunction), got {given}"

@@ -119,7 +119,7 @@ class Policy:
             )
         self.config = config
         self.record, self.capabilities = record, record.capabilities
-        self._warned_of_state = False
+        self._warned_of_state = self._warned_of_skipped = False
         self._has_optimizer, self.has_reference = init_optimizer, init_reference_model
         group = self._choose_group_class(manager.load(manager.select("worker_group", config.worker_group.name).record))
         spec = self._wrap_spec(
@@ -221,6 +221,15 @@ class Policy:
                 "is then lost: a loss must keep no state. Let it return metrics, or read columns of the batch",
                 type(loss_fn).__name__,
                 changed[0],
+            )
+        if results[0]["skipped"] and not self._warned_of_skipped:
+            self._warned_of_skipped = True
+            _LOG.warning(
+                "the gradient of %d of %d optimizer steps was not finite (loss %s), so they were skipped; the weights "
+                "are as before. Later ones are only counted, in `skipped`",
+                results[0]["skipped"],
+                data.size // gbs,
+                float(results[0]["global_loss"].mean()),
             )
         times = {name: max(each["times"].get(name, 0.0) for each in results) for name in results[0]["times"]}
         counted = all("flops" in each for each in results)

@@ -83,6 +83,20 @@ def test_a_loss_that_keeps_state_is_warned_about_once(source, caplog) -> None:
     assert told.startswith("Counting changes its attribute 'calls'")
 
 
+class Overflowing(NLLLoss):
+    def __call__(self, *args):
+        loss, metrics = super().__call__(*args)
+        return loss * float("nan"), metrics
+
+
+@pytest.mark.slow
+def test_a_skipped_step_of_a_loop_is_warned_about_once(source, caplog) -> None:
+    with Session(source, ["policy.train_global_batch_size=4"]) as session:
+        assert [session.policy.train(rows(8), Overflowing())["skipped"] for _ in range(2)] == [2, 2]
+    [told] = [record.message for record in caplog.records if "was not finite" in record.message]
+    assert told.startswith("the gradient of 2 of 2 optimizer steps was not finite (loss nan)")
+
+
 @pytest.mark.slow
 def test_prompts_that_are_no_lists_of_ids_are_told_what_they_are(source) -> None:
     with Session(source) as session:
