@@ -57,6 +57,7 @@ from rlframework.secrets import has_secrets, hide_secrets
 from rlframework.training.interrupts import ending_on_signals, raise_if_ended
 
 if TYPE_CHECKING:
+    from rlframework.config.load import Source
     from rlframework.datasets.sources.memory import Data
     from rlframework.estimates.estimate import Estimate
     from rlframework.estimates.hardware import PlannedGpus
@@ -68,7 +69,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def run(
-    config: RunConfig,
+    config: Source,
     *,
     data: Data | None = None,
     manager: PluginManager | None = None,
@@ -77,6 +78,7 @@ def run(
 ) -> RunResult:
     """Train as `config` describes and save the trained model in `config.output_dir / "model"`.
 
+    `config`: the result of `load_config`, or what that takes.
     Invalid input raises a `UserError` before `output_dir` is created or changed. An `output_dir` that holds a run is an
     error, unless that run is resumed from `checkpoint` (see `resume`) or replaced (`overwrite`); one that failed before
     the end of its first step is always replaced. Files that no run wrote are never deleted. A run that loses a worker
@@ -87,6 +89,7 @@ def run(
     from rlframework.runner.output_folder import check_output_dir
 
     log_to_stderr()
+    config = config if isinstance(config, RunConfig) else load_config(config, manager=manager)
     config = config if data is None else with_data(config, data)
     require_data(config)
     check_services(config.observers)
@@ -272,15 +275,16 @@ def resume(
 
 
 def dry_run(
-    config: RunConfig, *, data: Data | None = None, overwrite: bool = False, planned: PlannedGpus | None = None
+    config: Source, *, data: Data | None = None, overwrite: bool = False, planned: PlannedGpus | None = None
 ) -> Estimate:
     """Make every check that `run` makes before it starts workers, and estimate what the run needs. Writes nothing.
 
     An `output_dir` in which `run` would not start (with this `overwrite`) is a warning of the estimate, not an error.
     With `planned` GPUs, which this machine need not have, a model without a tokenizer is estimated too, from its
     `config.json` alone: the data is then not read; and packages of observers that are not installed are notes.
-    `data`: as for `run`.
+    `config` and `data`: as for `run`.
     """
+    config = config if isinstance(config, RunConfig) else load_config(config)
     config = config if data is None else with_data(config, data)
     require_models(config)
     from rlframework.estimates.estimate import estimate, estimate_models
