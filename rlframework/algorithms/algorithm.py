@@ -16,12 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["Algorithm", "Parts", "RunResult"]
 
 
+_SHOWN = ("step", "train/loss", "train/reward", "validation/accuracy")
+
+
 @dataclass(frozen=True)
 class RunResult:
     """The result of a run: its last metrics by name, and the metrics of each step."""
 
     metrics: Mapping[str, float]
     history: list[dict[str, float]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}: {value:.4g}" for name, value in self.metrics.items() if name in _SHOWN)
+        return f"<RunResult: {shown}; {len(self.metrics)} metrics, history of {len(self.history)} rows>"
 
 
 class Algorithm(ABC):

@@ -216,9 +216,11 @@ class StepLoop(Algorithm):
             if restored.step >= self.config.num_steps:
                 _LOG.warning(
                     "nothing is left to do: the checkpoint is of step %d, and the run has %d. To train further, raise "
-                    "algorithm.num_steps, or algorithm.num_epochs if that is set: %s algorithm.num_steps=%d",
-                    restored.step, self.config.num_steps, self.parts.config.resume_command, 2 * restored.step,
-                )  # fmt: skip
+                    "algorithm.num_steps, or algorithm.num_epochs if that is set: %s",
+                    restored.step,
+                    self.config.num_steps,
+                    self.parts.config.resume_with(f"algorithm.num_steps={2 * restored.step}"),
+                )
             return {**restored.metrics, "step": float(restored.step)}
         if self.config.validation.at_start:
             return dict(self._report(0, *self._timed_validation(0)))

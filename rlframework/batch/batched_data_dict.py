@@ -13,7 +13,7 @@ import torch
 
 from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch import batch_rows, sharding
-from rlframework.batch.batch_rows import read_count
+from rlframework.batch.batch_rows import describe, read_count
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.batch.sharding import DynamicBatchingArgs as DynamicBatchingArgs
 from rlframework.batch.sharding import SequencePackingArgs as SequencePackingArgs
@@ -48,6 +48,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """The number of this shard's rows in each global batch."""
     micro_batch_input_key: str | None = None
     """The key of the `[B, S]` tokens that the microbatches were planned for."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {', '.join(f'{key} {describe(value)}' for key, value in self.items())}>"
 
     @classmethod
     def from_batches(

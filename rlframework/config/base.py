@@ -39,14 +39,23 @@ class ImportsCode:
 
 
 def import_path(function: Callable[..., Any]) -> str:
-    """Return the import path `module:name` of `function`. Raises `ValueError` if importing it gives another object."""
+    """Return the import path `module:name` of `function`, which may be a class.
+
+    Raises `ValueError` if importing it gives another object.
+    """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found: Any = reduce(
         lambda holder, part: getattr(holder, part, None), str(name).split("."), sys.modules.get(str(module))
     )
     if found is not function:
+        if name is None:
+            kind = type(function)
+            raise ValueError(
+                f"an object of the class {kind.__qualname__} has no import path; give the class, "
+                f"{kind.__module__}:{kind.__qualname__}, or the path module:name of a global variable with the object"
+            )
         raise ValueError(
-            f"{name or type(function).__name__} has no import path; define a function at the top level of a module or "
-            "of the program (no lambda, no function inside another)"
+            f"{name} has no import path; define it at the top level of a module or "
+            "of the program (no lambda, nothing inside a function)"
         )
     return f"{module}:{name}"

@@ -265,7 +265,7 @@ def _remove_replaced(old: DictConfig, new: Mapping[Any, Any]) -> None:
 
 
 def _plain(value: Any, keys: Keys) -> Any:
-    """Convert models, mappings, tuples and paths to plain values, and functions to their import paths."""
+    """Convert models, mappings, tuples and paths to plain values, and functions and classes to their import paths."""
     if isinstance(value, BaseModel):
         return escape_interpolation(value.model_dump(mode="json"))
     if isinstance(value, Mapping):
@@ -275,7 +275,7 @@ def _plain(value: Any, keys: Keys) -> Any:
         return {key: _plain(item, (*keys, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, (*keys, index)) for index, item in enumerate(value)]
-    if callable(value) and not isinstance(value, type):
+    if callable(value):
         try:
             return import_path(value)
         except ValueError as error:

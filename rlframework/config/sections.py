@@ -429,11 +429,22 @@ class RunConfig(Section):
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes this run from its newest checkpoint, also if its own keys need trust."""
+        """See `resume_with`, without overrides."""
+        return self.resume_with()
+
+    def resume_with(self, *overrides: str) -> str:
+        """The command that resumes this run from its newest checkpoint, also if its own keys need trust.
+
+        A call from Python if only the program that started the run has what it needs: parts of `__main__`, or rows.
+        """
         from rlframework.config.trust import needs_trust
 
+        rows = getattr(self.environment, "data_digest", None) is not None
+        if rows or '"__main__:' in self.model_dump_json():
+            given = f", {list(overrides)!r}" * bool(overrides) + ", data=rows" * rows
+            return f"rlframework.resume({str(self.output_dir)!r}{given}{', trust_run=True' * needs_trust(self)})"
         trust = " --trust-run" if needs_trust(self) else ""
-        return f"rlframework train --resume {shlex.quote(str(self.output_dir))}{trust}"
+        return " ".join([f"rlframework train --resume {shlex.quote(str(self.output_dir))}{trust}", *overrides])
 
     @property
     def further_policies(self) -> dict[str, FurtherPolicyConfig]:

@@ -67,7 +67,8 @@ def _require_none(run: Path, problems: Sequence[str]) -> None:
     if problems:
         raise ConfigError(
             f"the run in {run} asks for what its own files may not decide: {'; '.join(dict.fromkeys(problems))}. If "
-            "you trust the author of this run, allow it with --trust-run, or repeat the key on the command line"
+            "you trust the author of this run, allow it with --trust-run (in Python, "
+            "resume(..., trust_run=True)), or repeat the key on the command line"
         )
 
 

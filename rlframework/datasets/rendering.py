@@ -9,12 +9,13 @@ rejected, training on the last is not.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
+from rlframework.config.problems import shortened
 from rlframework.datasets.chat_turns import Chat, Segment, Vocabulary
 from rlframework.datasets.conversations import lone_surrogate
 from rlframework.interfaces.environment import Sample
@@ -39,8 +40,13 @@ def render_prompt(
 
     With a chat template, they include its generation prompt. Without one, the contents are concatenated after the
     beginning-of-sequence token, if the tokenizer adds one. `images`: puts the images of the messages in their places.
-    Raises a `DataError` for an empty prompt.
+    Raises a `DataError` for an empty prompt, and for text in the place of messages.
     """
+    if isinstance(messages, (str, Mapping)) or not all(isinstance(message, Mapping) for message in messages):
+        raise DataError(
+            'messages must be a list of messages, such as [{"role": "user", "content": "2+2="}]; got '
+            f"a {type(messages).__name__}: {shortened(repr(messages), 100)}"
+        )
     chat = Chat(Vocabulary(tokenizer), tools)
     segments = [chat.prefix(messages), Segment(chat.prompt(messages), trained=False)]
     [(ids, _)] = _render(tokenizer, [_with_images(segments, messages, images)])

@@ -130,6 +130,11 @@ class WorkerGroup(ABC):
         """Start `sharding.size` workers of `spec.target`, each with `context=WorkerContext(...)`."""
 
     @property
+    def ended(self) -> str | None:
+        """Why the workers have ended, after which every call is a `WorkerError`; None while they can be called."""
+        return None
+
+    @property
     @abstractmethod
     def sharding(self) -> NamedSharding:
         """The layout of the group: pipeline_parallel, data_parallel, context_parallel, tensor_parallel."""

@@ -93,7 +93,8 @@ def load_import_path(path: str) -> Any:
         near = did_you_mean(name, [known for known in vars(module) if not known.startswith("_")])
         hint = f".{near}" if near else ""
         if module_name == "__main__":
-            hint = "; objects defined in a script must be moved to a module"
+            cell = near or " Run the cell that defines it first"
+            hint = "; objects defined in a script must be moved to a module" if file != "no file" else f".{cell}"
         raise ConfigError(f"{path!r}: module {module_name!r} ({file}) has no {name!r}{hint}") from error
 
 

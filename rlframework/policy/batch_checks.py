@@ -138,13 +138,22 @@ def check_loss(loss_fn: Any) -> Mapping[str, LossColumn]:
     """Return the columns that a loss reads; raise `BatchTypeError` unless it is a `LossFunction`."""
     missing = [name for name in _LOSS_ATTRIBUTES if not hasattr(loss_fn, name)]
     if missing or not callable(loss_fn) or isinstance(loss_fn, type):
-        given = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else f"a {type(loss_fn).__name__}"
+        given = (
+            f"the class {loss_fn.__name__}; did you mean {loss_fn.__name__}()?"
+            if isinstance(loss_fn, type)
+            else f"a {type(loss_fn).__name__}"
+        )
         raise BatchTypeError(
             f"loss_fn must be callable and have {', '.join(_LOSS_ATTRIBUTES)} "
             f"(rlframework.interfaces.loss.LossFunction), got {given}"
         )
     columns: Mapping[str, LossColumn] = getattr(loss_fn, "reads", {})
     return columns
+
+
+def changed_attributes(before: Mapping[str, Any], loss_fn: Any) -> list[str]:
+    """The attributes of `loss_fn` that are other objects now than in `before`; those that are new may be caches."""
+    return [name for name, value in vars(loss_fn).items() if before.get(name, value) is not value]
 
 
 def detached(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, wraps
@@ -23,7 +24,14 @@ from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows,
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
-from rlframework.policy.batch_checks import BatchLimits, check_groups, check_loss, detached, require_batch
+from rlframework.policy.batch_checks import (
+    BatchLimits,
+    changed_attributes,
+    check_groups,
+    check_loss,
+    detached,
+    require_batch,
+)
 from rlframework.policy.engine import require_head, require_head_of
 from rlframework.policy.optimization import resolve_total_steps
 from rlframework.workers.dispatch import WorkerCalls
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LOG = logging.getLogger(__name__)
 
 
 def _on_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], list[R]]:
@@ -110,6 +119,7 @@ class Policy:
             )
         self.config = config
         self.record, self.capabilities = record, record.capabilities
+        self._warned_of_state = self._warned_of_skipped = False
         self._has_optimizer, self.has_reference = init_optimizer, init_reference_model
         group = self._choose_group_class(manager.load(manager.select("worker_group", config.worker_group.name).record))
         spec = self._wrap_spec(
@@ -200,9 +210,27 @@ class Policy:
             data, batch_size=gbs, positions=loss_positions(loss_fn), tokens=tokens, grouped_rows=grouped_rows
         )
         bound: dict[str, Any] = {} if sampling_bound is None else {"sampling_bound": sampling_bound}
+        before = dict(getattr(loss_fn, "__dict__", {}))
         results = self._calls.on_shards(
             PolicyWorker.train, shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs, **bound
         )
+        if before and (changed := changed_attributes(before, loss_fn)) and not self._warned_of_state:
+            self._warned_of_state = True
+            _LOG.warning(
+                "%s changes its attribute %r when it is called, which workers in other processes do with a copy that "
+                "is then lost: a loss must keep no state. Let it return metrics, or read columns of the batch",
+                type(loss_fn).__name__,
+                changed[0],
+            )
+        if results[0]["skipped"] and not self._warned_of_skipped:
+            self._warned_of_skipped = True
+            _LOG.warning(
+                "the gradient of %d of %d optimizer steps was not finite (loss %s), so they were skipped; the weights "
+                "are as before. Later ones are only counted, in `skipped`",
+                results[0]["skipped"],
+                data.size // gbs,
+                float(results[0]["global_loss"].mean()),
+            )
         times = {name: max(each["times"].get(name, 0.0) for each in results) for name in results[0]["times"]}
         counted = all("flops" in each for each in results)
         flops = {"flops": sum(each["flops"] for each in results)} if counted else {}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlframework.base.errors import BatchTypeError
 from rlframework.batch.batch_rows import copy_to
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
@@ -113,6 +115,35 @@ def values_step(output: HeadOutput, microbatch: Microbatch) -> StepResult:
     return StepResult(outputs={name: _dense(values, microbatch) for name, values in output.results().items()})
 
 
+def checked_result(loss_fn: LossFunction, result: Any, *, needs_gradient: bool) -> tuple[Tensor, Mapping[str, Any]]:
+    """Return the loss and metrics that `loss_fn` returned; raise `BatchTypeError` unless they are as it must return."""
+    match result:
+        case (Tensor(ndim=0) as loss, Mapping() as metrics):
+            wrong = [
+                f"the metric {name!r} is {_kind(value)}" for name, value in metrics.items() if not _is_number(value)
+            ]
+            if needs_gradient and not loss.requires_grad:
+                wrong.append("the loss has no gradient")
+            if not wrong:
+                return loss, metrics
+        case tuple() | list():
+            wrong = [f"a {type(result).__name__} of {', '.join(map(_kind, result)) or 'nothing'}"]
+        case _:
+            wrong = [_kind(result)]
+    raise BatchTypeError(
+        f"a loss returns two values, a 0-dim tensor with a gradient and a dictionary of metrics, which are numbers or "
+        f"0-dim tensors; {type(loss_fn).__name__} returned something else: {wrong[0]}"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
 def loss_step(
     loss_fn: LossFunction,
     global_valid_seqs: Tensor,
@@ -142,7 +173,8 @@ def loss_step(
         with trace_span(LOSS):
             dense = _dense(values, microbatch)
             read = dense.sum(1) if scores_rows else dense[:, 1:]  # of a row, one position has a score
-            loss, metrics = loss_fn(read, data, global_valid_seqs, global_valid_toks)
+            result = loss_fn(read, data, global_valid_seqs, global_valid_toks)
+            loss, metrics = checked_result(loss_fn, result, needs_gradient=read.requires_grad)
             if check is not None:
                 metrics = {**metrics, **check.metrics(read, data)}
         return StepResult(loss=loss, outputs={**metrics, "loss": loss.detach()})

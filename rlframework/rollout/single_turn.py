@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlframework.base.errors import NotSupported
+from rlframework.base.errors import BatchTypeError, NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
@@ -41,6 +41,7 @@ def complete(
 
     `temperature`: None for that of the run. Returns the output of `Generation.generate`, and the completions as text.
     """
+    _check_prompts(prompts)
     input_ids, lengths = pad_rows(prompts, tokenizer.pad_token_id)
     rows = {"input_ids": input_ids, "input_lengths": lengths, "seeds": seeds}
     data: BatchedDataDict[Any] = BatchedDataDict({**rows, **media})
@@ -50,6 +51,18 @@ def complete(
     ends = output["unpadded_sequence_lengths"].tolist()
     spans = zip(output["output_ids"].tolist(), lengths.tolist(), ends, strict=True)
     return output, tokenizer.batch_decode([row[start:end] for row, start, end in spans], skip_special_tokens=True)
+
+
+def _check_prompts(prompts: Any) -> None:
+    """Raise `BatchTypeError` for what cannot be a list of lists of token ids: text, one prompt, a padded tensor."""
+    rows = [] if isinstance(prompts, (str, Tensor)) else list(prompts)
+    wrong = next((row for row in rows if not isinstance(row, Sequence) or isinstance(row, str)), None)
+    if isinstance(prompts, (str, Tensor)) or wrong is not None:
+        got = f"a {type(prompts).__name__}" if wrong is None else f"a {type(prompts).__name__} with {wrong!r}"
+        raise BatchTypeError(
+            "prompts must be a list with the list of token ids of each prompt, such as [render_prompt(tokenizer, "
+            f"messages)]; got {got}"
+        )
 
 
 def unscored_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor) -> Rollout:

@@ -46,6 +46,7 @@ from rlframework.runner.parts import (
 from rlframework.runner.restarts import Attempt, run_with_restarts
 
 if TYPE_CHECKING:
+    from rlframework.config.load import Source
     from rlframework.datasets.sources.memory import Data
     from rlframework.observers.environment import Resumed
     from rlframework.plugins.hookspec import Uploads
@@ -54,7 +55,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def run(
-    config: RunConfig,
+    config: Source,
     *,
     data: Data | None = None,
     manager: PluginManager | None = None,
@@ -63,6 +64,7 @@ def run(
 ) -> RunResult:
     """Train as `config` describes and save the trained model in `config.output_dir / "model"`.
 
+    `config`: the result of `load_config`, or what that takes.
     Invalid input raises a `UserError` before `output_dir` is created or changed. An `output_dir` that holds a run is an
     error, unless that run is resumed from `checkpoint` (see `resume`) or replaced (`overwrite`); one that failed before
     the end of its first step is always replaced. Files that no run wrote are never deleted. A run that loses a worker
@@ -73,6 +75,7 @@ def run(
     from rlframework.runner.output_folder import check_output_dir
 
     log_to_stderr()
+    config = config if isinstance(config, RunConfig) else load_config(config, manager=manager)
     config = config if data is None else with_data(config, data)
     require_data(config)
     manager = manager or create_manager(config.plugins)
@@ -257,15 +260,16 @@ def resume(
     return run(config, data=data, checkpoint=checkpoint)
 
 
-def dry_run(config: RunConfig, *, data: Data | None = None, overwrite: bool = False) -> list[str]:
+def dry_run(config: Source, *, data: Data | None = None, overwrite: bool = False) -> list[str]:
     """Make every check that `run` makes before it starts workers, and return notes. Writes nothing.
 
     Plugins print what the run needs, see `rlframework_run_planned`. An `output_dir` in which `run` would not start
-    (with this `overwrite`) is a warning, not an error. `data`: as for `run`.
+    (with this `overwrite`) is a warning, not an error. `config` and `data`: as for `run`.
     """
     from rlframework.observers.dispatch import require_observers
     from rlframework.runner.output_folder import check_output_dir
 
+    config = config if isinstance(config, RunConfig) else load_config(config)
     config = config if data is None else with_data(config, data)
     require_models(config)
     manager = create_manager(config.plugins)

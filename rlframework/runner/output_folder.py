@@ -119,7 +119,7 @@ def check_output_dir(config: RunConfig, overwrite: bool = False) -> None:
         resume = "" if newest_checkpoint(folder) is None else f"resume it ({config.resume_command}), "
         raise ConfigError(
             f"{name} is not empty: it holds a run ({_listed(contents.results)}). Either {resume}replace it "
-            "(--overwrite), or take another output_dir"
+            "(--overwrite; in Python, overwrite=True), or take another output_dir"
         )
     for key, path in _inputs(dump_config(config)):
         if (top := _top_level(path, folder)) in contents.deletable and top != "config.yaml":

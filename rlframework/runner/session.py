@@ -58,7 +58,9 @@ class Session:
 
     def __repr__(self) -> str:
         group = self.config.worker_group
+        failed = self.policy.worker_group.ended is not None
+        state = "closed" if not self._is_open else "failed: open a new Session" if failed else "open"
         return (
             f"<Session of {self.config.policy.model_name}: {self.config.policy.backend}, "
-            f"{group.num_workers} x {group.name}, {'open' if self._is_open else 'closed'}>"
+            f"{group.num_workers} x {group.name}, {state}>"
         )

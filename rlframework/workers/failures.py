@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import inspect
 import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from rlframework.base.errors import RLFrameworkError, WorkerError, WorkerLost
 from rlframework.base.secrets import hide_in_text
@@ -58,6 +60,27 @@ class HostFailure:
         """Whether a process is gone: this one, or the one at the other end of a connection that broke."""
         broken = any(words in self.message.lower() for words in _CONNECTION_LOST)
         return self.died or (broken and self.is_lost_connection)
+
+
+def unsendable_variable(value: Any) -> str:
+    """Name a variable that a function of `value` uses and that cannot be sent, to append to a message; "" if none.
+
+    `value`: an object or function, or the arguments of a call in tuples and dictionaries.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    if isinstance(value, (tuple, dict)):
+        values = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(unsendable_variable, values)), "")
+    methods = [function for _, function in inspect.getmembers(type(value), inspect.isfunction)]
+    for function in [value] * inspect.isfunction(value) + methods:
+        used = inspect.getclosurevars(function)
+        for name, found in {**used.nonlocals, **used.globals}.items():
+            try:
+                cloudpickle.dumps(found)
+            except Exception:  # noqa: BLE001 - of any kind: this is the variable
+                return f". {function.__qualname__} uses the variable {name!r}, a {type(found).__name__}"
+    return ""
 
 
 def root_cause(failures: Mapping[int, HostFailure]) -> int:

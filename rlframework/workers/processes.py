@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
+import linecache
 import logging
 import multiprocessing
 import os
@@ -28,13 +30,14 @@ from functools import partial
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import BaseContext
 from queue import SimpleQueue
+from types import CodeType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import dispatch, machine
-from rlframework.workers.failures import HostFailure
+from rlframework.workers.failures import HostFailure, unsendable_variable
 from rlframework.workers.remote_group import RemoteWorkerGroup, WorkerHost
 
 _LOG = logging.getLogger(__name__)
@@ -165,13 +168,32 @@ def _start_method() -> BaseContext:
 
 def _pickled(value: Any) -> bytes:
     """`value` as a pickle, with what is defined in `__main__` or in a function by value."""
+    buffer = io.BytesIO()
     try:
-        pickled: bytes = cloudpickle.dumps(value, protocol=5)
-        return pickled
+        _Pickler(buffer, protocol=5).dump(value)
     except Exception as error:
         raise TypeError(
             f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
+            f"{unsendable_variable(value)}"
         ) from error
+    return buffer.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's pickler, which keeps the file and lines of code that it sends by value, for tracebacks."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not CodeType:
+            return super().reducer_override(value)
+        create, arguments = self.dispatch_table[CodeType](value)
+        lines = [] if os.path.isfile(value.co_filename) else linecache.getlines(value.co_filename)  # of a cell
+        return _code_of, (create, arguments, value.co_filename, lines)
+
+
+def _code_of(create: Callable[..., CodeType], arguments: tuple[Any, ...], file: str, lines: list[str]) -> CodeType:
+    if lines:
+        linecache.cache[file] = (0, None, lines, file)
+    return create(*arguments).replace(co_filename=file)
 
 
 class _Pickled:

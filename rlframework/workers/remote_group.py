@@ -142,6 +142,11 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
 
     # -- common to all groups -----------------------------------------------------------------------------------------
 
+    @property
+    def ended(self) -> str | None:
+        """See `WorkerGroup.ended`."""
+        return self._ended
+
     def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
         """Wait at most `deadlines.call` seconds for the results; the first failure ends the group."""
         self._require_usable("waiting for results")
@@ -217,7 +222,9 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
 
     def _require_usable(self, doing: str) -> None:
         if self._ended is not None:
-            raise WorkerError(f"{doing}: the worker group is no longer usable: {self._ended}; create a new one")
+            raise WorkerError(
+                f"{doing}: the worker group is no longer usable: {self._ended}; create a new one, or a new Session"
+            )
 
     def _wait(self, refs: Mapping[int, Any], doing: str, deadline: str, seconds: float | None = None) -> dict[int, Any]:
         """The results by rank. A failure, a missed deadline or an interrupt ends the group and is raised.
@@ -244,7 +251,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
                 )
         except BaseException as error:
             first_line = str(error).partition("\n")[0]
-            self._end(f"{doing} ended with {type(error).__name__}: {first_line}")
+            self._end(f"{doing} ended with {type(error).__name__}{first_line and f': {first_line}'}")
             raise
         return {rank: results[rank] for rank in refs}
 

@@ -51,6 +51,11 @@ def test_type_errors_have_all_the_classes_that_callers_may_expect():
             BatchedDataDict.from_batches([{"odd": 1.5}])
 
 
+def test_a_batch_is_shown_by_names_and_shapes():
+    batch = BatchedDataDict(ids=torch.zeros(64, 20, dtype=torch.int64), texts=["a"] * 64)
+    assert repr(batch) == "<BatchedDataDict: ids torch.int64 of shape [64, 20], texts a list>"
+
+
 def test_values_of_different_row_counts():
     batch = BatchedDataDict(a=torch.zeros(3), b=["x"])
     for call in (lambda: batch.chunk(0, 1), lambda: batch.slice(0, 1), lambda: batch.reorder_data([0, 1, 2])):

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import rlframework.plugins.configure as configure
+from rlframework.algorithms.losses.nll import NLLLoss
 from rlframework.base.errors import ConfigError, PluginError, UserError
 from rlframework.plugins.configure import config_yaml, dump_config, load_config, resolve_device, restore_config
 from rlframework.plugins.listing import PluginListing
@@ -297,6 +298,15 @@ def test_the_printed_configuration_loads_to_the_same(manager: Any, tmp_path: Pat
 
 def test_the_command_that_resumes_a_run_can_be_pasted(run_config: Any) -> None:
     assert run_config("sft", "output_dir=runs/a b").resume_command == "rlframework train --resume 'runs/a b'"
+
+
+def test_a_run_of_a_notebook_is_resumed_from_python(run_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell's `__main__` has neither its parts nor its rows."""
+    monkeypatch.setattr(sys.modules["__main__"], "Loss", NLLLoss, raising=False)
+    config = run_config("sft", "output_dir=runs/a b", "~environment", "environment={name: dataset, data_digest: a1}")
+    assert config.resume_command == "rlframework.resume('runs/a b', data=rows)"
+    config = run_config("sft", "output_dir=a", "algorithm.loss=__main__:Loss")
+    assert config.resume_with("seed=1") == "rlframework.resume('a', ['seed=1'], trust_run=True)"
 
 
 def test_the_section_of_an_engine_that_is_not_installed_gets_no_hint(manager, minimal):

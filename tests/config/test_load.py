@@ -262,6 +262,18 @@ def test_python_values_become_plain_ones() -> None:
     assert tree.values == {"path": "x/y", "t": [1, 2], "m": {"text": "${not.a.reference}"}}
 
 
+class Callable:
+    def __call__(self) -> None: ...
+
+
+def test_functions_and_classes_become_their_import_paths() -> None:
+    tree = compose({"algorithm": {"loss": Callable, "advantage": refused}})
+    assert tree.values == {"algorithm": {"loss": f"{__name__}:Callable", "advantage": f"{__name__}:refused"}}
+    told = refused({"algorithm": {"loss": Callable()}})
+    assert told.startswith("algorithm.loss: an object of the class Callable has no import path; give the class")
+    assert f"{__name__}:Callable" in told
+
+
 def test_keys_and_values_that_no_file_can_hold_are_refused() -> None:
     assert refused({"a": {1: 2}}) == "a: keys must be strings, given 1"
     assert "not a supported primitive type" in refused({"a": object()})

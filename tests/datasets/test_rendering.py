@@ -270,6 +270,12 @@ def test_half_a_character() -> None:
         render_prompt(plain(), turns("1+\ud83d"))
 
 
+def test_text_is_no_list_of_messages() -> None:
+    for text in ("1+2=", ["1+2="], {"role": "user", "content": "1+2="}):
+        with pytest.raises(DataError, match=r'must be a list of messages, such as \[\{"role": "user".*1\+2='):
+            render_prompt(plain(), text)  # type: ignore[arg-type]
+
+
 def test_empty_prompts() -> None:
     with pytest.raises(DataError, match="has no token; give at least one message"):
         render_prompt(plain(), turns(""))

@@ -135,7 +135,7 @@ def test_a_function_of_the_program_that_cannot_be_sent_is_rejected(make, monkeyp
 
 
 def test_a_function_without_an_import_path_is_rejected() -> None:
-    with pytest.raises(ValueError, match="has no import path; define a function at the top level"):
+    with pytest.raises(ValueError, match="has no import path; define it at the top level"):
         DatasetConfig(path="rows.jsonl", reward=lambda completion: 0.5)
     source = {"environment": {"name": "dataset", "path": "rows.jsonl", "reward": lambda completion: 0.5}}
     with pytest.raises(ConfigError, match=r"environment\.reward: .*has no import path"):

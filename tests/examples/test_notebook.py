@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import rlframework
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook" / "by_hand.ipynb"
@@ -47,6 +52,23 @@ def test_the_page_shows_the_notebook() -> None:
     assert shown == cells()
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook["cells"])
+
+
+def test_the_calls_in_the_text_of_the_page_have_keywords_that_exist() -> None:
+    """The cells run; what the text between them says, such as `complete(..., temperature=0)`, does not."""
+    page = (ROOT / "docs" / "notebook.md").read_text(encoding="utf-8")
+    names: dict[str, object] = dict(vars(rlframework))
+    for line in re.findall(r"^from rlframework\S* import .+$", page, re.MULTILINE):
+        exec(line, names)  # noqa: S102 - a line of our page
+    checked = []
+    for text in re.findall(r"`([a-z_.]+\([^`]*=[^`]*\))`", re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call)
+        function: Any = eval(ast.unparse(call.func), names)  # noqa: S307 - a name of our page
+        given = {keyword.arg for keyword in call.keywords}
+        assert given <= {*inspect.signature(function).parameters}, text
+        checked.append(text)
+    assert "complete(..., temperature=0)" in checked
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -29,3 +31,12 @@ def test_an_agent_is_checked_when_it_is_loaded(tmp_path: Path, monkeypatch: pyte
     }.items():
         with pytest.raises(ConfigError, match=problem):
             load_agent(f"agents_for_loading:{name}")
+
+
+def test_a_name_that_no_cell_has_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with pytest.raises(ConfigError, match=r"has no 'solve'\. Run the cell that defines it first$"):
+        load_agent("__main__:solve")
+    sys.modules["__main__"].__file__ = "program.py"
+    with pytest.raises(ConfigError, match=r"has no 'solve'; objects defined in a script must be moved to a module$"):
+        load_agent("__main__:solve")

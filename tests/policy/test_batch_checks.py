@@ -246,3 +246,8 @@ def test_whole_groups_are_accepted() -> None:
 def test_bad_groups_are_rejected(ids: Any, kind: type[BatchError], message: str) -> None:
     with pytest.raises(kind, match=message):
         check_groups(in_groups(ids), batch_size=3, ranks=2)
+
+
+def test_a_class_in_the_place_of_a_loss_is_asked_about():
+    with pytest.raises(BatchError, match=r"got the class NLLLoss; did you mean NLLLoss\(\)\?$"):
+        check_loss(NLLLoss)

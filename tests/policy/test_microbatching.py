@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from rlframework.base.errors import UserError
 from rlframework.interfaces.loss import LossInput
 from rlframework.policy.engine import StepResult
 from rlframework.policy.head.patch import HeadOutput
@@ -30,6 +32,40 @@ def microbatch(**changes):
     data = {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}
     given = {"data_dict": data, "scatter": torch.tensor([1, 2, 4]), "is_dummy": False}
     return SimpleNamespace(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (lambda values: values.sum(), "a tensor of shape []"),
+        (lambda values: (values, {}), "a tuple of a tensor of shape [2, 2], a dict"),
+        (lambda values: (values.sum(), {}, {}), "a tuple of a tensor of shape [], a dict, a dict"),
+        (lambda values: (values.sum().item(), {}), "a tuple of a float, a dict"),
+        (lambda values: (values.sum(), [1.0]), "a tuple of a tensor of shape [], a list"),
+        (lambda values: (values.sum().detach(), {}), "the loss has no gradient"),
+        (lambda values: (values.sum(), {"a": values.sum(1)}), "the metric 'a' is a tensor of shape [2]"),
+        (lambda values: (values.sum(), {"a": 1, "b": "x"}), "the metric 'b' is a str"),
+        (lambda values: None, "a NoneType"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_told_what_a_loss_returns(returned, told):
+    class Own(SumLoss):
+        def __call__(self, values, data, seqs, tokens):
+            return returned(values)
+
+    output = HeadOutput(logprobs=torch.zeros(3, requires_grad=True))
+    with pytest.raises(UserError, match=r"^a loss returns two values.*Own returned something else: ") as error:
+        loss_step(Own(), ONE, ONE)(output, microbatch())
+    assert str(error.value).endswith(f": {told}")
+
+
+def test_an_evaluated_loss_needs_no_gradient_and_metrics_may_be_numbers_of_any_kind():
+    class Own(SumLoss):
+        def __call__(self, values, data, seqs, tokens):
+            return values.sum(), {"a": True, "b": np.float32(2), "c": ONE}
+
+    result = loss_step(Own(), ONE, ONE)(HeadOutput(logprobs=torch.ones(3)), microbatch())
+    assert result.outputs == {"a": True, "b": 2.0, "c": 1.0, "loss": 3.0}
 
 
 @pytest.mark.parametrize("step", [values_step, LEARN])

@@ -73,7 +73,7 @@ def test_a_run_that_failed_in_its_second_step_is_kept(run_config, tmp_path, monk
     with pytest.raises(ConfigError, match=r"it holds a run \(metrics\.jsonl, timeline\.jsonl\)") as error:
         run(config)
     assert "--resume" not in str(error.value)  # it has no checkpoint
-    assert "Either replace it (--overwrite), or take another output_dir" in str(error.value)
+    assert "Either replace it (--overwrite; in Python, overwrite=True), or take another output_dir" in str(error.value)
     assert contents(tmp_path / "run") == before
 
 
@@ -90,7 +90,10 @@ def test_tensorboard_alone_shows_that_steps_were_done(run_config, tmp_path):
 def test_a_finished_run_is_replaced_only_with_overwrite(finished, caplog):
     config, folder = finished
     before = contents(folder)
-    with pytest.raises(ConfigError, match=r"it holds a run \(.*model.*\)\. Either replace it \(--overwrite\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"it holds a run \(.*model.*\)\. Either replace it \(--overwrite; in Python, overwrite=True\)",
+    ):
         run(config)
     assert contents(folder) == before
     (folder / "checkpoints" / "step-000009").mkdir(parents=True)
@@ -110,7 +113,7 @@ def test_the_command_line_names_the_ways_out(finished, tmp_path, capsys):
     (folder / "checkpoints" / "step-000001" / "run.json").touch()
     assert call("train", file) == 2
     error = capsys.readouterr().err
-    assert f"Either resume it (rlframework train --resume {folder}), replace it (--overwrite), or take another" in error
+    assert f"Either resume it (rlframework train --resume {folder}), replace it (--overwrite; " in error
     assert call("train", "--resume", folder, "--overwrite") == 2
     assert "--resume continues a run and --overwrite deletes it; give one of them" in capsys.readouterr().err
     assert call("train", file, "--overwrite") == 0

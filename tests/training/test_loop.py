@@ -25,7 +25,7 @@ def test_the_start_of_an_engine_is_not_part_of_the_validation(monkeypatch):
 @pytest.mark.parametrize(("step", "told"), [(4, True), (3, False)])
 def test_resuming_a_finished_run_says_what_to_raise(monkeypatch, caplog, step, told):
     monkeypatch.setattr(loop, "restore_random_states", lambda states: None)
-    config = SimpleNamespace(resume_command="rlframework train --resume runs/a")
+    config = SimpleNamespace(resume_with="rlframework train --resume runs/a {}".format)
     restored = SimpleNamespace(step=step, random=None, metrics={})
     resumed: Any = SimpleNamespace(
         _restored=restored, config=SimpleNamespace(num_steps=4), parts=SimpleNamespace(config=config)

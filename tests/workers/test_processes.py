@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -120,6 +123,44 @@ def test_unpicklable_arguments_reach_no_worker(group):
     with pytest.raises(TypeError, match="must be picklable"):
         start(spec=WorkerSpec("probe_workers:Probe", {"word": threading.Lock()}))
     assert threads_of_peers() == before
+
+
+CELL = """
+class Loss:
+    def __call__(self, value):
+        return value + missing(HELD)
+
+def missing(held):
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """The variables of a notebook with the cell `CELL`, and the name that the notebook gives to its file."""
+    name, variables = "/tmp/ipykernel_1/7.py", {"__name__": "__main__", "HELD": 1}
+    exec(compile(CELL, name, "exec"), variables)  # noqa: S102 - our own text
+    monkeypatch.setitem(linecache.cache, name, (len(CELL), None, CELL.splitlines(keepends=True), name))
+    return variables, name
+
+
+def test_the_traceback_of_a_cells_function_shows_its_lines(cell):
+    variables, name = cell
+    sent = processes._pickled(variables["Loss"]())
+    del linecache.cache[name]  # as in another process
+    with pytest.raises(ZeroDivisionError) as error:
+        pickle.loads(sent)(2)  # noqa: S301 - pickled above
+    shown = "".join(traceback.format_exception(error.value))
+    assert f'File "{name}", line 4, in __call__\n    return value + missing(HELD)\n' in shown
+    assert f'File "{name}", line 7, in missing\n    return 1 / 0\n' in shown
+
+
+@pytest.mark.parametrize("form", [lambda loss: loss, lambda loss: ("call", ("train", True, {"loss_fn": loss}))])
+def test_the_variable_that_cannot_be_sent_is_named(cell, form):
+    variables, _ = cell
+    variables["HELD"] = threading.Lock()
+    with pytest.raises(TypeError, match=r"must be picklable: .* Loss.__call__ uses the variable 'HELD', a lock$"):
+        processes._pickled(form(variables["Loss"]()))
 
 
 def test_a_result_that_cannot_be_unpickled(fresh):
