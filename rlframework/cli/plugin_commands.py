@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from rlframework.base.errors import PluginError
-from rlframework.plugins.loading import install_hint, one_line
+from rlframework.plugins.discovery import install_hint, one_line
 from rlframework.plugins.manager import PluginManager
 
 _LOG = logging.getLogger(__name__)

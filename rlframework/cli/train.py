@@ -77,7 +77,7 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
 
         print(*dry_run(load_config(config, overrides), overwrite=overwrite), sep="\n")
     else:
-        from rlframework.plugins.loading import install_command
+        from rlframework.plugins.discovery import install_command
         from rlframework.plugins.manager import create_manager
 
         manager = create_manager()

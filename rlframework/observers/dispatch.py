@@ -16,8 +16,8 @@ from rlframework.base.logs import printable
 from rlframework.base.secrets import hide_in_text
 from rlframework.config.base import Section
 from rlframework.config.sections import ObserversConfig
+from rlframework.plugins.discovery import extra_of, install_command, load_target, new_pluggy
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan
-from rlframework.plugins.loading import extra_of, install_command, load_target, new_pluggy
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rlframework.base.errors import ConfigError
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, PPOConfig, SFTConfig
 from rlframework.config.base import Section
-from rlframework.config.distillation import DistillationConfig
+from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.environments import (
     AdditionConfig,
     DatasetConfig,

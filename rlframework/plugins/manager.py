@@ -16,8 +16,7 @@ import pluggy
 
 from rlframework.base.errors import PluginError
 from rlframework.config.peer_values import value_hint
-from rlframework.plugins.listing import PluginListing
-from rlframework.plugins.loading import (
+from rlframework.plugins.discovery import (
     DISABLE_VARIABLE,
     UNVERSIONED,
     Plugin,
@@ -31,6 +30,7 @@ from rlframework.plugins.loading import (
     new_pluggy,
     one_line,
 )
+from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.types import (
     RECORD_TYPES,
     AlgorithmRecord,

@@ -13,7 +13,7 @@ from rlframework.config.environments import AttemptsConfig
 from rlframework.generation.driver import run_in_loop
 from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample
-from rlframework.plugins.loading import install_command, load_target
+from rlframework.plugins.discovery import install_command, load_target
 from rlframework.plugins.manager import create_manager
 from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_thread import Bridge, run_beside

@@ -11,8 +11,8 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.observers import dispatch
 from rlframework.observers.dispatch import Observers, observer_problems
+from rlframework.plugins.discovery import new_pluggy
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
-from rlframework.plugins.loading import new_pluggy
 from rlframework.plugins.manager import create_manager
 
 NONE = ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False)

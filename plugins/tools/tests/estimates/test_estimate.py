@@ -15,12 +15,13 @@ from rlframework.observers.host import Gpu
 from rlframework.plugins.configure import config_yaml, dump_config
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import PolicyWorkerRecord
-from rlframework.runner.further_policies import Placeholder, backend_record, planned_parts
+from rlframework.runner.further_policies import Placeholder
+from rlframework.runner.parts import backend_record, planned_parts
 from rlframework_tools.estimates.disk import disk, gib
 from rlframework_tools.estimates.estimate import estimate, estimate_rows
 from rlframework_tools.estimates.hardware import PlannedGpus
 from rlframework_tools.estimates.printing import estimate_run, print_brief
-from rlframework_tools.estimates.rows import Rows, microbatch_tokens, optimizer_steps, rows_of
+from rlframework_tools.estimates.row_sizes import Rows, microbatch_tokens, optimizer_steps, rows_of
 from rlframework_tools.estimates.worker_memory import peak
 
 GIB = 1 << 30
