@@ -26,7 +26,7 @@ from rlframework.base.errors import UserError
 
 if TYPE_CHECKING:
     from rlframework.datasets.gsm8k_preferences import GradedQuestion
-    from rlframework.datasets.preference_pairs import PreferencePairs, PreferenceRow
+    from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
 
 def make_pairs(arguments: argparse.Namespace) -> None:
     from rlframework.datasets.gsm8k_preferences import pair_solutions, read_graded_solutions
-    from rlframework.datasets.preference_pairs import PreferencePairs
+    from rlframework.datasets.preferences import PreferencePairs
 
     questions = read_graded_solutions(arguments.solutions)
     rows = pair_solutions(questions, pairs=arguments.pairs, seed=arguments.seed)

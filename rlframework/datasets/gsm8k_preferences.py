@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.preference_pairs import PreferenceRow
+from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.rows import JsonlRows, Row, check_fields
 from rlframework.interfaces.messages import Message
 

@@ -38,7 +38,7 @@ from rlframework.base.files import replacing_directory
 
 _FORMER_MODULES = {
     "rlframework.datasets.reward_data": "rlframework.data.reward_data",
-    "rlframework.datasets.preference_pairs": "rlframework.data.preferences",
+    "rlframework.datasets.preferences": "rlframework.data.preferences",
 }
 """Modules of tensorclasses, and their former names, which folders of earlier versions have in `meta.json`."""
 

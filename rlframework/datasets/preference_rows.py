@@ -27,7 +27,7 @@ from typing import Any
 from rlframework.base.errors import DataError
 from rlframework.datasets.conversations import is_missing, read_turns
 from rlframework.datasets.pictures import PictureReader
-from rlframework.datasets.preference_pairs import PreferenceRow, is_score
+from rlframework.datasets.preferences import PreferenceRow, is_score
 from rlframework.datasets.sources.memory import RowSequence, given_rows
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.tool_rows import read_tools

@@ -2,7 +2,7 @@
 
 A tensordict tensorclass: it can be indexed, stacked, moved and saved memory-mapped like a tensor. The constructor
 checks nothing, so that it can hold meta tensors, nested tensordicts and incomplete data; `check()` and the conversions
-do. Pairs of a better and a worse sequence are in `rlframework.datasets.preference_pairs`.
+do. Pairs of a better and a worse sequence are in `rlframework.datasets.preferences`.
 """
 
 from __future__ import annotations

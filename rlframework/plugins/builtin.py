@@ -77,7 +77,7 @@ def rlframework_environments() -> list[EnvironmentRecord]:
         core("dataset", "environments.dataset:DatasetEnvironment", own, DatasetConfig, check=check_dataset),
         core(
             "preferences",
-            "environments.preferences:PreferencesEnvironment",
+            "environments.preference_samples:PreferencesEnvironment",
             "chosen and rejected answers to prompts, for training on preferences",
             PreferencesConfig,
             check=check_pairs,

@@ -17,7 +17,7 @@ from rlframework.algorithms.loop import Timer
 from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.base.errors import DataError, ImageError
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.datasets.preference_pairs import mismatched_rows
+from rlframework.datasets.preferences import mismatched_rows
 from rlframework.models.loading import auto_class
 from rlframework.runner.parts import build_parts
 from rlframework_dtensor.engine import DTensorEngine

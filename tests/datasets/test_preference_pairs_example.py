@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from probe_forked import run_program
 
-from rlframework.datasets.preference_pairs import PreferencePairs
+from rlframework.datasets.preferences import PreferencePairs
 from rlframework.huggingface.tokenizer import character_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlframework.base.errors import BatchError, BatchTypeError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.gsm8k_preferences import pair_solutions, read_graded_solutions
-from rlframework.datasets.preference_pairs import PreferencePairs, PreferenceRow
+from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
 from rlframework.datasets.reward_data import RewardData
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.messages import Message

@@ -19,7 +19,7 @@ from tensordict import TensorClass, TensorDict, tensorclass
 from torch._subclasses import FakeTensorMode
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.preference_pairs import PreferencePairs
+from rlframework.datasets.preferences import PreferencePairs
 from rlframework.datasets.reward_data import RewardData
 
 INNER = "_tensordict"

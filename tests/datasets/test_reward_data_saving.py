@@ -14,7 +14,7 @@ from probe_forked import run_program
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from rlframework.base.errors import BatchError, BatchTypeError, DataError, WriteError
-from rlframework.datasets.preference_pairs import PreferencePairs
+from rlframework.datasets.preferences import PreferencePairs
 from rlframework.datasets.reward_data import RewardData
 
 
@@ -273,4 +273,4 @@ def test_folders_of_releases_that_had_the_classes_elsewhere(tmp_path: Path) -> N
     assert isinstance(loaded.chosen, RewardData)
     assert loaded.check().rejected.input_ids.equal(rewards.input_ids)
     PreferencePairs.load_memmap(tmp_path / "pairs").save(tmp_path / "again", copy_existing=True)
-    assert "rlframework.datasets.preference_pairs" in (tmp_path / "again" / "meta.json").read_text()
+    assert "rlframework.datasets.preferences" in (tmp_path / "again" / "meta.json").read_text()

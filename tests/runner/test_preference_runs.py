@@ -16,7 +16,7 @@ from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.base.errors import BatchError, ConfigError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.preference_algorithms import DPOConfig
-from rlframework.datasets.preference_pairs import mismatched_rows
+from rlframework.datasets.preferences import mismatched_rows
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message

@@ -16,7 +16,7 @@ from rlframework.base.secrets import hide_secrets
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.preference_algorithms import PreferenceConfig, ProcessRewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
-from rlframework.datasets.preference_pairs import PreferencePairs, pair_of
+from rlframework.datasets.preferences import PreferencePairs, pair_of
 from rlframework.datasets.rendering import Rendered, render_prompt, render_samples
 from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.template_checks import require_contents, warn_of_template

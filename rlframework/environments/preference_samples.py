@@ -20,8 +20,8 @@ from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, p
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import shuffled
 from rlframework.datasets.pictures import decoded, log_left_out, reader_of
-from rlframework.datasets.preference_pairs import PreferenceRow
 from rlframework.datasets.preference_rows import check_pairs, has_steps, preference_of, steps_of
+from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.opening import open_splits
 from rlframework.datasets.sources.rows import Row, Rows
 from rlframework.interfaces.environment import Environment, Sample, Split
