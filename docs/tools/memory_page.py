@@ -17,13 +17,13 @@ from rlframework import load_config
 from rlframework.base.errors import ConfigError
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.state_layout import PlannedWorker
+from rlframework.plugins.parameter_memory import PlannedWorker
 from rlframework.runner.parts import backend_record
 from rlframework_tools.estimates.disk import gib
 from rlframework_tools.estimates.estimate import MARGIN, layout_of
 from rlframework_tools.estimates.hardware import PlannedGpus
 from rlframework_tools.estimates.model_size import ModelSize, model_size
-from rlframework_tools.estimates.rows import Rows
+from rlframework_tools.estimates.row_sizes import Rows
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory
 
 TOKENS, ANSWER, DECODED, GLOBAL = 16_384, 4_096, 32, 512

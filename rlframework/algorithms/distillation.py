@@ -14,7 +14,7 @@ from rlframework.algorithms.stored_teacher import open_teacher_data
 from rlframework.algorithms.student_rows import student_rows
 from rlframework.algorithms.teacher_targets import Rows, add_sft_weights, add_targets, open_teacher
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation import DistillationConfig
+from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.rendering import Rendered, has_answer, render_samples

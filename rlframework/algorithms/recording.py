@@ -38,7 +38,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.loss import LossFunction, LossInput
 from rlframework.interfaces.policy_worker import SamplingBound, TrainResult
 from rlframework.plugins.configure import dump_config
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework.rollout.parts import Parts
 
 _LOG = logging.getLogger(__name__)

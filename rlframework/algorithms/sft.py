@@ -24,7 +24,7 @@ from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.interfaces.environment import Environment, Sample, Split
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.messages import pictures_of
-from rlframework.observers.environment import flatten
+from rlframework.observers.run_environment import flatten
 from rlframework.plugins.user_defined import load_loss
 from rlframework.rollout.parts import Parts
 

@@ -7,7 +7,7 @@ from typing import Any
 from rlframework.algorithms.sft import open_token_data
 from rlframework.base.errors import ConfigError
 from rlframework.config.algorithms import SFTConfig
-from rlframework.config.distillation import DistillationConfig
+from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.datasets.teacher_data import TeacherData
 from rlframework.rollout.parts import Parts
 

@@ -6,7 +6,7 @@ from math import floor
 
 import numpy as np
 
-from rlframework.config.distillation import DistillationConfig
+from rlframework.config.distillation_algorithms import DistillationConfig
 
 
 def student_rows(config: DistillationConfig, batch_size: int, seed: int, step: int) -> int:

@@ -10,7 +10,7 @@ from rlframework.algorithms.losses.distillation import SFT_WEIGHTS, TEACHER_LOGP
 from rlframework.algorithms.losses.kl import kl_divergence
 from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation import DistillationConfig
+from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.loss import TOKEN_SETS

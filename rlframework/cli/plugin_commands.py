@@ -13,8 +13,8 @@ from typing import Any
 import typer
 
 from rlframework.base.errors import PluginError
+from rlframework.plugins.discovery import DISABLE_VARIABLE, extra_of
 from rlframework.plugins.hook_calls import Hook
-from rlframework.plugins.loading import DISABLE_VARIABLE, extra_of
 from rlframework.plugins.manager import PluginManager
 
 _LOG = logging.getLogger(__name__)

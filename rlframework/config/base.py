@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -59,3 +59,7 @@ def import_path(function: Callable[..., Any]) -> str:
             "of the program (no lambda, nothing inside a function)"
         )
     return f"{module}:{name}"
+
+
+CallableAsPath = BeforeValidator(lambda value: import_path(value) if callable(value) else value)
+"""Annotates a key with an import path, which may be given as the function or class itself."""

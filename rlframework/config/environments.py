@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from rlframework.config.base import ImportsCode, Section, import_path
+from rlframework.config.base import CallableAsPath, ImportsCode, Section, import_path
 from rlframework.config.endpoint import JudgeConfig
 from rlframework.config.numbers import Coefficient, Count, Fraction, Seconds, Steps, Workers
 from rlframework.config.sections import EnvironmentConfig
@@ -134,15 +134,11 @@ class ColumnsConfig(Section):
 class WeightedReward(Section):
     """One of several rewards: a function, or a judge."""
 
-    function: Annotated[str | None, ImportsCode()] = Field(None, description="import path of the reward function")
+    function: Annotated[str | None, CallableAsPath, ImportsCode()] = Field(
+        None, description="import path of the reward function"
+    )
     judge: JudgeConfig | None = Field(None, description="a model behind an OpenAI-compatible endpoint that scores")
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = Field(1.0, description="factor of its reward in the sum")
-
-    @field_validator("function", mode="before")
-    @classmethod
-    def _import_path(cls, function: object) -> object:
-        """Replace a function by its import path."""
-        return import_path(function) if callable(function) else function
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -222,13 +218,9 @@ class SourceConfig(Section):
 SourceName = RewardName
 
 
-class DatasetConfig(RowsConfig):
-    """Your own data: JSONL, Parquet, CSV, output of `datasets.save_to_disk`, or a data set on the Hugging Face Hub."""
+class SplitRowsConfig(RowsConfig):
+    """Rows with a part for validation, which is named, given, or held out."""
 
-    name: str = Field("dataset", description="your own dataset")
-    mixture: Mapping[SourceName, SourceConfig] | None = Field(
-        None, description="several sources by name instead of `path`, each {path: ..., weight: 1.0}"
-    )
     subset: str | None = Field(None, description="configuration name, if the dataset has several")
     split: str | None = Field(None, description="training split; null: `train`, or the only split")
     validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
@@ -237,8 +229,17 @@ class DatasetConfig(RowsConfig):
     )
     max_samples: Steps | None = Field(None, description="use only this many of the first training rows")
     max_validation_samples: Steps = Field(1024, description="maximum validation samples, held out or given")
-    columns: ColumnsConfig = ColumnsConfig()
     instruction: str = Field("", description="text appended to the last user turn")
+
+
+class DatasetConfig(SplitRowsConfig):
+    """Your own data: JSONL, Parquet, CSV, output of `datasets.save_to_disk`, or a data set on the Hugging Face Hub."""
+
+    name: str = Field("dataset", description="your own dataset")
+    mixture: Mapping[SourceName, SourceConfig] | None = Field(
+        None, description="several sources by name instead of `path`, each {path: ..., weight: 1.0}"
+    )
+    columns: ColumnsConfig = ColumnsConfig()
     check: Literal["none", "exact", "math"] = Field(
         "none",
         description="how completions are scored. none: not at all (for sft); exact: by exact match; math: by "
@@ -353,23 +354,14 @@ class PreferenceColumnsConfig(Section):
     images: str = Field("images", description="column with a list of images of the prompt, after that of `image`")
 
 
-class PreferencesConfig(RowsConfig):
+class PreferencesConfig(SplitRowsConfig):
     """Preference pairs from JSONL, Parquet, the output of `datasets.save_to_disk`, or the Hugging Face Hub.
 
     All rows are read into memory. No prompt of the validation data is trained on, ignoring case and spacing.
     """
 
     name: str = Field("preferences", description="chosen and rejected answers to prompts")
-    subset: str | None = Field(None, description="configuration name, if the dataset has several")
-    split: str | None = Field(None, description="training split; null: `train`, or the only split")
-    validation_split: str | None = Field(None, description="validation split; null: hold out part of the training data")
-    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the prompts to hold out when no validation data is given; 0: none"
-    )
-    max_samples: Steps | None = Field(None, description="use only this many of the first training pairs")
-    max_validation_samples: Steps = Field(1024, description="maximum validation pairs, held out or given")
     columns: PreferenceColumnsConfig = PreferenceColumnsConfig()
-    instruction: str = Field("", description="text appended to the last user turn")
     pairs: Literal["all", "one"] = Field(
         "all",
         description="of rows with several graded solutions to a question: train on each right with each wrong one, or "
@@ -398,15 +390,9 @@ class ToolsConfig(ToolDataConfig):
     """The public methods of a class of yours as tools: a new object for each episode."""
 
     name: str = Field("tools", description="the methods of a class as tools")
-    tools: Annotated[str, ImportsCode()] = Field(
+    tools: Annotated[str, CallableAsPath, ImportsCode()] = Field(
         description="import path of the class; its method `reward(self, completion)`, if any, scores the answer"
     )
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _class_path(cls, tools: object) -> object:
-        """Replace a class by its import path."""
-        return import_path(tools) if callable(tools) else tools
 
 
 class AttemptsConfig(EnvironmentConfig):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from traceback import FrameSummary, TracebackException
 
-from rlframework.plugins.loading import extra_of
+from rlframework.plugins.discovery import extra_of
 
 _MOST_LINES = 80
 """Lines of a traceback: its last ones, which are those of the error itself and not of what caused it."""

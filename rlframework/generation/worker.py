@@ -19,7 +19,7 @@ from rlframework.interfaces.generation import (
 )
 from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework.weight_sync.calls import attempt
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.device import prepare_device

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from rlframework.base.logs import ProgressCallback, printable
-from rlframework.observers.environment import Resumed, read_environment
+from rlframework.observers.run_environment import Resumed, read_environment
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 DISPLAYED_METRICS = {

@@ -14,9 +14,9 @@ from rlframework.base.logs import printable
 from rlframework.base.secrets import hide_in_text
 from rlframework.config.base import Section
 from rlframework.config.sections import ObserversConfig
+from rlframework.plugins.discovery import DISABLE_VARIABLE, extra_of, load_target, new_pluggy
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan
 from rlframework.plugins.installation import CORE
-from rlframework.plugins.loading import DISABLE_VARIABLE, extra_of, load_target, new_pluggy
 
 if TYPE_CHECKING:
     from rlframework.plugins.manager import PluginManager

@@ -23,7 +23,7 @@ from rlframework.base.files import AppendedFile, write_atomically, writing
 from rlframework.base.logs import printable
 from rlframework.datasets.pictures import decoded
 from rlframework.interfaces.messages import Picture
-from rlframework.observers.environment import run_id
+from rlframework.observers.run_environment import run_id
 from rlframework.observers.timeline import timeline_row
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan, hookimpl
 

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlframework.base.errors import ConfigError, DataError, UserError
 from rlframework.config.yaml_text import read_yaml
-from rlframework.observers.environment import ENVIRONMENT_FILE, Resumed
 from rlframework.observers.jsonl import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -27,6 +26,7 @@ from rlframework.observers.jsonl import (
     read_history,
     series,
 )
+from rlframework.observers.run_environment import ENVIRONMENT_FILE, Resumed
 from rlframework.observers.timeline import ENGINE
 
 CONFIG_FILE, MODEL = "config.yaml", "model"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rlframework.base.errors import ConfigError
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, PPOConfig, SFTConfig
 from rlframework.config.base import Section
-from rlframework.config.distillation import DistillationConfig
+from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.environments import (
     AdditionConfig,
     DatasetConfig,
@@ -77,7 +77,7 @@ def rlframework_environments() -> list[EnvironmentRecord]:
         core("dataset", "environments.dataset:DatasetEnvironment", own, DatasetConfig, check=check_dataset),
         core(
             "preferences",
-            "environments.preferences:PreferencesEnvironment",
+            "environments.preference_samples:PreferencesEnvironment",
             "chosen and rejected answers to prompts, for training on preferences",
             PreferencesConfig,
             check=check_pairs,

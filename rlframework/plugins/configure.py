@@ -30,7 +30,7 @@ from rlframework.config.trust import require_trusted, require_trusted_imports
 from rlframework.config.validate import check_further_policies, check_run, validate
 from rlframework.config.yaml_text import Keys, Tree, to_yaml
 from rlframework.plugins.check import check_config
-from rlframework.plugins.loading import extras, install_command
+from rlframework.plugins.discovery import extras, install_command
 from rlframework.plugins.manager import PluginManager, Registered, create_manager
 from rlframework.plugins.types import (
     RECORD_TYPES,

@@ -15,7 +15,7 @@ import pluggy
 
 from rlframework.base.errors import PluginError, RLFrameworkError, UserError
 from rlframework.base.logs import log_if_slow
-from rlframework.plugins.loading import Plugin, one_line
+from rlframework.plugins.discovery import Plugin, one_line
 
 T = TypeVar("T")
 

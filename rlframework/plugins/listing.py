@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rlframework.base.errors import UserError
-from rlframework.plugins.loading import did_you_mean
+from rlframework.plugins.discovery import did_you_mean
 from rlframework.plugins.types import RECORD_TYPES
 
 if TYPE_CHECKING:

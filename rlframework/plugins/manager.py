@@ -18,9 +18,7 @@ import pluggy
 
 from rlframework.base.errors import PluginError
 from rlframework.config.hints import Hints
-from rlframework.plugins.hook_calls import Hook, answers
-from rlframework.plugins.listing import PluginListing
-from rlframework.plugins.loading import (
+from rlframework.plugins.discovery import (
     DISABLE_VARIABLE,
     UNVERSIONED,
     Plugin,
@@ -34,6 +32,8 @@ from rlframework.plugins.loading import (
     new_pluggy,
     one_line,
 )
+from rlframework.plugins.hook_calls import Hook, answers
+from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.types import (
     RECORD_TYPES,
     AlgorithmRecord,

@@ -20,7 +20,7 @@ from rlframework.config.sections import (
     RunConfig,
     WorkerGroupConfig,
 )
-from rlframework.plugins.state_layout import StateLayoutOf
+from rlframework.plugins.parameter_memory import StateLayoutOf
 
 API_VERSION = 1
 """Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to.

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 from rlframework.base.errors import ConfigError, PluginError
-from rlframework.plugins.loading import check_model, did_you_mean, make_current_directory_importable
+from rlframework.plugins.discovery import check_model, did_you_mean, make_current_directory_importable
 from rlframework.plugins.types import API_VERSION, AlgorithmRecord, Capability, EnvironmentRecord
 
 SINGULAR = ("sample", "prompt", "completion", "answer")

@@ -15,7 +15,7 @@ from rlframework.interfaces.generation import (
     Tag,
     submit_each,
 )
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework.policy.engine import Engine, require_head
 from rlframework.policy.profiling import GENERATE, trace_span
 from rlframework.policy.shared_state import Residency, TrainingProgress

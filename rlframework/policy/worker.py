@@ -21,7 +21,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
 from rlframework.interfaces.policy_worker import Attempt, BytesMoved, PolicyWorker, Rows
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework.policy.checkpoint_io import CheckpointIO
 from rlframework.policy.device_memory import DeviceMemory, Phase
 from rlframework.policy.embedded_generation import EmbeddedGeneration

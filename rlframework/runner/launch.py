@@ -29,8 +29,8 @@ from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
 from rlframework.config.validate import notes_without_effect
 from rlframework.config.yaml_text import parse_yaml
-from rlframework.observers.environment import flatten
 from rlframework.observers.jsonl import drop_steps_after
+from rlframework.observers.run_environment import flatten
 from rlframework.plugins.configure import config_yaml, dump_config, load_config
 from rlframework.plugins.hook_calls import Hook
 from rlframework.plugins.manager import PluginManager, create_manager
@@ -48,7 +48,7 @@ from rlframework.runner.restarts import Attempt, run_with_restarts
 if TYPE_CHECKING:
     from rlframework.config.load import Source
     from rlframework.datasets.sources.memory import Data
-    from rlframework.observers.environment import Resumed
+    from rlframework.observers.run_environment import Resumed
     from rlframework.plugins.hookspec import Uploads
 
 _LOG = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def _train(
 ) -> RunResult:
     """Make one attempt at the run. `lock` locks the run's folder until the end of all attempts, when first called."""
     from rlframework.algorithms.checkpoints import seed_random_states, step_of_checkpoint  # imports torch
-    from rlframework.observers.environment import write_environment
+    from rlframework.observers.run_environment import write_environment
     from rlframework.runner.output_folder import check_output_dir, clear, read_contents
 
     algorithm, folder = algorithm_class(config, manager), config.output_dir
@@ -202,7 +202,7 @@ def _note_best(config: RunConfig) -> None:
 
 def _resumed(config: RunConfig, step: int) -> Resumed:
     """Return the step and the settings that a resume changes."""
-    from rlframework.observers.environment import Resumed
+    from rlframework.observers.run_environment import Resumed
 
     file = config.output_dir / "config.yaml"
     texts = (file.read_text(encoding="utf-8"), config_yaml(config)) if file.is_file() else ()

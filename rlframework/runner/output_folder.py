@@ -26,8 +26,8 @@ from typing import Any
 from rlframework.base.errors import ConfigError, UserError
 from rlframework.base.files import LOCK_FILE, check_writable
 from rlframework.config.sections import RunConfig
-from rlframework.observers.environment import ENVIRONMENT_FILE, read_environment
 from rlframework.observers.jsonl import METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE
+from rlframework.observers.run_environment import ENVIRONMENT_FILE, read_environment
 from rlframework.plugins.configure import dump_config
 
 _LOG = logging.getLogger(__name__)

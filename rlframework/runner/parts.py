@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.algorithms.algorithm import Algorithm
 from rlframework.base.errors import ConfigError, PluginError, RLFrameworkError, UserError
 from rlframework.huggingface.hub import require_available
-from rlframework.observers.environment import read_environment
+from rlframework.observers.run_environment import read_environment
 from rlframework.plugins.configure import resolve_device
 from rlframework.plugins.hookspec import RunInfo
 from rlframework.plugins.manager import create_manager

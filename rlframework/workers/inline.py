@@ -9,7 +9,7 @@ from rlframework.base.errors import ConfigError, WorkerError
 from rlframework.config.sections import WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework.workers import dispatch
 
 _LOG = logging.getLogger(__name__)

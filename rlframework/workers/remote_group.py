@@ -27,7 +27,7 @@ from rlframework.base.logs import debug_span, log_to_stderr
 from rlframework.config.sections import RemoteGroupConfig, WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerSpec, never
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import MOST_LISTED, HostFailure, as_exception, list_ranks
 from rlframework.workers.temporary import TemporaryFolder

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rlframework.algorithms.losses.distillation import DistillationLoss, kl
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation import DistillationConfig, DistillationLossConfig
+from rlframework.config.distillation_algorithms import DistillationConfig, DistillationLossConfig
 
 ROWS, WIDTH, VOCABULARY, TOP = 3, 5, 7, 3
 DIVERGENCES = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9), ("mixed", 0.3)]

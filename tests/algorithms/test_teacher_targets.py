@@ -10,7 +10,7 @@ import torch
 from rlframework.algorithms.student_rows import student_rows
 from rlframework.algorithms.teacher_targets import add_rewards, add_sft_weights, add_token_sets
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation import DistillationConfig
+from rlframework.config.distillation_algorithms import DistillationConfig
 
 LENGTHS = [4, 3]
 

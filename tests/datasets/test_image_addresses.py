@@ -24,7 +24,7 @@ from rlframework.datasets import image_addresses
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.pictures import PictureReader, decoded
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.environments.preferences import PreferencesEnvironment
+from rlframework.environments.preference_samples import PreferencesEnvironment
 from rlframework.interfaces.messages import pictures_of
 
 

@@ -11,7 +11,7 @@ import pytest
 from rlframework.base.errors import DataError
 from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.preference_rows import steps_of
-from rlframework.environments.preferences import PreferencesEnvironment
+from rlframework.environments.preference_samples import PreferencesEnvironment
 
 ROW: dict[str, Any] = {"prompt": "8 even?", "completions": ["8 = 2 * 4", "yes"], "labels": [True, 0.5]}
 

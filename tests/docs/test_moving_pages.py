@@ -88,7 +88,7 @@ def owner(heading: str) -> list[Any]:
         ),
         "Policy and workers": (),
         "Worker groups": (
-            "rlframework_ray.worker_group",
+            "rlframework_ray.ray_group",
             "rlframework_ray.worker_builder",
             "interfaces.named_sharding",
             "rlframework_ray.virtual_cluster",

@@ -11,7 +11,7 @@ import pytest
 from rlframework.base.errors import DataError
 from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.sources.memory import given_rows
-from rlframework.environments.preferences import PreferencesEnvironment
+from rlframework.environments.preference_samples import PreferencesEnvironment
 from rlframework.interfaces.environment import Sample
 
 SOLUTIONS = Path(__file__).parents[1] / "fixtures" / "gsm8k_model_solutions.jsonl"

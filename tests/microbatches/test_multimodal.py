@@ -10,7 +10,7 @@ import tiny_vlms
 import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.nemo_rl.data_processor import get_microbatch_iterator
+from rlframework.nemo_rl.microbatches import get_microbatch_iterator
 
 FIXED: dict[str, Any] = {"dynamic_batching": {"enabled": False}}
 DYNAMIC: dict[str, Any] = {"dynamic_batching": {"enabled": True}}

@@ -14,7 +14,7 @@ from probe_rows import DYNAMIC, EOS, FIXED, PACKED, TOKENIZER, rows_of
 from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.nemo_rl.data_processor import (
+from rlframework.nemo_rl.microbatches import (
     get_microbatch_iterator,
     make_processed_microbatch_iterator,
     process_microbatch,

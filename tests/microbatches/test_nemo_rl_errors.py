@@ -13,7 +13,7 @@ from probe_rows import DYNAMIC, FIXED, PACKED, TOKENIZER, changed
 
 from rlframework.base.errors import BatchError
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.nemo_rl.data_processor import (
+from rlframework.nemo_rl.microbatches import (
     get_microbatch_iterator,
     make_processed_microbatch_iterator,
     process_global_batch,

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from rlframework.nemo_rl.data_processor import get_microbatch_iterator, process_global_batch, process_microbatch
+from rlframework.nemo_rl.microbatches import get_microbatch_iterator, process_global_batch, process_microbatch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 
 folder = sys.argv[1]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlframework.observers.console import EVERY, ConsoleObserver, Pace, describe, duration, progress_bar
-from rlframework.observers.environment import Resumed, write_environment
+from rlframework.observers.run_environment import Resumed, write_environment
 from rlframework.plugins.hookspec import RunInfo
 
 

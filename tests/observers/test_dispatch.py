@@ -12,8 +12,8 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.observers import dispatch
 from rlframework.observers.dispatch import Observers, observer_problems, require_observers
+from rlframework.plugins.discovery import Plugin
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
-from rlframework.plugins.loading import Plugin
 from rlframework.plugins.manager import PluginManager, create_manager
 
 NONE = ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False)

@@ -9,8 +9,8 @@ import pytest
 
 import rlframework
 from rlframework.observers import host
-from rlframework.observers.environment import clean_command, read_environment, run_id, write_environment
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus, total_memory
+from rlframework.observers.run_environment import clean_command, read_environment, run_id, write_environment
 from rlframework.plugins.manager import create_manager
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.plugins import loading
+from rlframework.plugins import discovery
 
 MakeDistribution = Callable[..., str]
 
@@ -44,7 +44,7 @@ def _own_distributions_are_hidden(monkeypatch):
     def hidden(group):
         return [entry for entry in real(group=group) if not entry.dist.name.startswith("rlframework-")]
 
-    monkeypatch.setattr(loading.metadata, "entry_points", hidden)
+    monkeypatch.setattr(discovery.metadata, "entry_points", hidden)
     monkeypatch.delenv("RLFRAMEWORK_DISABLE_PLUGINS", raising=False)
 
 

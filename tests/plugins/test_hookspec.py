@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlframework.plugins import hookspec as specs
-from rlframework.plugins.loading import new_pluggy, read_plugin
+from rlframework.plugins.discovery import new_pluggy, read_plugin
 from rlframework.plugins.types import RECORD_TYPES
 
 HOOKS = sorted(name for name in vars(specs) if name.startswith("rlframework_"))

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from rlframework.base.errors import PluginError
 from rlframework.config.sections import EnvironmentConfig
+from rlframework.plugins.discovery import load_target, read_plugin
 from rlframework.plugins.hookspec import hookimpl
-from rlframework.plugins.loading import load_target, read_plugin
 from rlframework.plugins.types import (
     API_VERSION,
     AlgorithmRecord,

@@ -11,7 +11,7 @@ import pytest
 import rlframework
 from rlframework.base.errors import PluginError
 from rlframework.config.algorithm_presets import AlgorithmName
-from rlframework.plugins import loading
+from rlframework.plugins import discovery
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import EnvironmentRecord, PolicyWorkerRecord
 
@@ -64,7 +64,7 @@ def test_core_has_a_version_without_being_installed(monkeypatch):
     def not_installed(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(loading.metadata, "version", not_installed)
+    monkeypatch.setattr(discovery.metadata, "version", not_installed)
     assert create_manager().select("worker_group", "processes").version == rlframework.__version__
 
 

@@ -12,7 +12,7 @@ from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework.policy.device_memory import peak_resident_bytes, reset_peak_resident_bytes
 
 MIB = 2**20

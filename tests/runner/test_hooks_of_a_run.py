@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlframework.base.errors import ConfigError, PluginError
+from rlframework.plugins.discovery import Plugin
 from rlframework.plugins.hookspec import hookimpl
-from rlframework.plugins.loading import Plugin
 from rlframework.plugins.manager import PluginManager
 from rlframework.runner import launch
 

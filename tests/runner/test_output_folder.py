@@ -11,7 +11,7 @@ from rlframework import run
 from rlframework.algorithms.checkpoints import Checkpoints, checkpoints_in
 from rlframework.base.errors import ConfigError, UserError
 from rlframework.base.files import exclusive_directory
-from rlframework.observers.environment import read_environment
+from rlframework.observers.run_environment import read_environment
 from rlframework.plugins.configure import config_yaml
 from rlframework.policy.client import Policy
 from rlframework.runner.output_folder import check_output_dir, clear, read_contents

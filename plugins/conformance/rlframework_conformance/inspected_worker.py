@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlframework.generation.worker import GenerationWorker
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 
 
 class InspectedReceiver(GenerationWorker):

@@ -11,7 +11,7 @@ from rlframework_conformance import cases
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.measure import ConformanceFailure
 from rlframework_conformance.oracle import Oracle
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
 RECORD = PolicyWorkerRecord("engine", "module:Class", "", 1, frozenset())
 

@@ -26,7 +26,7 @@ from rlframework_conformance.parity.outcome import (
     Candidate,
     Outcome,
 )
-from rlframework_conformance.parity.report import notes
+from rlframework_conformance.parity.parity_report import notes
 from rlframework_conformance.parity.scenario import Scenario, new_oracle, random_scenario
 from rlframework_conformance.parity.update import Start, is_informative
 

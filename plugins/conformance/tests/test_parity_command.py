@@ -19,7 +19,7 @@ from rlframework_conformance.parity.command import KEYS, parity
 from rlframework_conformance.parity.compare import open_policy
 from rlframework_conformance.parity.outcome import LOGPROBS, LOSS, MEAN, QUANTITIES, Candidate, Outcome
 from rlframework_conformance.parity.outcome import TENSOR as TENSOR_QUANTITY
-from rlframework_conformance.parity.report import print_outcomes, table
+from rlframework_conformance.parity.parity_report import print_outcomes, table
 from rlframework_conformance.parity.scenario import random_scenario
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("wide_terminal")]

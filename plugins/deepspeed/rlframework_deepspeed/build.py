@@ -28,7 +28,7 @@ from rlframework.engine import (
     require_splittable,
     require_vocabulary,
 )
-from rlframework_deepspeed import environment
+from rlframework_deepspeed import process_state
 from rlframework_deepspeed.autotp import TensorParallel, partitioning_adapters
 from rlframework_deepspeed.config import BUCKET, DeepSpeedConfig, engine_config
 from rlframework_deepspeed.groups import Groups, Sizes
@@ -62,7 +62,7 @@ def build(
     init_optimizer: bool,
 ) -> Built:
     """Build the engine for `config`. Collective."""
-    environment.deepspeed_on(device)
+    process_state.deepspeed_on(device)
     sizes = Sizes.of(context.world_size, config.parallelism)
     model_config = load_config(config)
     if sizes.context > 1:
@@ -70,14 +70,14 @@ def build(
         require_exchange(config, section, model_config)
     can_pack = probe_packing(config, model_config, device, section.attention)
     settings = engine_config(config, section, device=device.type)
-    environment.require_compilers(settings)
+    process_state.require_compilers(settings)
     model = empty_model(config, model_config, None if section.attention == "auto" else section.attention)
     _prepare_model(model, config, tokenizer)
     saved = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
     layout = FileLayout.of(model)
     settings = _adapt_settings(settings, model, has_optimizer=init_optimizer)
-    environment.join(context, device)
-    with environment.leaving_on_failure(context):
+    process_state.join(context, device)
+    with process_state.leaving_on_failure(context):
         groups = Groups(sizes, device.type)
         engine = _engine(model, config, settings, device, init_optimizer=init_optimizer)
         tensor = TensorParallel() if sizes.tensor == 1 else TensorParallel.of(engine.module)
@@ -89,9 +89,9 @@ def _engine(
     model: nn.Module, config: PolicyConfig, settings: dict[str, Any], device: torch.device, *, init_optimizer: bool
 ) -> Any:
     """DeepSpeed's engine around `model`. Collective."""
-    deepspeed, several = environment.deepspeed_on(device), config.parallelism.tensor > 1
+    deepspeed, several = process_state.deepspeed_on(device), config.parallelism.tensor > 1
     optimizer = _optimizer(model, config) if init_optimizer else None  # it needs the shapes, which ZeRO removes
-    with environment.building_engine(), partitioning_adapters():
+    with process_state.building_engine(), partitioning_adapters():
         if settings["zero_optimization"]["stage"] == 3 and not several:  # AutoTP needs whole weights
             _shard_weights(deepspeed, model, settings, device)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)

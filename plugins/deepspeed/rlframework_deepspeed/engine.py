@@ -3,7 +3,7 @@
 Supports ZeRO (stages 0 to 3), AutoTP, context parallelism, LoRA with peft layers, and reward models.
 
 Implements the primitives of `rlframework.policy.engine.Engine`: the step in this module, weights and moments in
-`state`. Accumulation, clipping and the schedule are the framework's, not DeepSpeed's.
+`named_state`. Accumulation, clipping and the schedule are the framework's, not DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rlframework.engine import (
     read_head_output,
     trace_span,
 )
-from rlframework_deepspeed import environment, gradients, offload
+from rlframework_deepspeed import gradient_norm, process_state, zero_offload
 from rlframework_deepspeed.build import build
 from rlframework_deepspeed.config import DeepSpeedConfig
-from rlframework_deepspeed.state import ModelState
+from rlframework_deepspeed.named_state import ModelState
 from rlframework_deepspeed.ulysses import context_of
 from rlframework_deepspeed.zero import shards_of
 
@@ -66,7 +66,7 @@ class DeepSpeedEngine(ModelState):
         self._host = HostBuffers()
         group = self._groups.context
         self._context = context_of(self.backend_config, group) if group is not None else None
-        with environment.leaving_on_failure(self.context):
+        with process_state.leaving_on_failure(self.context):
             self.fill()
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -123,10 +123,10 @@ class DeepSpeedEngine(ModelState):
         """See `Engine.clip_and_step`."""
         with self.waits.measured():
             self._shards.share_reached()
-            norm = gradients.total_norm(
+            norm = gradient_norm.total_norm(
                 self._shards, lambda parameter: self._tensor.partition(parameter) is not None, self._tensor.group
             )
-        return norm, gradients.step(self._shards, norm, max_grad_norm, lr)
+        return norm, gradient_norm.step(self._shards, norm, max_grad_norm, lr)
 
     def microbatch_rule(self) -> MicrobatchRule:
         """See `Engine.microbatch_rule`."""
@@ -144,7 +144,7 @@ class DeepSpeedEngine(ModelState):
 
     def move(self, device: torch.device, *, model: bool = False, optimizer: bool = False) -> int:
         """See `Engine.move`."""
-        return offload.move(self._shards, device, self._host, model=model, optimizer=optimizer)
+        return zero_offload.move(self._shards, device, self._host, model=model, optimizer=optimizer)
 
     def whole_model(self) -> nn.Module | None:
         """See `Engine.whole_model`."""
@@ -166,4 +166,4 @@ class DeepSpeedEngine(ModelState):
         engine, self._engine = self._engine, None
         engine.destroy()
         del self.model, self._shards
-        environment.leave()
+        process_state.leave()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
-from rlframework_deepspeed.checks import check
 from rlframework_deepspeed.config import DeepSpeedConfig
+from rlframework_deepspeed.config_checks import check
 from rlframework_deepspeed.device_defaults import device_defaults
-from rlframework_deepspeed.state_layout import state_layout
+from rlframework_deepspeed.zero_memory import state_layout
 
 
 @hookimpl

@@ -15,8 +15,8 @@ from torch import Tensor
 from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
 from rlframework.engine import Attend, ContextParallel
-from rlframework_deepspeed.checks import unexchangeable
 from rlframework_deepspeed.config import DeepSpeedConfig
+from rlframework_deepspeed.config_checks import unexchangeable
 
 BATCH, SEQUENCE, HEADS = 0, 1, 2
 """Dimensions of the exchanged tensors."""

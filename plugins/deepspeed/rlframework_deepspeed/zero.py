@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlframework.engine import replacing
-from rlframework_deepspeed.environment import all_gather
 from rlframework_deepspeed.partial_steps import ranges_of, step_ranges
+from rlframework_deepspeed.process_state import all_gather
 from rlframework_deepspeed.shards import Read, Shards, Slot, state_of
 
 

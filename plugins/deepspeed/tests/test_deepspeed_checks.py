@@ -10,7 +10,7 @@ from pydantic import create_model
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
 from rlframework.plugins import model_checks
-from rlframework_deepspeed import checks
+from rlframework_deepspeed import config_checks
 from rlframework_deepspeed.config import DeepSpeedConfig
 
 Policy = create_model("Policy", __base__=PolicyConfig, deepspeed=(DeepSpeedConfig, DeepSpeedConfig()))
@@ -25,7 +25,7 @@ def problems(device="cpu", workers=1, checkpoints=None, own=None, **policy):
         environment=EnvironmentConfig(name="e"),
         checkpoints=checkpoints or {},
     )
-    return [(problem.key, problem.message) for problem in checks.check(config, device)]
+    return [(problem.key, problem.message) for problem in config_checks.check(config, device)]
 
 
 def zero(stage, **keys):
@@ -266,7 +266,7 @@ def test_deepspeeds_own_keys_of_offload_need_the_stage_too():
 
 
 def test_a_disk_needs_stage_3_a_folder_a_gpu_and_a_compiler(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(config_checks, "which", lambda name: f"/usr/bin/{name}")
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     assert problems("cuda", own=zero(3, offload_param=disk)) == []
     [(key, message)] = problems("cpu", own=zero(3, offload_param=disk))
@@ -280,7 +280,7 @@ def test_a_disk_needs_stage_3_a_folder_a_gpu_and_a_compiler(tmp_path, monkeypatc
 
 
 def test_a_disk_without_a_compiler_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "which", lambda name: None)
+    monkeypatch.setattr(config_checks, "which", lambda name: None)
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     [(key, message)] = problems("cuda", own=zero(3, offload_param=disk))
     assert (key, "g++ and ninja" in message) == (f"{ZERO}.offload_param.device", True)

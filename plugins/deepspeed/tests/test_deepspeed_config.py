@@ -256,7 +256,7 @@ def names_of(model):
 @pytest.fixture(scope="module")
 def theirs():
     """DeepSpeed's own models of its sections."""
-    from rlframework_deepspeed.environment import quiet
+    from rlframework_deepspeed.process_state import quiet
 
     with quiet():
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -303,7 +303,7 @@ def test_each_key_of_deepspeeds_is_taken_or_refused_with_a_reason(theirs, place)
 
 
 def test_each_top_level_key_that_deepspeed_has_removed_is_refused():
-    from rlframework_deepspeed.environment import quiet
+    from rlframework_deepspeed.process_state import quiet
 
     with quiet():
         from deepspeed.runtime import config

@@ -108,11 +108,11 @@ def main(rank: int, folder: Path, port: int, cases: list[str]) -> None:
 
     from rlframework.interfaces.worker_group import WorkerContext
     from rlframework.models import attention
-    from rlframework_deepspeed import environment
+    from rlframework_deepspeed import process_state
 
     attention.register()
-    environment.deepspeed_on(torch.device("cpu"))
-    environment.join(WorkerContext(rank, 2, rank, master_port=port), torch.device("cpu"))
+    process_state.deepspeed_on(torch.device("cpu"))
+    process_state.join(WorkerContext(rank, 2, rank, master_port=port), torch.device("cpu"))
     if rank == 0:
         save_models(folder, dict.fromkeys(case.split("/")[0] for case in cases))
     dist.barrier()
@@ -123,7 +123,7 @@ def main(rank: int, folder: Path, port: int, cases: list[str]) -> None:
     if rank == 0:
         (folder / "errors.json").write_text(json.dumps(found))
     dist.barrier()
-    environment.leave()
+    process_state.leave()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlframework.base.errors import ConfigError
-from rlframework_deepspeed import environment
+from rlframework_deepspeed import process_state
 
 DISK = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
 
@@ -31,12 +31,12 @@ def compiled(monkeypatch, caplog):
 def load():
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    with environment.building_engine():
+    with process_state.building_engine():
         return AsyncIOBuilder().load()
 
 
 def test_what_is_compiled_is_told_before_it_begins(compiled, monkeypatch):
-    monkeypatch.setattr(environment, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(process_state, "which", lambda name: f"/usr/bin/{name}")
     assert load() == "the extension"
     assert [name for name, _ in compiled] == ["pin_memory", "async_io"]  # the first is a part of the second
     for name, [said] in compiled:
@@ -45,16 +45,16 @@ def test_what_is_compiled_is_told_before_it_begins(compiled, monkeypatch):
 
 @pytest.mark.parametrize("missing", ["g++", "ninja"])
 def test_a_missing_compiler_is_told_by_name_and_nothing_begins(compiled, monkeypatch, missing):
-    monkeypatch.setattr(environment, "which", lambda name: None if name == missing else f"/usr/bin/{name}")
+    monkeypatch.setattr(process_state, "which", lambda name: None if name == missing else f"/usr/bin/{name}")
     told = f"is compiled on first use, but {re.escape(missing)} cannot be found"
     with pytest.raises(ConfigError, match=f"extension (async_io|pin_memory) {told}"):  # the second, once a process
         load()
     with pytest.raises(ConfigError, match=f"nvme.* {told}"):
-        environment.require_compilers(DISK)
+        process_state.require_compilers(DISK)
     assert compiled == []
 
 
 def test_what_needs_no_compiler_asks_for_none(monkeypatch):
-    monkeypatch.setattr(environment, "which", lambda name: None)
-    environment.require_compilers({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})
-    environment.require_compilers({})
+    monkeypatch.setattr(process_state, "which", lambda name: None)
+    process_state.require_compilers({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})
+    process_state.require_compilers({})

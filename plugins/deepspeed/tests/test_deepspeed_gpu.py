@@ -18,7 +18,7 @@ from rlframework_conformance import cases
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.policies import InspectedPolicy, run_config
-from rlframework_deepspeed.checks import COMPILERS
+from rlframework_deepspeed.config_checks import COMPILERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,7 +14,7 @@ from rlframework.base.errors import DataError, NotSupported
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import PolicyWorkerSuite, cases
 from rlframework_conformance.layouts import Layout
-from rlframework_deepspeed import environment
+from rlframework_deepspeed import process_state
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +94,7 @@ class Plain:
             "zero_force_ds_cpu_optimizer": False,
         }
         optimizer = torch.optim.AdamW(decay, lr=LR)
-        with environment.quiet():
+        with process_state.quiet():
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )

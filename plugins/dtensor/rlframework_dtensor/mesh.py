@@ -115,11 +115,6 @@ class Mesh:
         """The ranks with the other shards of this rank's sequences, in sequence order."""
         return _group(self._context)
 
-    @property
-    def context_rank(self) -> int:
-        """Index of this rank's shard of the sequences."""
-        return int(self._context.get_local_rank())
-
     def tensor_group(self) -> dist.ProcessGroup | None:
         """The ranks with the other tensor-parallel shards of this rank's weights."""
         return _group(self.tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.state_layout import (
+from rlframework.plugins.parameter_memory import (
     FORWARD_BACKWARD_STEP,
     Place,
     PlannedWorker,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from counted_training import Case, compare, make_model
 
-from rlframework.plugins.state_layout import PlannedWorker
+from rlframework.plugins.parameter_memory import PlannedWorker
 from rlframework_dtensor.state_layout import state_layout
 
 HALF = {"precision": "bfloat16"}

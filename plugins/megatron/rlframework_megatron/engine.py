@@ -30,8 +30,8 @@ from rlframework.engine import (
 from rlframework.plugins.model_checks import indivisible
 from rlframework_megatron import cpu
 from rlframework_megatron.adapter_weights import adapted_weights, adapter_weights
-from rlframework_megatron.adapters import add_adapters
 from rlframework_megatron.config import MegatronConfig
+from rlframework_megatron.fused_lora import add_adapters
 from rlframework_megatron.gathering import Groups as GatheringGroups
 from rlframework_megatron.gathering import local_coordinates
 from rlframework_megatron.layers import uses_transformer_engine

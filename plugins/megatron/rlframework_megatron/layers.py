@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from rlframework.base.errors import ConfigError
 from rlframework_megatron.architectures import architecture, fits_plain_layers, is_sparse, value_of
-from rlframework_megatron.attention import CoreAttention, Rotary
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.core_attention import CoreAttention, Rotary
 from rlframework_megatron.experts import BiasedRouter, StackedExperts
 from rlframework_megatron.norms import NORMS, AllHeadsNorm, RMSNorm
 from rlframework_megatron.recomputed_mlp import RecomputedMLP

@@ -21,9 +21,9 @@ from rlframework.engine import (
     positions_without_padding,
 )
 from rlframework_megatron.architectures import architecture
-from rlframework_megatron.attention import LayerInputs, Rotary
 from rlframework_megatron.config import MegatronConfig
 from rlframework_megatron.coordinates import Coordinates
+from rlframework_megatron.core_attention import LayerInputs, Rotary
 from rlframework_megatron.layers import block
 from rlframework_megatron.names import gives_scores, is_tied
 from rlframework_megatron.parallel import Groups

@@ -27,7 +27,7 @@ from rlframework.engine import (
 from rlframework_megatron import moments as moments_of
 from rlframework_megatron import native
 from rlframework_megatron import weights as weights_of
-from rlframework_megatron.adapters import enable_adapters, gather_merged, initial
+from rlframework_megatron.fused_lora import enable_adapters, gather_merged, initial
 from rlframework_megatron.names import gives_scores
 from rlframework_megatron.weights import LocalModel
 

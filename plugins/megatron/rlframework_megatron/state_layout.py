@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.state_layout import Place, PlannedWorker, State, StateLayout, compute_width
+from rlframework.plugins.parameter_memory import Place, PlannedWorker, State, StateLayout, compute_width
 from rlframework_megatron.config import MegatronConfig
 
 

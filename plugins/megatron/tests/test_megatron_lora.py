@@ -18,7 +18,7 @@ from rlframework_conformance import cases
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.lora_oracle import LoraOracle
 from rlframework_conformance.policies import InspectedPolicy, run_config, weights_of
-from rlframework_conformance.suites.policy_worker.harness import loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import loss_function
 from rlframework_megatron.adapter_weights import (
     adapter_weights,
     kind_of,

@@ -21,9 +21,9 @@ from rlframework.workers.dispatch import DispatchingWorkerGroup
 from rlframework.workers.remote_group import check_ranks
 from rlframework_ray import runtime
 from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.ray_group import RayWorkerGroup
 from rlframework_ray.virtual_cluster import RayVirtualCluster
 from rlframework_ray.worker_builder import RayWorkerBuilder
-from rlframework_ray.worker_group import RayWorkerGroup
 
 _ADVICE = (
     "Add machines to the cluster, end other programs that use it, lower num_workers of worker_group or "

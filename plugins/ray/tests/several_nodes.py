@@ -22,8 +22,8 @@ from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework_ray import heartbeat
 from rlframework_ray.config import RayGroupConfig
 from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.ray_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from rlframework_ray.virtual_cluster import RayVirtualCluster
-from rlframework_ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 
 WORKER = "probe_group_workers:Plain"
 ADDRESSES = iter(f"127.0.0.{last}" for last in range(2, 100))

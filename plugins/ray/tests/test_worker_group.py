@@ -13,7 +13,7 @@ from kept_ray_groups import PLAIN, pids_of
 
 from rlframework.base.errors import UserError
 from rlframework.interfaces.named_sharding import NamedSharding
-from rlframework_ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
+from rlframework_ray.ray_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
 

@@ -13,8 +13,8 @@ from ray.util.placement_group import placement_group_table
 
 from rlframework.base.errors import BatchError, UserError, WorkerError
 from rlframework_ray import runtime
+from rlframework_ray.ray_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from rlframework_ray.virtual_cluster import RayVirtualCluster
-from rlframework_ray.worker_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
 

@@ -20,7 +20,7 @@ from rlframework.base.files import AppendedFile
 from rlframework.base.logs import plugin_logger
 from rlframework.base.secrets import hide_in_text, hide_secrets
 from rlframework.config.sections import MlflowConfig, ObserversConfig
-from rlframework.observers.environment import flatten, read_environment, run_id
+from rlframework.observers.run_environment import flatten, read_environment, run_id
 from rlframework.plugins.configure import dump_config
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 

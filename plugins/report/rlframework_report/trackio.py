@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframework.base.logs import plugin_logger
-from rlframework.observers.environment import run_id
+from rlframework.observers.run_environment import run_id
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, hookimpl
 from rlframework_report.services import description, sample_table
 

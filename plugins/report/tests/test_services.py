@@ -15,7 +15,7 @@ from service_runs import info, tell
 
 from rlframework.base.errors import ConfigError
 from rlframework.config.sections import MlflowConfig, ObserversConfig, WandbConfig
-from rlframework.observers.environment import write_environment
+from rlframework.observers.run_environment import write_environment
 from rlframework.plugins.hookspec import RunInfo
 from rlframework_report import services
 from rlframework_report.services import TensorBoardObserver, problems_of_services

@@ -12,7 +12,7 @@ import pytest
 from service_runs import info, tell
 
 from rlframework.config.sections import TrackioConfig
-from rlframework.observers.environment import write_environment
+from rlframework.observers.run_environment import write_environment
 
 
 class StubTrackio(types.ModuleType):

@@ -13,7 +13,7 @@ from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult
 from rlframework_serve.errors import ApiError
 from rlframework_serve.prompt_logprobs import PromptScorer, TokenScores, token_ids_of
-from rlframework_serve.requests import (
+from rlframework_serve.request_bodies import (
     IGNORED,
     MOST_CHOICES,
     TurnRequest,

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from rlframework.config.base import ImportsCode, import_path
+from rlframework.config.base import CallableAsPath, ImportsCode
 from rlframework.config.environments import AttemptsConfig, DatasetConfig
 
 
@@ -12,15 +12,9 @@ class AgentConfig(AttemptsConfig, DatasetConfig):
     """Rows of your data as tasks for an agent of yours, which talks to the run's OpenAI-compatible endpoint."""
 
     name: str = Field("agent", description="an agent of yours")
-    agent: Annotated[str, ImportsCode()] = Field(
+    agent: Annotated[str, CallableAsPath, ImportsCode()] = Field(
         description="import path of `async def solve(sample, session)`; the session has base_url, api_key, model and id"
     )
-
-    @field_validator("agent", mode="before")
-    @classmethod
-    def _function_path(cls, agent: object) -> object:
-        """Replace a function by its import path."""
-        return import_path(agent) if callable(agent) else agent
 
     @property
     def unseen_by_training(self) -> frozenset[str]:

@@ -13,7 +13,7 @@ from rlframework.interfaces.messages import Message
 from rlframework_serve.chat import usage
 from rlframework_serve.errors import ApiError
 from rlframework_serve.image_parts import TEXT_ONLY, ImageReader
-from rlframework_serve.requests import (
+from rlframework_serve.request_bodies import (
     IGNORED,
     TurnRequest,
     call_of,

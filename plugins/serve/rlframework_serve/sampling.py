@@ -26,7 +26,7 @@ from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
 from rlframework_serve.conversations import Turn
 from rlframework_serve.errors import ApiError
-from rlframework_serve.requests import TurnRequest
+from rlframework_serve.request_bodies import TurnRequest
 from rlframework_serve.sessions import Session
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rlframework_serve.errors import ApiError
 from rlframework_serve.image_parts import ImageReader
 from rlframework_serve.prompt_logprobs import PromptScorer
 from rlframework_serve.replies import Reply
-from rlframework_serve.requests import TurnRequest, chat_request
+from rlframework_serve.request_bodies import TurnRequest, chat_request
 from rlframework_serve.responses import ResponsesReply, responses_request
 from rlframework_serve.sampling import Choice, Sampler
 from rlframework_serve.sessions import Session, Sessions

@@ -21,7 +21,7 @@ from rlframework.rollout.trajectory import Trajectory
 from rlframework_serve.conversations import Conversations, Turn
 from rlframework_serve.engine_sessions import EngineSessions
 from rlframework_serve.errors import ApiError, unauthorized
-from rlframework_serve.requests import TurnRequest
+from rlframework_serve.request_bodies import TurnRequest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlframework.base.errors import ConfigError, NotSupported, UserError
 from rlframework.base.secrets import hide_in_text
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation import TeacherEndpointConfig
+from rlframework.config.distillation_algorithms import TeacherEndpointConfig
 from rlframework.generation.driver import run_in_loop
 
 if TYPE_CHECKING:

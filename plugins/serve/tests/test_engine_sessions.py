@@ -13,7 +13,7 @@ from rlframework.interfaces.generation import GenerationRequest, SamplingParams
 from rlframework.interfaces.messages import Message
 from rlframework_serve import engine_sessions
 from rlframework_serve.engine_sessions import EngineSessions
-from rlframework_serve.requests import TurnRequest
+from rlframework_serve.request_bodies import TurnRequest
 from rlframework_serve.serving import shared_session
 from rlframework_serve.sessions import Session
 

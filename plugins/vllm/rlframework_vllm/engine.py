@@ -24,7 +24,7 @@ from rlframework.generation.sdk import (
     never_sampled,
     require_fit,
 )
-from rlframework_vllm import weights
+from rlframework_vllm import weight_loading
 from rlframework_vllm.checks import BLOCK, KINDS, TEMPERATURES, default_cache_bytes
 from rlframework_vllm.config import VllmGenerationConfig, VllmKeys
 from rlframework_vllm.runtime import Runtime
@@ -137,7 +137,7 @@ class VllmEngine(SleepingEngine[Collected]):
         return sink
 
     def _load(self, source: Source) -> Held:
-        load = weights.load_shard if self._keys.tensor_parallel_size > 1 else weights.load
+        load = weight_loading.load_shard if self._keys.tensor_parallel_size > 1 else weight_loading.load
         held: Held = self._vllm.call(load, source)[0] or {}
         return held
 

@@ -17,14 +17,14 @@ from rlframework.plugins.types import GenerationEngineRecord
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.receiver import WeightSink
 from rlframework.weight_sync.staged import Source
-from rlframework_vllm import plugin, weights
+from rlframework_vllm import plugin, weight_loading
 from rlframework_vllm.engine import VllmEngine
 from rlframework_vllm.runtime import Runtime
 
 
 def _kept(worker: Any) -> None:
     """Keep the packed copies of the heads."""
-    worker.kept = [(head, head.cpu_linear) for head, _ in weights._tied_heads(worker.get_model())]
+    worker.kept = [(head, head.cpu_linear) for head, _ in weight_loading._tied_heads(worker.get_model())]
 
 
 def _put_back(worker: Any) -> None:
@@ -34,7 +34,7 @@ def _put_back(worker: Any) -> None:
 
 
 def _tied_again(worker: Any) -> None:
-    for head, embedding in weights._tied_heads(worker.get_model()):
+    for head, embedding in weight_loading._tied_heads(worker.get_model()):
         head.cpu_linear = embedding.cpu_linear
 
 
@@ -65,7 +65,7 @@ def head_left_behind(part: Any) -> type:
         worker.reload_weights(weights_iterator=source.weights())
         _put_back(worker)
         for head, _ in worker.kept:
-            weights.require_packed("the head", head, head.weight)
+            weight_loading.require_packed("the head", head, head.weight)
         return {}
 
     class Broken(part):  # type: ignore[misc]

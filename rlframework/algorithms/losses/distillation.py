@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlframework.algorithms.losses.nll import loss_mask, token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation import DistillationLossConfig
+from rlframework.config.distillation_algorithms import DistillationLossConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
 
 TEACHER_LOGPROBS = "teacher_logprobs"

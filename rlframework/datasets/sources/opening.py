@@ -20,7 +20,7 @@ from rlframework.config.environments import RowsConfig
 from rlframework.datasets.sources.csv_rows import read_csv
 from rlframework.datasets.sources.rows import ArrowRows, JsonlRows, Rows, read_parquet, reading
 from rlframework.huggingface.hub import announce_hub_request, hub_problem, is_path, quiet_hub
-from rlframework.plugins.loading import did_you_mean
+from rlframework.plugins.discovery import did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset

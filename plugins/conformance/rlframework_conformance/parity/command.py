@@ -19,7 +19,7 @@ from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import cases
 from rlframework_conformance.layouts import Layout, declared_layouts, quick_layouts
-from rlframework_conformance.parity import report
+from rlframework_conformance.parity import parity_report
 from rlframework_conformance.parity.algorithm_scenario import algorithm_scenarios
 from rlframework_conformance.parity.compare import compare_with_oracle
 from rlframework_conformance.parity.outcome import Candidate, Outcome
@@ -250,9 +250,9 @@ def _log_progress(outcome: Outcome) -> Outcome:
 def _end(
     outcomes: Sequence[Outcome], title: str, json_file: str | None, settings: Mapping[str, Any], slack: float
 ) -> int:
-    report.print_outcomes(outcomes, title)
+    parity_report.print_outcomes(outcomes, title)
     if json_file is not None:
-        report.write_json(json_file, report.as_json(outcomes, settings, slack))
+        parity_report.write_json(json_file, parity_report.as_json(outcomes, settings, slack))
         print(f"written to {json_file}")
     if not any(outcome.measurements for outcome in outcomes if not outcome.is_run):
         print("nothing was compared: no backend produced any figures")

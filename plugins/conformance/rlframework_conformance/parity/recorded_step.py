@@ -28,7 +28,7 @@ from rlframework.config.trust import require_trusted, require_trusted_imports
 from rlframework.config.yaml_text import Tree
 from rlframework.interfaces.loss import LossInput
 from rlframework.plugins.configure import restore_config
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.parity.compare import compare_results, logprobs_measured, loss_measured, norm_measured
 from rlframework_conformance.parity.oracle_steps import oracle_step_with

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from rlframework.base.secrets import hide_secrets
 from rlframework.observers.console import duration
-from rlframework.observers.environment import flatten, setting_text
 from rlframework.observers.jsonl import seconds_of
+from rlframework.observers.run_environment import flatten, setting_text
 from rlframework.observers.runs import Run
 
 FACTS = {

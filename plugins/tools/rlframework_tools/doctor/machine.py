@@ -22,8 +22,8 @@ from rlframework.base.errors import PluginError
 from rlframework.base.secrets import HIDDEN, is_secret_name
 from rlframework.generation.engine_environment import ProbeError
 from rlframework.observers import host
-from rlframework.observers.environment import PACKAGES
 from rlframework.observers.host import package_version
+from rlframework.observers.run_environment import PACKAGES
 from rlframework.plugins.types import GenerationEngineRecord
 from rlframework.workers.machine import cpu_count
 from rlframework_tools.doctor.checks import Context, Finding, judged, note, ok, unknown, warning

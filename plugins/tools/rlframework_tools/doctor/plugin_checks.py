@@ -6,9 +6,9 @@ import logging
 
 from rlframework.base.errors import PluginError
 from rlframework.base.logs import log_if_slow
+from rlframework.plugins.discovery import Plugin
 from rlframework.plugins.hook_calls import Hook
 from rlframework.plugins.hookspec import DoctorCheck, DoctorFinding
-from rlframework.plugins.loading import Plugin
 from rlframework_tools.doctor.checks import Check, Context, Finding, Level, unknown
 
 

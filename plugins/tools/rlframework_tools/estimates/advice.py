@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.state_layout import Place
+from rlframework.plugins.parameter_memory import Place
 from rlframework_tools.estimates.engines import Engines
 from rlframework_tools.estimates.worker_memory import MemoryUse
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import WIDTHS
-from rlframework.plugins.state_layout import PlannedWorker
+from rlframework.plugins.parameter_memory import PlannedWorker
 from rlframework.plugins.types import GenerationEngineRecord
 from rlframework_tools.estimates.model_size import ModelSize
-from rlframework_tools.estimates.rows import Rows
+from rlframework_tools.estimates.row_sizes import Rows
 from rlframework_tools.estimates.worker_memory import (
     CUDA_CONTEXT,
     DECODING_SHARE,

@@ -1,8 +1,8 @@
 """Estimate a run's memory per worker, disk and tokens per step, and warn of what does not fit.
 
 Parameters are counted on the meta device; what the engine keeps for each is declared by its backend
-(`rlframework.plugins.state_layout`); activations are those of a Llama, Qwen or Qwen-MoE layer. Allocator overhead is
-not counted. docs/memory.md says how the parts were checked.
+(`rlframework.plugins.parameter_memory`); activations are those of a Llama, Qwen or Qwen-MoE layer. Allocator overhead
+is not counted. docs/memory.md says how the parts were checked.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, cast
 from rlframework.config.sections import RunConfig
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
 from rlframework.plugins.configure import resolve_device
-from rlframework.plugins.state_layout import Place, PlannedWorker, StateLayout, assumed_layout
+from rlframework.plugins.parameter_memory import Place, PlannedWorker, StateLayout, assumed_layout
 from rlframework.plugins.types import GenerationEngineRecord, PolicyWorkerRecord
 from rlframework_tools.estimates.advice import engine_remedy, remedy
 from rlframework_tools.estimates.disk import disk, gib
 from rlframework_tools.estimates.engines import Engines, engines_of, gpus_taken
 from rlframework_tools.estimates.hardware import PlannedGpus
 from rlframework_tools.estimates.model_size import model_size
-from rlframework_tools.estimates.rows import Rows, optimizer_steps, rows_of
+from rlframework_tools.estimates.row_sizes import Rows, optimizer_steps, rows_of
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory
 
 if TYPE_CHECKING:

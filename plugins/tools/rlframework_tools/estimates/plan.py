@@ -18,7 +18,7 @@ from rlframework.config.problems import NOT_GIVEN
 from rlframework.config.sections import GenerationConfig, RunConfig
 from rlframework.config.yaml_text import Tree
 from rlframework.plugins.configure import load_elsewhere, manager_of
-from rlframework.plugins.loading import extra_of, install_command
+from rlframework.plugins.discovery import extra_of, install_command
 from rlframework.plugins.manager import PluginManager
 from rlframework.plugins.types import GenerationEngineRecord
 from rlframework_tools.estimates.hardware import PlannedGpus

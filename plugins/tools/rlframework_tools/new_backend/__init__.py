@@ -26,7 +26,7 @@ from rlframework import __version__
 from rlframework.base.errors import ConfigError
 from rlframework.base.files import replacing_directory
 from rlframework.config.policy import PolicyConfig
-from rlframework.plugins.loading import extra_of
+from rlframework.plugins.discovery import extra_of
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import (
     RECORD_TYPES,

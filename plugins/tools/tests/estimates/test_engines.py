@@ -7,11 +7,11 @@ import json
 import pytest
 
 from rlframework import load_config
-from rlframework.plugins.state_layout import PlannedWorker
+from rlframework.plugins.parameter_memory import PlannedWorker
 from rlframework.plugins.types import GenerationEngineRecord
 from rlframework_tools.estimates.engines import engines_of, gpus_taken
 from rlframework_tools.estimates.model_size import model_size
-from rlframework_tools.estimates.rows import Rows
+from rlframework_tools.estimates.row_sizes import Rows
 from rlframework_tools.estimates.worker_memory import CUDA_CONTEXT
 
 GIB = 1 << 30

@@ -10,11 +10,11 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from rlframework import load_config
 from rlframework.config.policy import LoraConfig
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.state_layout import PlannedWorker
+from rlframework.plugins.parameter_memory import PlannedWorker
 from rlframework.runner.parts import backend_record
 from rlframework_tools.estimates.estimate import layout_of
 from rlframework_tools.estimates.model_size import BlockSize, LayerShape, ModelSize, model_size
-from rlframework_tools.estimates.rows import Rows
+from rlframework_tools.estimates.row_sizes import Rows
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory
 
 SIZE = ModelSize(

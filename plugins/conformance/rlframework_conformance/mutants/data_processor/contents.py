@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlframework_conformance.mutants.data_processor.base import broken_each
+from rlframework_conformance.mutants.data_processor.changes import broken_each
 from rlframework_conformance.mutants.mutant import mutant
 
 _HEAD = "test_the_head_runs_at_the_token_before_each_target"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlframework_conformance.mutants.data_processor.base import batch_with, broken_global_batch
+from rlframework_conformance.mutants.data_processor.changes import batch_with, broken_global_batch
 from rlframework_conformance.mutants.mutant import mutant
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.generation_engine.base import (
+from rlframework_conformance.mutants.generation_engine.changes import (
     broken_module,
     broken_requests,
     broken_sampling,

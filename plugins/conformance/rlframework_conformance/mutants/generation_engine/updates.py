@@ -11,7 +11,7 @@ from torch import Tensor
 from rlframework.base.errors import EngineNotReady, RefitError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightReport
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.generation_engine.base import broken_results, observed, saved_weights
+from rlframework_conformance.mutants.generation_engine.changes import broken_results, observed, saved_weights
 from rlframework_conformance.mutants.mutant import mutant
 
 _WITHOUT = "test_nothing_is_served_without_weights"

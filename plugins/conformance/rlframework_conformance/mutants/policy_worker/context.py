@@ -10,7 +10,7 @@ import torch
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import head_of, in_engine, module_of
-from rlframework_conformance.mutants.policy_worker.grouping import broken_step, scaled
+from rlframework_conformance.mutants.policy_worker.wrong_grouping import broken_step, scaled
 
 CONTEXT = Layout(context=2)
 

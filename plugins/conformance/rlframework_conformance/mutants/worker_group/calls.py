@@ -10,7 +10,7 @@ import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework_conformance.mutants.mutant import Mutant
-from rlframework_conformance.mutants.worker_group.base import TWO, Break, values, with_methods, without
+from rlframework_conformance.mutants.worker_group.replacements import TWO, Break, values, with_methods, without
 
 Change = Callable[[dict[str, Any]], Mapping[str, Any]]
 

@@ -13,7 +13,7 @@ from rlframework.base.errors import RLFrameworkError, WorkerError
 from rlframework.config.sections import DeadlinesConfig
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework_conformance.mutants.mutant import Mutant
-from rlframework_conformance.mutants.worker_group.base import TWO, Break, starting, with_methods, without
+from rlframework_conformance.mutants.worker_group.replacements import TWO, Break, starting, with_methods, without
 from rlframework_conformance.probe_worker import ProbeWorker
 
 

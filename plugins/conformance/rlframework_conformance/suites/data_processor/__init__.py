@@ -12,8 +12,8 @@ from typing import ClassVar
 from rlframework_conformance.suites.data_processor.contents import HeadPlaces, ModelInputs
 from rlframework_conformance.suites.data_processor.counts import GlobalBatches
 from rlframework_conformance.suites.data_processor.grouping import Grouping
-from rlframework_conformance.suites.data_processor.harness import ProcessorHarness
-from rlframework_conformance.suites.data_processor.row_groups import GroupedRows
+from rlframework_conformance.suites.data_processor.processor_harness import ProcessorHarness
+from rlframework_conformance.suites.data_processor.whole_groups import GroupedRows
 
 __all__ = ["DataProcessorSuite"]
 

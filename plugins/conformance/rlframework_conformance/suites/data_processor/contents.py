@@ -9,7 +9,7 @@ import torch
 
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.data_processor.harness import ProcessorHarness
+from rlframework_conformance.suites.data_processor.processor_harness import ProcessorHarness
 from rlframework_conformance.suites.data_processor.rows import (
     DYNAMIC,
     PACKED,

@@ -8,7 +8,7 @@ import torch
 
 from rlframework.base.errors import BatchError
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.data_processor.harness import ProcessorHarness
+from rlframework_conformance.suites.data_processor.processor_harness import ProcessorHarness
 from rlframework_conformance.suites.data_processor.rows import batch_of
 
 

@@ -11,7 +11,7 @@ from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan, Microbatch
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.data_processor.harness import ProcessorHarness
+from rlframework_conformance.suites.data_processor.processor_harness import ProcessorHarness
 from rlframework_conformance.suites.data_processor.rows import (
     DYNAMIC,
     PACKED,

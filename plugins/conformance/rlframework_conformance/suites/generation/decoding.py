@@ -12,7 +12,7 @@ from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework_conformance import cases
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.generation.harness import (
+from rlframework_conformance.suites.generation.engine_harness import (
     END,
     PROMPTS,
     SPREAD,

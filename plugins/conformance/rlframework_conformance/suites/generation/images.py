@@ -13,7 +13,7 @@ from rlframework.interfaces.generation import GenerationRequest, GenerationResul
 from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.generation.harness import GenerationHarness
+from rlframework_conformance.suites.generation.engine_harness import GenerationHarness
 
 _GRIDS: Sequence[Sequence[tuple[int, int]]] = (((4, 4),), ((4, 4),), ((2, 4), (4, 6)), ())
 """Height and width, in patches, of the images of each prompt. The first two prompts have equal tokens."""

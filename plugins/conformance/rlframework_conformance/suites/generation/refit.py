@@ -21,7 +21,7 @@ from rlframework.weight_sync.collective import RefitGroup
 from rlframework.weight_sync.ipc import IpcSender, device_id
 from rlframework.workers.machine import bind_free_port
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.generation.harness import GenerationHarness, requests_of, specs_of
+from rlframework_conformance.suites.generation.engine_harness import GenerationHarness, requests_of, specs_of
 from rlframework_conformance.suites.generation.weights import samples_with
 
 _DEADLINE = 20.0

@@ -10,7 +10,7 @@ import torch
 from rlframework.base.errors import NotSupported
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.generation.harness import GenerationHarness
+from rlframework_conformance.suites.generation.engine_harness import GenerationHarness
 
 _CALLS: dict[Capability, dict[str, dict[str, Any]]] = {
     Capability.COLLECTIVE_REFIT: {

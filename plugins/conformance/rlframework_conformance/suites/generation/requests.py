@@ -12,7 +12,7 @@ from rlframework.base.errors import RequestError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.generation.harness import (
+from rlframework_conformance.suites.generation.engine_harness import (
     POSITIONS,
     PROMPTS,
     VOCABULARY,

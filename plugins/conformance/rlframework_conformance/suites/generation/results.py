@@ -8,7 +8,7 @@ import torch
 
 from rlframework.interfaces.generation import GenerationResult
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.generation.harness import (
+from rlframework_conformance.suites.generation.engine_harness import (
     END,
     PLUS,
     POSITIONS,

@@ -14,7 +14,7 @@ from rlframework.interfaces.generation import GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework.policy.lora_math import A, B
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.generation.harness import GenerationHarness, requests_of, specs_of, tokens_of
+from rlframework_conformance.suites.generation.engine_harness import GenerationHarness, requests_of, specs_of, tokens_of
 from rlframework_conformance.suites.generation.requests import LONG
 from rlframework_conformance.suites.generation.results import require_spans
 from rlframework_conformance.suites.generation.weights import CACHED, samples_with

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.generation.harness import (
+from rlframework_conformance.suites.generation.engine_harness import (
     END,
     PROMPTS,
     GenerationHarness,

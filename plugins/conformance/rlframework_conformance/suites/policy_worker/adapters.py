@@ -20,8 +20,8 @@ from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.policies import InspectedPolicy, read_weights
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import saved, train
-from rlframework_conformance.suites.policy_worker.harness import PROBE, PROBE_EPS, PROBE_LR, PolicyHarness
 from rlframework_conformance.suites.policy_worker.saving import SAMPLING, compare_with_generation
+from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PROBE_EPS, PROBE_LR, PolicyHarness
 
 LORA = Capability.LORA
 HERE = "rlframework_conformance.suites.policy_worker.inspection"

@@ -17,8 +17,8 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.oracle import Oracle, expert_by_expert
 from rlframework_conformance.policies import InspectedPolicy, read_weights
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
 from rlframework_conformance.suites.policy_worker.losses import NotFiniteLoss
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 STATE = Capability.PORTABLE_OPTIMIZER_STATE
 DRAW = "rlframework_conformance.suites.policy_worker.inspection:draw"

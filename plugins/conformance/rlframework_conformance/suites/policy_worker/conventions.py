@@ -9,7 +9,7 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.contracts import BF16
 from rlframework_conformance.policies import read_weights
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
 
 
 class Conventions(Suite):

@@ -15,8 +15,8 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.policies import run_config
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
 from rlframework_conformance.suites.policy_worker.losses import FailingLoss
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
 

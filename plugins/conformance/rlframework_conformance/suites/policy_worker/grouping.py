@@ -9,8 +9,8 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
 from rlframework_conformance.suites.policy_worker.losses import MetricsLoss
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 
 class Grouping(Suite):

@@ -12,7 +12,7 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.contracts import FP32
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
 from rlframework_conformance.vision_oracle import VisionOracle
 
 TOKENS = 80

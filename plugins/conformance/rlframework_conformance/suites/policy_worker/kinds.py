@@ -10,7 +10,7 @@ from typing import Any
 
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
 SMOOTH: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.0}
 """Settings of AdamW under which a step is nearly proportional to small gradients, without amplifying their rounding."""

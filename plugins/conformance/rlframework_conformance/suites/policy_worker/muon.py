@@ -11,7 +11,7 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.muon_oracle import MuonOracle
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import require_same_continuation, saved, train
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
 MOMENTUM = 0.8

@@ -8,8 +8,8 @@ from rlframework.base.errors import DataError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import require_same_continuation, saved, train
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness
 from rlframework_conformance.suites.policy_worker.sharded import SETTINGS, flipped, loading
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
 NATIVE = Capability.NATIVE_CHECKPOINTS
 

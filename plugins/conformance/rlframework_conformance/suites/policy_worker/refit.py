@@ -17,7 +17,7 @@ from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.policies import InspectedEngines, InspectedPolicy
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
 BROADCAST = "rlframework_conformance.suites.policy_worker.inspection:attempt_to_broadcast"

@@ -9,7 +9,7 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
 GROUPS = (5, 9, 2, 5, 9, 5, 2, 7)
 """Ids of eight rows: groups of three, two, two and one row, mixed. Row 1 of the batch is masked."""

@@ -11,7 +11,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.policy_worker import SAMPLED_NOW, SamplingBound
 from rlframework_conformance.contracts import FP32
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 _OFF = 0.5
 """Nats by which the engine's log-probabilities of the batches below are off."""

@@ -15,7 +15,7 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.policies import InspectedPolicy, read_weights
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 PROMPTS = torch.tensor([[5, 9, 12, 7], [11, 6, 0, 0], [20, 21, 22, 0], [9, 9, 9, 9]])
 LENGTHS = torch.tensor([4, 2, 3, 4])

@@ -10,7 +10,7 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.contracts import FP32
 from rlframework_conformance.oracle import scores as oracle_scores
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
 
 CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
 GROUPS = (5, 9, 2, 5, 9, 5, 2, 7)

@@ -20,7 +20,7 @@ from rlframework_conformance.suites.policy_worker.checkpoints import (
     saved,
     train,
 )
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
 SHARDED = Capability.SHARDED_CHECKPOINTS
 SETTINGS: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}}

@@ -9,7 +9,7 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
 
 def _batch(harness: PolicyHarness) -> BatchedDataDict[Any]:

@@ -13,8 +13,8 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.contracts import FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
 from rlframework_conformance.suites.policy_worker.losses import EntropyLoss, LogitsLoss, NotFiniteLoss
+from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
 
 
 class Training(Suite):

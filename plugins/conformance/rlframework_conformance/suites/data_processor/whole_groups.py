@@ -14,7 +14,7 @@ from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.data_processor.harness import ProcessorHarness
+from rlframework_conformance.suites.data_processor.processor_harness import ProcessorHarness
 from rlframework_conformance.suites.data_processor.rows import DYNAMIC, PACKED, PADDED, batch_of, rows_with_targets
 
 GROUPED = tuple(replace(plan, groups=True) for plan in (PADDED, DYNAMIC, PACKED))

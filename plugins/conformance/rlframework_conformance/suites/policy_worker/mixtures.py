@@ -11,7 +11,7 @@ from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.policies import read_weights
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import moments_of, saved
-from rlframework_conformance.suites.policy_worker.harness import PROBE, PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
 
 EXPERTS = Capability.EXPERT_PARALLEL
 COEFFICIENT = 0.7

@@ -12,9 +12,9 @@ Replaced attributes, because DeepSpeed has no option for them:
     comm.torch.build_shm_op              joining: would compile for a minute, for a reduction that AutoTP alone uses
     OpBuilder.jit_load                   building the engine: to check the compilers and log before it compiles
     engine._apply_autotp_partitioning    building the engine: to partition adapters with their layers (`autotp`)
-    the optimizer's norm, has_overflow   stepping: to clip by the norm over all shards, which is finite (`gradients`)
-    adam.state                           saving: to leave the moments out of DeepSpeed's files (`native`)
-    zero_to_fp32                         loading: to read one tensor-parallel rank's files, silently (`native`)
+    the optimizer's norm, has_overflow   stepping: to clip by the finite norm over all shards (`gradient_norm`)
+    adam.state                           saving: to leave the moments out of DeepSpeed's files (`zero_checkpoint`)
+    zero_to_fp32                         loading: to read one tensor-parallel rank's files, silently (`zero_checkpoint`)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import nn
 
 from rlframework.base.errors import ConfigError
 from rlframework.engine import WorkerContext, process_groups, replacing
-from rlframework_deepspeed.checks import COMPILERS
+from rlframework_deepspeed.config_checks import COMPILERS
 
 logger = logging.getLogger(__name__)
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13

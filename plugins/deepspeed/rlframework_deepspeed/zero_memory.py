@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.state_layout import (
+from rlframework.plugins.parameter_memory import (
     FORWARD_BACKWARD_STEP,
     Phase,
     Place,

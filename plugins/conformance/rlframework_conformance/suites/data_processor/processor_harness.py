@@ -15,7 +15,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan, Microbatch, MicrobatchRule
 from rlframework.interfaces.loss import LossInput, LossType
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
-from rlframework.plugins.loading import load_target
+from rlframework.plugins.discovery import load_target
 from rlframework.workers.process_groups import process_store
 from rlframework_conformance.harness import Harness
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rlframework.base.errors import DataError, NotSupported
 from rlframework.engine import WorkerContext, replacing, run_on_all_ranks, without_code
-from rlframework_deepspeed.environment import quiet
+from rlframework_deepspeed.process_state import quiet
 from rlframework_deepspeed.shards import Shards
 
 TAG = "training"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
-from rlframework_conformance.mutants.generation_engine.base import broken_results, broken_sampling, model_of
+from rlframework_conformance.mutants.generation_engine.changes import broken_results, broken_sampling, model_of
 from rlframework_conformance.mutants.mutant import mutant
 
 _SAMPLED = "test_logprobs_of_samples_are_at_the_sampling_temperature"

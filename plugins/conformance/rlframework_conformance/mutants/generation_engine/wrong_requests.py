@@ -12,7 +12,7 @@ import torch
 from rlframework.base.errors import RequestError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.generation_engine.base import (
+from rlframework_conformance.mutants.generation_engine.changes import (
     broken_poll,
     broken_requests,
     broken_results,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightReport
-from rlframework_conformance.mutants.generation_engine.base import broken_sampling, model_of, observed
+from rlframework_conformance.mutants.generation_engine.changes import broken_sampling, model_of, observed
 from rlframework_conformance.mutants.mutant import mutant
 
 _LAST_UPDATE = "test_the_weights_of_the_last_update_count"

@@ -38,7 +38,7 @@ from rlframework.engine import (
     slice_of,
     trace_span,
 )
-from rlframework_deepspeed import native
+from rlframework_deepspeed import zero_checkpoint
 from rlframework_deepspeed.autotp import TensorParallel
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.shards import MOMENTS, Read, Shards
@@ -167,18 +167,18 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
     def save_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.save_native`."""
         self._require_no_adapters()
-        native.save(self._shards, folder, optimizer=optimizer)
+        zero_checkpoint.save(self._shards, folder, optimizer=optimizer)
 
     @torch.no_grad()
     def load_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.load_native`."""
         self._require_no_adapters()
         if optimizer:
-            native.load(self._shards, folder, self.context)
+            zero_checkpoint.load(self._shards, folder, self.context)
             return
         own = self._weights()
         shapes = {name: self._part_shape(tensor) for name, tensor in own.items()}
-        for name, read in native.weights(self._shards, folder, self.context, shapes).items():
+        for name, read in zero_checkpoint.weights(self._shards, folder, self.context, shapes).items():
             self._put_part(own[name], read())
 
     def _require_no_adapters(self) -> None:

@@ -10,7 +10,7 @@ from rlframework.interfaces.generation import WeightReport
 from rlframework.plugins.types import Capability
 from rlframework.weight_sync.buffers import checksum
 from rlframework.weight_sync.ipc import GroupHandles, ReceiveBuffer, open_memory
-from rlframework_conformance.mutants.generation_engine.base import model_of, observed
+from rlframework_conformance.mutants.generation_engine.changes import model_of, observed
 from rlframework_conformance.mutants.mutant import mutant
 
 _HANDLES = "test_weights_come_through_handles"

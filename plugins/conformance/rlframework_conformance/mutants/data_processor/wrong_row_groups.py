@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlframework.policy.microbatches.global_batch import rows_with_targets
-from rlframework_conformance.mutants.data_processor.base import batch_with, broken_each, broken_microbatches
+from rlframework_conformance.mutants.data_processor.changes import batch_with, broken_each, broken_microbatches
 from rlframework_conformance.mutants.mutant import mutant
 
 _WHOLE = "test_a_microbatch_has_whole_groups"

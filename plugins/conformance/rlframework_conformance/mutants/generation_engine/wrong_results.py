@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightSpan
-from rlframework_conformance.mutants.generation_engine.base import (
+from rlframework_conformance.mutants.generation_engine.changes import (
     broken_poll,
     broken_requests,
     broken_results,

@@ -14,8 +14,8 @@ from rlframework.policy.head.patch import SCORE_WEIGHT, HeadRequest
 from rlframework.policy.microbatches.on_demand import on_host
 from rlframework_conformance.mutants.mutant import mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, in_service
-from rlframework_conformance.mutants.policy_worker.grouping import DATA
 from rlframework_conformance.mutants.policy_worker.tensor import with_head
+from rlframework_conformance.mutants.policy_worker.wrong_grouping import DATA
 
 _SCORES = "test_scores_are_those_of_the_last_tokens"
 _GROUPED = "test_scores_do_not_hang_on_the_grouping"

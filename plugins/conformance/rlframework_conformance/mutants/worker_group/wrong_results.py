@@ -7,7 +7,7 @@ from typing import Any
 
 from rlframework.base.errors import DeadlineExceeded, RLFrameworkError, WorkerError, WorkerLost
 from rlframework_conformance.mutants.mutant import Mutant
-from rlframework_conformance.mutants.worker_group.base import TWO, Break, with_methods
+from rlframework_conformance.mutants.worker_group.replacements import TWO, Break, with_methods
 
 
 def broken_results(change: Callable[[Any, Callable[[], list[Any]]], list[Any]]) -> Break:

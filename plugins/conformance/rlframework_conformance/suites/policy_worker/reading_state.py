@@ -6,7 +6,7 @@ import torch
 
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.harness import PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 HERE = "rlframework_conformance.suites.policy_worker.inspection"
 CALL = f"{HERE}:call"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlframework.interfaces.generation import GenerationRequest, WeightReport
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.generation_engine.base import broken_weights, observed
+from rlframework_conformance.mutants.generation_engine.changes import broken_weights, observed
 from rlframework_conformance.mutants.mutant import mutant
 
 _OWN = "test_prompts_are_completed_with_their_own_images"

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlframework.generation.engine_model import cache_argument
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.generation_engine.base import (
+from rlframework_conformance.mutants.generation_engine.changes import (
     broken_model,
     broken_poll,
     broken_results,
