@@ -12,9 +12,6 @@ from pydantic import BaseModel, ValidationError
 
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section
-from rlframework.config.hints import key_paths, keys_inside, models_in, peer_hint, section_example, unknown_key_hint
-from rlframework.config.peer_notes import peer_notes
-from rlframework.config.peer_values import METRICS, metric_hint, value_hint
 from rlframework.config.ppo import PPOConfig
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
@@ -77,6 +74,9 @@ def _problems(
     error: ValidationError, tree: Tree, model: type[BaseModel], elsewhere: Mapping[Keys, str], most: int
 ) -> list[Problem]:
     """One problem per key. The members of a union each report an error, and are joined as alternatives."""
+    from rlframework.config.hints import key_paths, peer_hint, section_example, unknown_key_hint
+    from rlframework.config.peer_values import value_hint
+
     by_key: dict[Keys, Problem] = {}
     wrong_types = set[Keys]()
     for item in error.errors(include_url=False):
@@ -115,6 +115,9 @@ def _problems(
 
 def _add_notes(problems: dict[Keys, Problem], tree: Tree, model: type[BaseModel], most: int) -> None:
     """Add what is known of another framework's configuration as a whole to the last unknown key that is shown."""
+    from rlframework.config.hints import keys_inside, models_in
+    from rlframework.config.peer_notes import peer_notes
+
     shown = list(problems.items())[:most]
     unknown = [keys for keys, problem in shown if problem.message == _ALLOWED["extra_forbidden"]]
     algorithm, given = model.model_fields.get("algorithm"), tree.get(("algorithm",))
@@ -268,6 +271,8 @@ def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
     metric, algorithm = config.checkpoints.metric, config.algorithm
     ours = type(algorithm).__module__.startswith("rlframework.") and ":" not in algorithm.name
     if "/" not in metric and ours:
+        from rlframework.config.peer_values import METRICS, metric_hint
+
         names = ", ".join(f"validation/{name}" for name in METRICS)
         message = f"must be a metric as named in metrics.jsonl, such as {names}"
         yield Problem("checkpoints.metric", message, metric_hint(metric))

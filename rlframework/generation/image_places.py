@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from rlframework.base.errors import RequestError
 from rlframework.generation.media import Media
-from rlframework.huggingface.image_features import count_features
-from rlframework.huggingface.image_processor import image_token
 from rlframework.interfaces.generation import GenerationRequest
 
 
@@ -26,6 +24,8 @@ def image_places(request: GenerationRequest, config: Any) -> list[ImagePlace]:
     Raises `RequestError` unless the prompt has one token for each feature that the model makes of them, those of an
     image consecutive.
     """
+    from rlframework.huggingface.image_processor import image_token
+
     name, tokens = request.request_id, (request.prompt_ids == image_token(config)).nonzero()[:, 0].tolist()
     each = [*_counted(request, config)]
     expected = sum(count for _, count in each)
@@ -46,6 +46,8 @@ def image_places(request: GenerationRequest, config: Any) -> list[ImagePlace]:
 
 def _counted(request: GenerationRequest, config: Any) -> Iterator[tuple[Media, int]]:
     """Yield each image of a request, and the number of its features."""
+    from rlframework.huggingface.image_features import count_features
+
     for media in Media.of(request.media).each if request.media else ():
         count = count_features(config, media.inputs)
         if not count:

@@ -18,8 +18,8 @@ from typing import Any
 from rlframework.base.errors import DataError
 from rlframework.base.files import AppendedFile, writing
 from rlframework.base.logs import printable
+from rlframework.interfaces.pictures import Picture
 from rlframework.observers.environment import run_id
-from rlframework.observers.sample_images import store_image
 from rlframework.observers.timeline import timeline_row
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan, hookimpl
 
@@ -71,17 +71,19 @@ class JsonlObserver:
         """The fields of `sample` without empty ones that not all samples have; images as `store_image`."""
         turns = [{**turn, "content": self._content(turn["content"])} for turn in sample.turns]
         row = asdict(replace(sample, images=(), turns=turns))  # which would copy images
-        row["images"] = [store_image(self._output_dir, picture) for picture in sample.images]
+        row["images"] = [self._stored(picture) for picture in sample.images]
         return {name: value for name, value in row.items() if name in _ALWAYS or value}
 
     def _content(self, content: Any) -> Any:
         """The content of a message with its images as `store_image`."""
         if isinstance(content, str):
             return content
-        return [
-            {**part, "image": store_image(self._output_dir, part["image"])} if part["type"] == "image" else part
-            for part in content
-        ]
+        return [{**part, "image": self._stored(part["image"])} if part["type"] == "image" else part for part in content]
+
+    def _stored(self, picture: Picture) -> str:
+        from rlframework.observers.sample_images import store_image
+
+        return store_image(self._output_dir, picture)
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

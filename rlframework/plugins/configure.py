@@ -20,7 +20,6 @@ from rlframework.base.secrets import secrets_of_environment
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, device_defaults
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section, with_shared_keys
-from rlframework.config.hints import peer_hint
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -290,6 +289,8 @@ def _select(tree: Tree, manager: PluginManager) -> tuple[dict[str, Registered], 
 
 def _hints_for_unknown_keys(section: Keys, given: Mapping[str, Any], parts: Iterable[Registered]) -> str:
     """Say what the keys of `section` are called here that none of the `parts` has, of which none is selected."""
+    from rlframework.config.hints import peer_hint
+
     known = {key for part in parts for key in _section_model(part).model_fields}
     own = given.get("name")  # a plugin that is not installed has a section of its own name
     unknown = {key: value for key, value in given.items() if key not in known and key != own}

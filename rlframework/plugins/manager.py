@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import pluggy
 
 from rlframework.base.errors import PluginError
-from rlframework.config.peer_values import value_hint
 from rlframework.plugins.listing import PluginListing
 from rlframework.plugins.loading import (
     DISABLE_VARIABLE,
@@ -38,9 +37,8 @@ from rlframework.plugins.types import (
     PolicyWorkerRecord,
     Record,
 )
-from rlframework.plugins.user_defined import algorithm_record, environment_record
 
-_USER_DEFINED = {EnvironmentRecord.kind: environment_record, AlgorithmRecord.kind: algorithm_record}
+_USER_DEFINED = (EnvironmentRecord.kind, AlgorithmRecord.kind)
 """Kinds of records whose name may be the import path `module:Class` of a class that no plugin registers."""
 
 _NOUNS = {PolicyWorkerRecord.kind: "backend"}
@@ -138,8 +136,11 @@ class PluginManager:
         Raises `PluginError` if it is unknown, broken (from the original error), disabled or duplicated.
         """
         if kind in _USER_DEFINED and ":" in name:
+            from rlframework.plugins.user_defined import algorithm_record, environment_record
+
             module = f"module {name.partition(':')[0]}"
-            return Registered(_USER_DEFINED[kind](name), module, UNVERSIONED, module)
+            record = environment_record(name) if kind == EnvironmentRecord.kind else algorithm_record(name)
+            return Registered(record, module, UNVERSIONED, module)
         found = self._found.get((kind, name), [])
         if len(found) > 1:
             raise PluginError(_duplicate(found))
@@ -194,6 +195,8 @@ class PluginManager:
 
     def _why_not(self, kind: str, name: str) -> Iterator[str]:
         """Yield the sentences that say why there is no such record, and what to do."""
+        from rlframework.config.peer_values import value_hint
+
         key = RECORD_TYPES[kind].key
         for plugin in self._plugins:
             records = {record.name for record in plugin.records if record.kind == kind}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel
 
@@ -19,7 +19,9 @@ from rlframework.config.sections import (
     RunConfig,
     WorkerGroupConfig,
 )
-from rlframework.plugins.state_layout import StateLayoutOf
+
+if TYPE_CHECKING:
+    from rlframework.plugins.state_layout import StateLayoutOf
 
 API_VERSION = 1
 """Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to.
