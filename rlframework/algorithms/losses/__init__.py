@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlframework.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from rlframework.algorithms.losses.averages import loss_mask, token_mean
     from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
     from rlframework.algorithms.losses.distillation import DistillationLoss
     from rlframework.algorithms.losses.mismatch import mismatch_metrics
@@ -24,7 +25,9 @@ __all__ = [
     "PairLoss",
     "StepLoss",
     "ValueLoss",
+    "loss_mask",
     "mismatch_metrics",
+    "token_mean",
 ]
 
 _MODULES = {
@@ -36,7 +39,9 @@ _MODULES = {
     "PairLoss": "rlframework.algorithms.losses.preference",
     "StepLoss": "rlframework.algorithms.losses.reward_model",
     "ValueLoss": "rlframework.algorithms.losses.value",
+    "loss_mask": "rlframework.algorithms.losses.averages",
     "mismatch_metrics": "rlframework.algorithms.losses.mismatch",
+    "token_mean": "rlframework.algorithms.losses.averages",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)
