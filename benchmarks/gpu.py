@@ -47,7 +47,8 @@ from work import as_batch, make_policy, matrix_product_flops
 from rlframework import create_manager
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.generation.driver import Generation, RemoteGeneration
+from rlframework.generation.driver import Generation
+from rlframework.generation.remote import RemoteGeneration
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.policy.client import Policy

@@ -40,3 +40,12 @@ def test_a_new_package_that_is_not_installed_is_named_with_its_command(monkeypat
 def test_a_name_that_the_new_module_has_not_is_no_module_of_its_own():
     with pytest.warns(DeprecationWarning, match="has moved to"), pytest.raises(ImportError):
         import_module("rlframework.conformance.no_such_module")
+
+
+def test_names_of_generation_on_workers_are_found_where_they_were() -> None:
+    from rlframework.generation import driver, remote
+
+    with pytest.warns(DeprecationWarning, match=r"driver\.RemoteGeneration is now rlframework\.generation\.remote\."):
+        assert driver.RemoteGeneration is remote.RemoteGeneration
+    with pytest.raises(AttributeError, match="unknown"):
+        driver.unknown  # noqa: B018

@@ -24,9 +24,7 @@ from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPo
 from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.interfaces.environment import has_episodes
 from rlframework.interfaces.loss import LossFunction
-from rlframework.plugins.user_defined import load_advantage, load_loss
 from rlframework.policy.microbatching import average_metrics
-from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.rollout.optimizer_steps import optimizer_steps
 from rlframework.rollout.parts import Parts
 from rlframework.rollout.result import Rollout
@@ -68,12 +66,14 @@ class GRPO(StepLoop):
         if self.config.asynchronous is None:
             self.rollouts: StepRollouts = SynchronousRollouts(parts, *size)
         else:
+            from rlframework.rollout.asynchronous import AsynchronousRollouts
+
             self.rollouts = AsynchronousRollouts(parts, self.config.asynchronous, *size, self.config.num_steps)
         self.loader = self.rollouts
         self._noted_equal_groups = False
         self._reward_spread = RewardSpread(self.config.samples_per_prompt)
         self.loss = policy_loss(self.config, parts.config.generation.max_new_tokens)
-        self.own_advantage = None if self.config.advantage is None else load_advantage(self.config.advantage)
+        self.own_advantage = _own_advantage(self.config)
         rows = self.config.prompts_per_step * self.config.samples_per_prompt
         steps_on_batch = self.config.epochs_per_batch * rows // parts.config.policy.train_global_batch_size
         # a single optimizer step per batch is on-policy, so the loss does not need `prev_logprobs`
@@ -193,10 +193,21 @@ class GRPO(StepLoop):
             data["reference_policy_logprobs"] = scored["reference_logprobs"]
 
 
+def _own_advantage(config: GRPOConfig) -> Any:
+    """Return the user's function of `algorithm.advantage`; None if there is none."""
+    if config.advantage is None:
+        return None
+    from rlframework.plugins.user_defined import load_advantage
+
+    return load_advantage(config.advantage)
+
+
 def policy_loss(config: GRPOConfig, max_new_tokens: int) -> LossFunction:
     """Return the loss of `config`; `max_new_tokens` is its constant length if it has none."""
     section = config.loss
     if not isinstance(section, ClippedPGLossConfig):
+        from rlframework.plugins.user_defined import load_loss
+
         own: LossFunction = load_loss(section.name, section.keys)
         return own
     if section.level == "constant" and section.constant_length is None:

@@ -12,13 +12,10 @@ import numpy as np
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.config.sections import EnvironmentConfig
 from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
-from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.template_checks import require_contents, warn_of_template
-from rlframework.environments.tool_environment import ToolDataEnvironment
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split, has_episodes, runs_agents
 from rlframework.interfaces.messages import pictures_of, text_of
-from rlframework.rollout.call_formats import reader_of
 from rlframework.rollout.parts import Parts
 
 _LOG = logging.getLogger(__name__)
@@ -50,8 +47,8 @@ class InputCheck:
         require_contents(parts.tokenizer)
         self._tokenizer, self._config, self._images = parts.tokenizer, parts.config, parts.images
         self._episodes, self._agents = has_episodes(parts.environment), runs_agents(parts.environment)
-        if isinstance(parts.environment, ToolDataEnvironment):
-            reader_of(parts.tokenizer).require_calls()
+        if self._episodes:
+            _require_tool_calls(parts)
         self._policies = {"policy": parts.config.policy, **parts.config.further_policies}
         found = {
             name: model_positions(policy.model_name, policy.trust_remote_code)
@@ -134,6 +131,8 @@ class InputCheck:
         Truncation (`algorithm.max_tokens`) that leaves no token to train on in any row raises `DataError`; if it does
         so in some rows, their number is logged.
         """
+        from rlframework.datasets.row_warnings import RowWarnings
+
         warnings = RowWarnings(self._tokenizer, getattr(self._config.algorithm, "train_on", "last"))
 
         def measure(some: Sequence[Sample]) -> list[tuple[int, bool]]:
@@ -194,6 +193,15 @@ class InputCheck:
                     f"{what}, but {key}={limit} is the most that a dynamic or packed microbatch may have: set it to at "
                     f"least {tokens}, remove the key, or {otherwise}"
                 )
+
+
+def _require_tool_calls(parts: Parts) -> None:
+    """Raise a `DataError` if the environment has tools, but calls in the form of the chat template cannot be parsed."""
+    from rlframework.environments.tool_environment import ToolDataEnvironment
+    from rlframework.rollout.call_formats import reader_of
+
+    if isinstance(parts.environment, ToolDataEnvironment):
+        reader_of(parts.tokenizer).require_calls()
 
 
 def worth_rendering(samples: Sequence[Sample]) -> Sequence[Sample]:

@@ -31,7 +31,6 @@ from pydantic import BaseModel
 from safetensors.torch import save
 
 import rlframework
-from rlframework.algorithms.device_time import read_trace
 from rlframework.base.files import replacing_directory, write_atomically
 from rlframework.base.secrets import hide_in_text, hide_secrets
 from rlframework.batch.batched_data_dict import BatchedDataDict
@@ -149,6 +148,8 @@ def profiling(parts: Parts, step: int) -> Iterator[dict[str, float]]:
             policy.stop_profiling(None)
         raise
     written = policy.stop_profiling(str(parts.config.output_dir.absolute() / TRACES / folder_of(step)))
+    from rlframework.algorithms.device_time import read_trace
+
     times = [read_trace(Path(path)) for path in written]
     lines = "\n".join(
         f"  {path}: {time or 'without the times of its device'}" for path, time in zip(written, times, strict=True)

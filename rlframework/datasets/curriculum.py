@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from rlframework.base.errors import DataError
 from rlframework.config.algorithms import CurriculumConfig
 from rlframework.datasets.loader import PromptLoader
-from rlframework.datasets.sources.opening import open_rows
 
 if TYPE_CHECKING:
     from rlframework.interfaces.environment import Sample
@@ -75,6 +74,8 @@ class Curriculum:
 
         Raises `DataError` for rows without these, if none is of a sample, and if no prompt would be left to draw.
         """
+        from rlframework.datasets.sources.opening import open_rows
+
         found, rows = defaultdict[str, list[float]](list), open_rows(path)
         for number in range(len(rows)):
             line = rows[number]

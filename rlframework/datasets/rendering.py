@@ -17,7 +17,6 @@ from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
 from rlframework.config.problems import shortened
 from rlframework.datasets.chat_turns import Chat, Segment, Vocabulary
-from rlframework.datasets.conversations import lone_surrogate
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolSpec, pictures_of
 
@@ -204,6 +203,8 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[l
     try:
         return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     except Exception as error:  # the tokenizers library raises bare Exception, and TypeError for a lone surrogate
+        from rlframework.datasets.conversations import lone_surrogate
+
         for text in texts:
             if (half := lone_surrogate(text)) is not None:
                 raise DataError(

@@ -1,56 +1,38 @@
-"""The driver's handles on generation: in the trainer's workers, or in workers of their own (`generation.workers`).
-
-Workers of their own are worker groups like the trainer's, one for each engine, on this machine or on a cluster. With
-`ray`, they may use another Python environment. A refit updates their weights before a rollout that would otherwise use
-stale ones, and replaces engines that were lost.
-"""
+"""The driver's handle on generation: in the trainer's workers, or in workers of its own (`generation.remote`)."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
+import warnings
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rlframework.base.errors import RefitError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.sections import RunConfig
 from rlframework.generation.batch import batch_of, requests_of
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.completions import Completions, require_version
 from rlframework.generation.engine_handle import EmbeddedEngines, EngineHandle
-from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.result_contract import ResultContract
 from rlframework.generation.stop_tokens import stop_tokens
-from rlframework.huggingface.model_directories import read_config
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
-from rlframework.interfaces.policy_worker import PolicyWorker
-from rlframework.models.rotary import regime_limits
-from rlframework.observers.timeline import REFITS
-from rlframework.plugins.types import PROBE_BOUNDS, Capability, GenerationEngineRecord
+from rlframework.plugins.types import PROBE_BOUNDS
 from rlframework.policy.batch_checks import BatchLimits
-from rlframework.weight_sync.coordinator import RefitReport, Refitter
-from rlframework.weight_sync.ipc import share_gpu
-from rlframework.weight_sync.noise_bound import NoiseBound
-from rlframework.weight_sync.probes import PROBE_HEADROOM, Probes
-from rlframework.workers.dispatch import WorkerCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlframework.plugins.manager import PluginManager
     from rlframework.policy.client import Policy
 
 R = TypeVar("R")
 
-_LOG = logging.getLogger(__name__)
-_TRANSPORTS = {"ipc": Capability.IPC_REFIT, "collective": Capability.COLLECTIVE_REFIT}
+
+_MOVED = ("RemoteGeneration", "refit_policy_generation")
+"""Names that are in `generation.remote` now: importing them from here warns for a release."""
 
 
 class Generation:
@@ -154,185 +136,6 @@ class Generation:
         return await self.client.generate_all(requests, lanes)
 
 
-class RemoteGeneration(Generation):
-    """`Generation` on separate workers; `prepare_for_generation` refits them if their weights are stale."""
-
-    worker: ClassVar[str] = "rlframework.generation.worker:GenerationWorker"
-    """Import path (`module:Class`) of the worker class."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
-        manager: PluginManager,
-        *,
-        device: str = "cpu",
-    ) -> None:
-        """Start the workers of `config.generation.workers`, which have no weights before the first refit."""
-        refit = config.generation.refit
-        record = _record(config, manager)
-        self._starter = EngineStarter(self.worker, config, tokenizer, manager, device)
-        engines = self._starter.start_all()
-        try:
-            super().__init__(policy, tokenizer, engines, probe_bounds=record.probe_bounds)
-            common = [
-                name for name, needed in _TRANSPORTS.items() if needed in policy.capabilities & record.capabilities
-            ]
-            only = common[0] if refit.transport == "auto" and len(common) == 1 else None
-            probes = self._probes(config, tokenizer, record)
-        except BaseException:
-            for engine in engines:
-                engine.shutdown()
-            raise
-        self.refitter = Refitter(policy, self._replaced_engines, refit, probes, only)
-        self._policy, self._released = policy, False
-        self._metrics: dict[str, float] = {}
-
-    def _probes(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, record: GenerationEngineRecord
-    ) -> Probes | None:
-        """Return the probes of the refits: rows that both sides take, and that the model computes in one way."""
-        policy, batching = config.policy, config.policy.batching
-        bound = NoiseBound.of(
-            config.generation.refit.probe_bound,
-            record.probe_bounds,
-            dtypes={self._starter.dtype, policy.precision},
-            tf32=policy.tf32,
-            headroom=PROBE_HEADROOM,
-        )
-        regimes = regime_limits(read_config(policy.model_name, policy.trust_remote_code))
-        of_engine = record.longest_row(config.generation) if record.longest_row else None
-        bounds = (self._limits.positions, of_engine, batching.logprob_tokens or batching.tokens, *regimes)
-        return Probes.of(
-            config.generation,
-            tokenizer,
-            bound,
-            positions=min(filter(None, bounds), default=None),
-            check=ResultContract(config.generation.name, self._limits.vocabulary).check_probes,
-        )
-
-    def prepare_for_generation(self) -> bool:
-        """Refit the engines if their weights are stale or an engine was lost; return True when they are ready."""
-        if self.refitter.is_stale() or len(self._usable()) < len(self.client.engines):
-            self.refit()
-        elif self._released:
-            for engine in self._usable():
-                engine.call("prepare_for_generation", tags=("kv_cache",))
-        self._released = False
-        return True
-
-    @property
-    def weights_version(self) -> int | None:
-        """See `Generation.weights_version`; None also before a refit, and after one that failed."""
-        return self.refitter.version
-
-    def _require_ready(self) -> None:
-        """See `Generation._require_ready`. There are none before a refit, and after one that failed."""
-        self.refitter.require_committed()
-
-    def finish_generation(self) -> bool:
-        """Have engines that share a GPU with the trainer free their caches; others keep what they have computed."""
-        if self.shares_gpu:
-            run_in_loop(self.client.drain())
-            self._released = all(all(engine.call("finish_generation")) for engine in self._usable())
-        return True
-
-    def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
-        """Send the policy's weights to the engines now, and replace engines that are lost or get lost meanwhile.
-
-        `transport` and `buffer_bytes` override `generation.refit`. Raises like `Refitter.refit`, and like
-        `GenerationClient.drain` while requests are in progress.
-        """
-        run_in_loop(self.client.drain())
-        try:
-            report = self.refitter.refit(transport, buffer_bytes)
-        except RefitError as error:
-            if not any(engine.lost for engine in self.client.engines):
-                raise
-            _LOG.warning("a refit failed because an engine was lost, and is repeated: %s", error)
-            report = self.refitter.refit(transport, buffer_bytes)
-        found = report.metrics()
-        if self.client.timeline is not None:
-            ended = time.perf_counter()
-            started = ended - report.seconds
-            if report.start_seconds:
-                self.client.timeline.add(REFITS, "engine start", started - report.start_seconds, started)
-            self.client.timeline.add(REFITS, "refit", started, ended)
-        for name in found.keys() & {"time/refit", "time/engine_start"}:
-            found[name] += self._metrics.get(name, 0.0)
-        self._metrics |= found
-        return report
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics of the refits since the last call, and `generation/lost_engines` if there were any."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
-    def shutdown(self) -> bool:
-        """Shut the workers down; return False if one of them did not exit cleanly."""
-        first, *others = self.client.engines
-        with ThreadPoolExecutor(max(1, len(others))) as threads:
-            pending = [threads.submit(engine.shutdown) for engine in others]
-            return all([first.shutdown(), *(each.result() for each in pending)])
-
-    def _usable(self) -> list[EngineHandle]:
-        return [engine for engine in self.client.engines if not engine.lost]
-
-    @cached_property
-    def shares_gpu(self) -> bool:
-        """Whether an engine runs on a GPU of the trainer, or may, because its device is unknown."""
-        trainer = {
-            state["device"] for state in WorkerCalls(self._policy.worker_group).on_all(PolicyWorker.get_refit_state)
-        }
-        engines = {state["device"] for engine in self._usable() for state in engine.call("get_refit_state")}
-        return share_gpu(trainer, engines)
-
-    def _replaced_engines(self) -> Sequence[EngineHandle]:
-        """Return the engines, with a new one in place of each that was lost."""
-        lost = [index for index, engine in enumerate(self.client.engines) if engine.lost]
-        for index in lost:
-            engine = self.client.engines[index]
-            _LOG.warning("%s was lost, and is replaced: %s", engine.name, engine.loss)
-            engine.shutdown()
-        for index, engine in zip(lost, self._starter.start(lost), strict=True):
-            self.client.replaced(index, engine)
-        if lost:
-            self._metrics["generation/lost_engines"] = self._metrics.get("generation/lost_engines", 0.0) + len(lost)
-        return self.client.engines
-
-
-def refit_policy_generation(
-    policy: Policy,
-    policy_generation: RemoteGeneration,
-    colocated_inference: bool | None = None,
-    _refit_buffer_size_gb: float | None = None,
-) -> RefitReport:
-    """Send the weights of `policy` to the engines of `policy_generation`, even if they are up to date.
-
-    `colocated_inference`: True for IPC, False for a process group, None for `generation.refit.transport`.
-    `_refit_buffer_size_gb`: GiB per group by IPC, overriding `generation.refit.buffer_mb`. The name and the arguments
-    are NeMo-RL's.
-    """
-    transport = None if colocated_inference is None else "ipc" if colocated_inference else "collective"
-    return policy_generation.refit(transport, None if _refit_buffer_size_gb is None else _refit_buffer_size_gb * 2**30)
-
-
-def start_generation(
-    config: RunConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, manager: PluginManager, *, device: str
-) -> Generation:
-    """Return the handle on generation that `config` describes: in the workers of `policy`, or on separate workers."""
-    if config.generation.workers is None:
-        return Generation(policy, tokenizer, probe_bounds=_record(config, manager).probe_bounds)
-    return RemoteGeneration(config, policy, tokenizer, manager, device=device)
-
-
-def _record(config: RunConfig, manager: PluginManager) -> GenerationEngineRecord:
-    record = manager.select("generation_engine", config.generation.name).record
-    assert isinstance(record, GenerationEngineRecord)
-    return record
-
-
 def run_in_loop(task: Coroutine[Any, Any, R]) -> R:
     """Run `task` in an event loop; in another thread if this one has a running loop, as in a notebook."""
     try:
@@ -341,3 +144,11 @@ def run_in_loop(task: Coroutine[Any, Any, R]) -> R:
         return asyncio.run(task)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, task).result()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = "rlframework.generation.remote"  # which imports this module
+    warnings.warn(f"{__name__}.{name} is now {new}.{name}", DeprecationWarning, stacklevel=2)
+    return getattr(import_module(new), name)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframework.base.errors import WorkerError
 from rlframework.config.sections import GenerationConfig
-from rlframework.generation.media import ImagePlace, image_places
 from rlframework.generation.requests import ServingLimits, check_requests
 from rlframework.huggingface.model_directories import read_config
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, WeightSpan
 from rlframework.weight_sync.receiver import ReceivesWeights
+
+if TYPE_CHECKING:
+    from rlframework.generation.media import ImagePlace
 
 
 @dataclass(eq=False)
@@ -139,8 +141,11 @@ class ServingEngine(ReceivesWeights, Generic[S]):
 
         Raises `RequestError` unless the prompt has a token for each feature of its images.
         """
-        takes_images = self.limits.no_media is None
-        return Collected(request, image_places(request, self.model_config) if takes_images else ())
+        if self.limits.no_media is not None:
+            return Collected(request, ())
+        from rlframework.generation.media import image_places
+
+        return Collected(request, image_places(request, self.model_config))
 
     def begin_again(self) -> None:
         """Stop computing all requests, which lose their tokens and wait."""

@@ -40,7 +40,6 @@ from rlframework.models.described_weights import (
 )
 from rlframework.models.file_weights import FileLayout, by_file_names, named_tensors
 from rlframework.models.rotary import rotate_by_sequence
-from rlframework.models.vision_heads import scoring_class
 from rlframework.policy.checkpoint.pickles import without_code
 from rlframework.policy.head.patch import output_head
 
@@ -232,6 +231,8 @@ def auto_class(config: Any, head: str = "language") -> Any:
     Of vision-language models with another head, a class with the same interface.
     """
     if head != "language":
+        from rlframework.models.vision_heads import scoring_class
+
         return scoring_class(config) or transformers.AutoModelForSequenceClassification
     return _language_class(config) or transformers.AutoModelForCausalLM
 

@@ -21,7 +21,6 @@ from typing import Any
 from rlframework.base.errors import DataError
 from rlframework.base.files import AppendedFile, write_atomically, writing
 from rlframework.base.logs import printable
-from rlframework.datasets.pictures import decoded
 from rlframework.interfaces.messages import Picture
 from rlframework.observers.run_environment import run_id
 from rlframework.observers.timeline import timeline_row
@@ -44,6 +43,8 @@ def store_image(output_dir: Path, picture: Picture) -> str:
     path = output_dir / FOLDER / name
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
+        from rlframework.datasets.pictures import decoded
+
         small, file = decoded(picture), BytesIO()
         small.thumbnail((SIDE, SIDE))
         small.save(file, "JPEG", quality=_QUALITY, subsampling=0)
@@ -111,17 +112,19 @@ class JsonlObserver:
         """The fields of `sample` without empty ones that not all samples have; images as `store_image`."""
         turns = [{**turn, "content": self._content(turn["content"])} for turn in sample.turns]
         row = asdict(replace(sample, images=(), turns=turns))  # which would copy images
-        row["images"] = [store_image(self._output_dir, picture) for picture in sample.images]
+        row["images"] = [self._stored(picture) for picture in sample.images]
         return {name: value for name, value in row.items() if name in _ALWAYS or value}
 
     def _content(self, content: Any) -> Any:
         """The content of a message with its images as `store_image`."""
         if isinstance(content, str):
             return content
-        return [
-            {**part, "image": store_image(self._output_dir, part["image"])} if part["type"] == "image" else part
-            for part in content
-        ]
+        return [{**part, "image": self._stored(part["image"])} if part["type"] == "image" else part for part in content]
+
+    def _stored(self, picture: Picture) -> str:
+        from rlframework.observers.jsonl import store_image
+
+        return store_image(self._output_dir, picture)
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

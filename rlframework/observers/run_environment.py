@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -24,8 +24,10 @@ from rlframework.base.logs import printable
 from rlframework.base.secrets import HIDDEN, hide_in_text, hide_secrets, is_secret_name, named_secrets
 from rlframework.config.yaml_text import parse_value
 from rlframework.observers import host
-from rlframework.plugins.listing import PluginListing
 from rlframework.workers.machine import cpu_count
+
+if TYPE_CHECKING:
+    from rlframework.plugins.listing import PluginListing
 
 ENVIRONMENT_FILE = "environment.json"
 LONGEST_SETTING = 200

@@ -42,7 +42,6 @@ from rlframework.plugins.types import (
     Record,
     WorkerGroupRecord,
 )
-from rlframework.plugins.user_defined import load_advantage, load_loss, load_reward
 
 _Kind = TypeVar("_Kind", bound=Record)
 
@@ -180,6 +179,8 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
     if not isinstance(environment, DatasetConfig):
         return []
     if environment.reward is not None:
+        from rlframework.plugins.user_defined import load_reward
+
         paths = environment.reward_functions.items()
         return [problem for key, path in paths for problem in problem_of(key, load_reward, path)]
     if environment.scores_completions:
@@ -248,7 +249,11 @@ def check_tools(config: RunConfig, device: str) -> list[Problem]:
 def check_sft(config: RunConfig, device: str) -> list[Problem]:
     """Reject a user-defined loss that cannot be constructed."""
     loss = getattr(config.algorithm, "loss", None)
-    return problem_of("algorithm.loss", load_loss, loss.name, loss.keys) if isinstance(loss, OwnLossConfig) else []
+    if not isinstance(loss, OwnLossConfig):
+        return []
+    from rlframework.plugins.user_defined import load_loss
+
+    return problem_of("algorithm.loss", load_loss, loss.name, loss.keys)
 
 
 def check_grpo(config: RunConfig, device: str) -> list[Problem]:
@@ -258,6 +263,8 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
         return []
     problems = check_sft(config, device)
     if algorithm.advantage is not None:
+        from rlframework.plugins.user_defined import load_advantage
+
         problems += problem_of("algorithm.advantage", load_advantage, algorithm.advantage)
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
     trained = {"policy": config.policy} | ({} if config.critic is None else {"critic": config.critic})

@@ -41,13 +41,12 @@ from rlframework.plugins.types import (
     PolicyWorkerRecord,
     Record,
 )
-from rlframework.plugins.user_defined import algorithm_record, environment_record
 
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_USER_DEFINED = {EnvironmentRecord.kind: environment_record, AlgorithmRecord.kind: algorithm_record}
+_USER_DEFINED = (EnvironmentRecord.kind, AlgorithmRecord.kind)
 """Kinds of records whose name may be the import path `module:Class` of a class that no plugin registers."""
 
 _NOUNS = {PolicyWorkerRecord.kind: "backend"}
@@ -200,8 +199,11 @@ class PluginManager:
         Raises `PluginError` if it is unknown, broken (from the original error), disabled or duplicated.
         """
         if kind in _USER_DEFINED and ":" in name:
+            from rlframework.plugins.user_defined import algorithm_record, environment_record
+
             module = f"module {name.partition(':')[0]}"
-            return Registered(_USER_DEFINED[kind](name), module, UNVERSIONED, module)
+            record = environment_record(name) if kind == EnvironmentRecord.kind else algorithm_record(name)
+            return Registered(record, module, UNVERSIONED, module)
         found = self._found.get((kind, name), [])
         if len(found) > 1:
             raise PluginError(_duplicate(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.microbatches.on_demand import on_host
 from rlframework.policy.microbatches.token_sets import with_token_sets
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
-from rlframework.policy.reference import BaseReference, SnapshotReference, require_copy
 from rlframework.policy.shared_state import Residency
+
+if TYPE_CHECKING:
+    from rlframework.policy.reference import BaseReference, SnapshotReference
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Scoring:
 
     def sync_reference(self, alpha: float) -> None:
         """See `PolicyWorker.sync_reference`."""
+        from rlframework.policy.reference import require_copy
+
         self.residency.require_policy("sync_reference")
         reference = require_copy(self.reference, "sync_reference")
         self.residency.onload("model")

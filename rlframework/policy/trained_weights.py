@@ -16,7 +16,6 @@ from torch import Tensor
 from rlframework.base.errors import DataError
 from rlframework.config.policy import LoraConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.policy.checkpoint.adapter import read_adapter, write_adapter
 from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors
 from rlframework.policy.checkpoint.saved import differences
 from rlframework.policy.engine import Engine, WeightSpec, no_adapters
@@ -105,6 +104,8 @@ class Adapters(TrainedWeights):
 
     def save(self, path: str, *, checksums: bool = False) -> None:
         """Write the adapters as a directory that peft reads, from rank 0. Collective."""
+        from rlframework.policy.checkpoint.adapter import write_adapter
+
         engine = self.engine
         adapters = engine.gather_adapters(engine.adapter_specs())
 
@@ -115,6 +116,8 @@ class Adapters(TrainedWeights):
 
     def read(self, path: str) -> None:
         """Load the adapters from the directory `path`; raise `DataError`, with nothing changed, if they do not fit."""
+        from rlframework.policy.checkpoint.adapter import read_adapter
+
         specs = self.engine.adapter_specs()
         self.engine.take_adapters(read_adapter(path, specs, self.engine.config.model_name, self._lora))
 

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,11 +21,12 @@ from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.engine import Engine
 from rlframework.policy.shared_state import Residency, TrainingProgress
 from rlframework.policy.trained_weights import TrainedWeights
-from rlframework.weight_sync import collective
 from rlframework.weight_sync.buffers import WeightInfo, bytes_of
-from rlframework.weight_sync.collective import RefitGroup
-from rlframework.weight_sync.ipc import GroupHandles, IpcSender, device_id, free_bytes, group_bytes
 from rlframework.workers.machine import bind_free_port
+
+if TYPE_CHECKING:
+    from rlframework.weight_sync.collective import RefitGroup
+    from rlframework.weight_sync.ipc import GroupHandles, IpcSender
 
 _OF_CALL = 0.8  # of worker_group.deadlines.call, after which the driver ends the workers with an error that says less
 
@@ -47,6 +48,8 @@ class WeightSender:
 
     def state(self) -> RefitState:
         """See `PolicyWorker.get_refit_state`."""
+        from rlframework.weight_sync.ipc import device_id
+
         self.residency.require_policy("a refit")
         joined = self._joined and (self.engine.context.rank > 0 or self._group is not None)
         return {"version": self.progress.weights_version, "device": device_id(self.engine.device), "joined": joined}
@@ -68,6 +71,8 @@ class WeightSender:
         self, receive_buffers: Mapping[str, Any] | None = None, devices: Collection[str] | None = None
     ) -> tuple[list[tuple[str, int]], float]:
         """See `PolicyWorker.prepare_weights_for_ipc`."""
+        from rlframework.weight_sync.ipc import IpcSender, device_id, free_bytes
+
         self._require_transport("ipc")
         device, self._sent = self.engine.device, {}
         self.ipc = self.ipc or IpcSender(device)
@@ -77,6 +82,8 @@ class WeightSender:
 
     def ipc_handles(self, keys: Iterable[str]) -> dict[str, GroupHandles]:
         """See `PolicyWorker.get_weights_ipc_handles`."""
+        from rlframework.weight_sync.ipc import device_id
+
         self._require_transport("ipc")
         if self.ipc is None or not self.ipc.refit:
             raise RefitNotPrepared(
@@ -102,6 +109,8 @@ class WeightSender:
 
     def join(self, ip: str, port: int, world_size: int) -> None:
         """See `PolicyWorker.init_collective`."""
+        from rlframework.weight_sync.collective import RefitGroup
+
         self._require_transport("collective")
         self._close_group()
         self._joined = True
@@ -121,6 +130,9 @@ class WeightSender:
 
     def broadcast(self) -> None:
         """See `PolicyWorker.broadcast_weights_for_collective`."""
+        from rlframework.weight_sync import collective
+        from rlframework.weight_sync.ipc import group_bytes
+
         self._require_transport("collective")
         if not self._joined or (self.engine.context.rank == 0 and self._group is None):
             raise RefitNotPrepared(

@@ -27,7 +27,6 @@ from rlframework.policy.device_memory import DeviceMemory, Phase
 from rlframework.policy.embedded_generation import EmbeddedGeneration
 from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
-from rlframework.policy.reference import BaseReference, SnapshotReference
 from rlframework.policy.reporting import Reporting
 from rlframework.policy.scoring import Scoring
 from rlframework.policy.shared_state import Residency, TrainingProgress
@@ -39,6 +38,8 @@ from rlframework.workers.device import prepare_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlframework.policy.reference import BaseReference, SnapshotReference
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,6 +139,8 @@ class PolicyWorkerBase(PolicyWorker):
         adapters = engine.config.lora is not None
         reference: SnapshotReference | BaseReference | None = None
         if init_reference_model:
+            from rlframework.policy.reference import BaseReference, SnapshotReference
+
             reference = BaseReference(engine) if adapters else SnapshotReference(engine)
         temperature = generation.temperature or 1.0  # greedy samples are scored at temperature 1
         microbatching = self.microbatching_class(engine, load_target(processor_target)())

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlframework.base.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.base.logs import debug_span
 from rlframework.config.asynchrony import AsyncConfig
-from rlframework.generation.driver import RemoteGeneration
 from rlframework.generation.interruptible import InterruptibleCompletions
+from rlframework.generation.remote import RemoteGeneration
 from rlframework.interfaces.policy_worker import SAMPLED_NOW
 from rlframework.observers.timeline import TRAINER, timed
 from rlframework.rollout.episode_thread import Bridge, run_beside

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rlframework.base.errors import UserError
-from rlframework.datasets.pictures import KINDS, PictureReader, decoded
 from rlframework.interfaces.environment import LARGEST_REWARD, Sample, StepOutcome
 from rlframework.interfaces.messages import ContentPart, ImagePart, Message, Picture, ToolCall, ToolSpec
+
+if TYPE_CHECKING:
+    from rlframework.datasets.pictures import PictureReader
 
 _KEYS = frozenset(Message.__annotations__)
 _RESET_ROLES = ("system", "user", "assistant", "tool")
@@ -141,6 +143,8 @@ class EpisodeChecks:
 
     def _parts(self, part: Any, turn: int) -> Sequence[ContentPart]:
         """Return a part of a content; its images as they are now, since files and arrays may change later."""
+        from rlframework.datasets.pictures import KINDS, decoded
+
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             return [cast("ContentPart", part)]

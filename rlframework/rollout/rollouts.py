@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rlframework.interfaces.environment import Sample, has_episodes, runs_agents
-from rlframework.rollout.agents import play_agents
-from rlframework.rollout.episodes import play_episodes
-from rlframework.rollout.model_rewards import add_model_rewards
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.single_turn import single_turns
 
@@ -26,9 +23,9 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperatu
     """
     play = single_turns
     if runs_agents(parts.environment):
-        play = play_agents
+        from rlframework.rollout.agents import play_agents as play
     elif has_episodes(parts.environment):
-        play = play_episodes
+        from rlframework.rollout.episodes import play_episodes as play
     result = play(parts, samples, seeds, temperature=temperature)
     add_rewards_of_models(parts, result)
     return result
@@ -37,4 +34,6 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperatu
 def add_rewards_of_models(parts: Parts, result: Rollout) -> None:
     """Make the scores of the run's reward model, if it has one, part of the rewards of `result`."""
     if (model := parts.models.get("reward_model")) is not None:
+        from rlframework.rollout.model_rewards import add_model_rewards
+
         add_model_rewards(result, model, parts.timeline)

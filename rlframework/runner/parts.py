@@ -221,6 +221,19 @@ def engine_record(config: RunConfig, manager: PluginManager) -> GenerationEngine
     return record
 
 
+def start_generation(
+    config: RunConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, manager: PluginManager, *, device: str
+) -> Generation:
+    """Return the handle on generation that `config` describes: in the workers of `policy`, or on separate workers."""
+    if config.generation.workers is not None:
+        from rlframework.generation.remote import RemoteGeneration
+
+        return RemoteGeneration(config, policy, tokenizer, manager, device=device)
+    from rlframework.generation.driver import Generation
+
+    return Generation(policy, tokenizer, probe_bounds=engine_record(config, manager).probe_bounds)
+
+
 def backend_record(config: RunConfig, manager: PluginManager) -> PolicyWorkerRecord:
     """The record of the training backend that `config` selects."""
     record = manager.select("policy_worker", config.policy.backend).record
@@ -247,7 +260,6 @@ def _workers(
     config: RunConfig, manager: PluginManager, tokenizer: PreTrainedTokenizerBase, **options: bool
 ) -> Iterator[tuple[Policy, Generation]]:
     """Start the policy, with `options` of its constructor, and generation; shut them down on exit."""
-    from rlframework.generation.driver import start_generation
     from rlframework.generation.stop_tokens import stop_tokens
     from rlframework.policy.client import Policy
 

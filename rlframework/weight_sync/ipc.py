@@ -132,6 +132,12 @@ def move_to_shared_memory(tensors: Iterable[Tensor]) -> SharedMemory:
     return memory
 
 
+@lru_cache(BUFFERS)
+def open_shared(handle: MemoryHandle) -> Tensor:
+    """Return `open_memory(handle)`, the same for the last `BUFFERS` handles."""
+    return open_memory(handle)
+
+
 def open_memory(handle: MemoryHandle) -> Tensor:
     """Return the bytes of `handle`, 1-D uint8; raise `RefitError` if the other process or its memory is gone."""
     path = f"/proc/{handle.pid}/fd/{handle.file}"

@@ -9,21 +9,20 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
-from rlframework.base.errors import RefitError, RefitNotPrepared, UserError
+from rlframework.base.errors import EngineNotReady, RefitError, RefitNotPrepared, UserError
 from rlframework.interfaces.generation import GenerationEngine, WeightReport
-from rlframework.weight_sync import collective, ipc
 from rlframework.weight_sync.buffers import Slot, WeightInfo, as_bytes, checksum, layout_checksum, read_weight
-from rlframework.weight_sync.collective import RefitGroup
-from rlframework.weight_sync.weight_state import WeightState
+
+if TYPE_CHECKING:
+    from rlframework.weight_sync import ipc
+    from rlframework.weight_sync.collective import RefitGroup
 
 _MAX_LISTED = 8  # names listed in an error message
-_opened = lru_cache(ipc.BUFFERS)(ipc.open_memory)
 
 Held = Mapping[str, Tensor]
 """The engine's own tensors, by the names of the weights, of which checksums are reported."""
@@ -157,6 +156,38 @@ class WeightUpdate:
         return checksum(as_bytes(tensor.contiguous()))
 
 
+class WeightState:
+    """The weights of an engine: none yet, those of a version, those of an update in progress, or of one that failed."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None  # of the latest update, in progress or not
+        self._not_ready = "it has no weights yet: give it weights with attach, or with a weight update"
+
+    def begin(self, version: int) -> None:
+        """Begin an update, until `commit` or `fail`. Raises `RefitError` for a version before the latest one."""
+        if self._version is not None and version < self._version:
+            raise RefitError(
+                f"the weights of version {version} are older than those of version {self._version}, which the engine "
+                "was given before; send the latest weights"
+            )
+        self._version = version
+        self._not_ready = f"its update to version {version} is not finished: call finish_weight_update first"
+
+    def commit(self, version: int) -> None:
+        """Use the weights of `version` from now on."""
+        self._version, self._not_ready = version, ""
+
+    def fail(self, reason: str) -> None:
+        """End the update; there are no usable weights until the next one."""
+        self._not_ready = f"its last update, to version {self._version}, failed ({reason}): refit it again"
+
+    def require(self) -> int:
+        """Return the version of the weights in use; raise `EngineNotReady` if there are none."""
+        if self._not_ready or self._version is None:
+            raise EngineNotReady(f"the generation engine cannot serve requests: {self._not_ready}")
+        return self._version
+
+
 class ReceivesWeights(GenerationEngine, ABC):
     """The receiving side of refits, for any engine.
 
@@ -253,10 +284,14 @@ class ReceivesWeights(GenerationEngine, ABC):
 
     def get_refit_state(self) -> EngineState:
         """Return what the driver needs before a refit."""
+        from rlframework.weight_sync import ipc
+
         return {"device": ipc.device_id(self.refit_device), "joined": self._refit_group is not None}
 
     def offer_refit_memory(self) -> dict[str, ipc.ReceiveBuffer]:
         """See `GenerationEngine.offer_refit_memory`; offers the sink's memory on a CPU, nothing on a GPU."""
+        from rlframework.weight_sync import ipc
+
         if self.refit_device.type != "cpu":
             return {}
         with self._receiving() as update:
@@ -269,6 +304,8 @@ class ReceivesWeights(GenerationEngine, ABC):
 
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, ipc.GroupHandles]) -> bool:
         """See `GenerationEngine.update_weights_from_ipc_handles`."""
+        from rlframework.weight_sync import ipc
+
         device = ipc.device_id(self.refit_device)
         if device not in ipc_handles:
             raise UserError(
@@ -287,19 +324,25 @@ class ReceivesWeights(GenerationEngine, ABC):
 
     def _open_memory(self, handle: ipc.MemoryHandle | ipc.CudaHandle) -> Tensor:
         """Return the memory of a group of weights, 1-D uint8."""
+        from rlframework.weight_sync import ipc
+
         if isinstance(handle, ipc.CudaHandle):
             return handle.open(self.refit_device)
         offered = self._refit_offered
-        return offered.raw if offered is not None and offered.handle == handle else _opened(handle)
+        return offered.raw if offered is not None and offered.handle == handle else ipc.open_shared(handle)
 
     def init_collective(self, ip: str, port: int, world_size: int, rank: int = 1) -> None:
         """See `GenerationEngine.init_collective`."""
+        from rlframework.weight_sync.collective import RefitGroup
+
         if self._refit_group is not None:
             self._refit_group.close()
         self._refit_group = RefitGroup(ip, port, rank, world_size, self.refit_device, self.refit_deadline)
 
     def update_weights_from_collective(self) -> bool:
         """See `GenerationEngine.update_weights_from_collective`."""
+        from rlframework.weight_sync import collective
+
         if self._refit_group is None:
             raise RefitNotPrepared("init_collective must be called before update_weights_from_collective")
         try:

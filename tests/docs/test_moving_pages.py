@@ -82,7 +82,7 @@ def owner(heading: str) -> list[Any]:
         "Batches": ("batch.batched_data_dict", "batch.sharding", "batch.collectives", "batch.packing"),
         "Microbatches": (
             "interfaces.data_processor",
-            "nemo_rl.data_processor",
+            "nemo_rl.microbatches",
             "policy.microbatches.global_batch",
             "policy.microbatches.model_inputs",
         ),

@@ -17,7 +17,7 @@ import pytest
 
 from rlframework import run
 from rlframework.base.errors import ConfigError
-from rlframework.generation.driver import RemoteGeneration
+from rlframework.generation.remote import RemoteGeneration
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.restarts import RESTARTS_FILE
 

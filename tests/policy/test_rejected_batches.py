@@ -13,9 +13,9 @@ from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss
 from rlframework.base.errors import BatchError, NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
-from rlframework.generation.driver import start_generation
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.policy.client import Policy
+from rlframework.runner.parts import start_generation
 from rlframework_conformance.suites.policy_worker.losses import FailingLoss
 
 LOSS = ClippedPGLoss(ClippedPGLossConfig(kl_coef=0.1))

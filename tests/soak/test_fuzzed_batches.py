@@ -16,10 +16,11 @@ from torch import Tensor
 
 from rlframework import create_manager, load_config
 from rlframework.base.errors import BatchError
-from rlframework.generation.driver import Generation, start_generation
+from rlframework.generation.driver import Generation
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer
 from rlframework.interfaces.worker_group import WorkerGroup
 from rlframework.policy.client import Policy
+from rlframework.runner.parts import start_generation
 from rlframework.workers.inline import InlineWorkerGroup
 
 pytestmark = pytest.mark.slow

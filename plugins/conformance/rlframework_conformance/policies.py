@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlframework.generation.driver import RemoteGeneration
+from rlframework.generation.remote import RemoteGeneration
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.configure import load_config
 from rlframework.policy.client import Policy

@@ -42,12 +42,10 @@ from rlframework.engine import (
     row_attention,
     trains_images_only,
 )
-from rlframework_dtensor import experts
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Mesh, Sizes
 from rlframework_dtensor.offload import move_model
 from rlframework_dtensor.shards import copy_into_shard, load_weights
-from rlframework_dtensor.tensor_parallel import apply_tensor_parallel, require_divisible
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -73,10 +71,7 @@ def build_model(
 ) -> BuiltModel:
     """Build, shard and load the model that `config` names. Collective with more than one worker."""
     model_config = load_config(config)
-    if sizes.context > 1:
-        require_splittable(model_config)
-    require_divisible(model_config, sizes.tensor)
-    experts.require_experts(model_config, sizes.expert, config.router_aux_loss_coef > 0)
+    _require_shardable(model_config, config, sizes)
     can_pack = probe_packing(config, model_config, device, section.attention)
     choice = None if section.attention == "auto" else section.attention
     if context.world_size == 1 and config.precision == "float32" and not config.offload.parameters:
@@ -94,11 +89,15 @@ def build_model(
     mesh = Mesh(sizes, device.type)
     head_rows = None
     if sizes.tensor > 1:
+        from rlframework_dtensor.tensor_parallel import apply_tensor_parallel
+
         head_rows = apply_tensor_parallel(
             model, mesh.tensor, sequence=config.parallelism.sequence, custom_plan=section.custom_parallel_plan
         )
     if sizes.expert > 1:
-        experts.shard_experts(model, mesh.expert)
+        from rlframework_dtensor.experts import shard_experts
+
+        shard_experts(model, mesh.expert)
     if config.lora is not None:
         adapters.freeze(model)
     if config.freeze is not None:
@@ -109,6 +108,20 @@ def build_model(
     if config.lora is not None:
         adapters.initialize(model, config.lora, copy_into_shard)
     return BuiltModel(model, head, mesh, can_pack, layout)
+
+
+def _require_shardable(model_config: Any, config: PolicyConfig, sizes: Sizes) -> None:
+    """Raise a `ConfigError` if a model of `model_config` cannot be shared by as many workers as `sizes` says."""
+    if sizes.context > 1:
+        require_splittable(model_config)
+    if sizes.tensor > 1:
+        from rlframework_dtensor.tensor_parallel import require_divisible
+
+        require_divisible(model_config, sizes.tensor)
+    if sizes.expert > 1 or config.router_aux_loss_coef > 0:
+        from rlframework_dtensor.experts import require_experts
+
+        require_experts(model_config, sizes.expert, config.router_aux_loss_coef > 0)
 
 
 def _prepare(model: Any, config: PolicyConfig, section: DTensorConfig, tokenizer: Any, sizes: Sizes) -> None:
@@ -162,8 +175,11 @@ def apply_fsdp(model: Any, mesh: Mesh, config: PolicyConfig, reshard_after_forwa
     if config.offload.parameters:
         on_cpu["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda")
     settings = {"mp_policy": layer_policy, "reshard_after_forward": reshard_after_forward, **on_cpu}
-    for module in experts.experts_of(model) if mesh.sizes.expert > 1 else ():
-        fully_shard(module, mesh=mesh.expert_fsdp, **settings)
+    if mesh.sizes.expert > 1:
+        from rlframework_dtensor.experts import experts_of
+
+        for module in experts_of(model):
+            fully_shard(module, mesh=mesh.expert_fsdp, **settings)
     layers: list[Any] = list(decoder_layers(model))
     for layer in layers:
         fully_shard(layer, mesh=mesh.fsdp, **settings)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlframework.base.errors import ConfigError, NotSupported, UserError
-from rlframework.generation.driver import RemoteGeneration
+from rlframework.generation.remote import RemoteGeneration
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import cases

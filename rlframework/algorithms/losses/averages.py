@@ -1,12 +1,24 @@
-"""Means of a loss over a global batch, as the terms of one microbatch."""
+"""The mask of a loss, and means over a global batch as the terms of one microbatch."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from rlframework.algorithms.losses.nll import token_mean
+from rlframework.batch.batched_data_dict import BatchedDataDict
 
-__all__ = ["sequence_mean", "token_mean"]
+
+def loss_mask(data: BatchedDataDict[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `[B, S-1]`, in the layout of `next_token_logprobs`: 1 for target tokens that count, 0 for the others."""
+    mask: Tensor = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    return mask.to(dtype)
+
+
+def token_mean(values: Tensor, mask: Tensor, global_valid_toks: Tensor) -> Tensor:
+    """Return this microbatch's term of the mean of `values [B, S-1]` over all valid tokens of the global batch."""
+    return (values * mask).sum() / global_valid_toks.clamp(min=1.0)
 
 
 def sequence_mean(

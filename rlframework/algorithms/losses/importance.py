@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlframework.algorithms.losses.exponentials import bounded_exp
-from rlframework.algorithms.losses.nll import token_mean
-from rlframework.algorithms.losses.ratios import row_mean
+from rlframework.algorithms.losses.averages import token_mean
+from rlframework.algorithms.losses.ratios import bounded_exp, row_mean
 from rlframework.config.algorithms import ClippedPGLossConfig
 
 

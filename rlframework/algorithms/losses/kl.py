@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlframework.algorithms.losses.exponentials import LARGEST_LOG, bounded_exp
+from rlframework.algorithms.losses.ratios import LARGEST_LOG, bounded_exp
 
 
 def kl_divergence(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlframework.algorithms.losses.averages import token_mean
 from rlframework.algorithms.losses.kl import kl_divergence
-from rlframework.algorithms.losses.nll import token_mean
 
 
 def mismatch_metrics(

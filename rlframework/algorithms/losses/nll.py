@@ -1,12 +1,13 @@
-"""Negative log-likelihood: the loss of supervised training. Also the mask and the mean that all losses use."""
+"""Negative log-likelihood: the loss of supervised training."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from rlframework.algorithms.losses.averages import loss_mask as loss_mask
+from rlframework.algorithms.losses.averages import token_mean as token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.loss import LossInput, LossType
 
@@ -29,14 +30,3 @@ class NLLLoss:
         """See `LossFunction`. Its only metric is the number of valid rows."""
         loss = -token_mean(next_token_logprobs, loss_mask(data, next_token_logprobs.dtype), global_valid_toks)
         return loss, {"num_valid_samples": data["sample_mask"].sum().detach()}
-
-
-def loss_mask(data: BatchedDataDict[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return `[B, S-1]`, in the layout of `next_token_logprobs`: 1 for target tokens that count, 0 for the others."""
-    mask: Tensor = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-    return mask.to(dtype)
-
-
-def token_mean(values: Tensor, mask: Tensor, global_valid_toks: Tensor) -> Tensor:
-    """Return this microbatch's term of the mean of `values [B, S-1]` over all valid tokens of the global batch."""
-    return (values * mask).sum() / global_valid_toks.clamp(min=1.0)

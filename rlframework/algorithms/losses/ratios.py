@@ -1,4 +1,8 @@
-"""Probability ratios of the trained policy to an earlier one, per token and per row, and the surrogates of them."""
+"""Probability ratios of the trained policy to an earlier one, per token and per row, and the surrogates of them.
+
+An infinite ratio is no large number but an end: its gradient is NaN wherever a clip, a mask or an advantage of 0 takes
+the gradient away, because infinity times 0 is. So exponentials of differences of log-probabilities are bounded.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rlframework.algorithms.losses.exponentials import bounded_exp
 from rlframework.config.algorithms import ClippedPGLossConfig
+
+LARGEST_LOG = 40.0
+"""Bound on the logarithm of a ratio: e^40 is beyond every clip and cap, and the product of two is finite in fp32."""
+
+
+def bounded_exp(difference: Tensor) -> Tensor:
+    """Return exp(`difference`), of at most `LARGEST_LOG`, beyond which it has no gradient."""
+    return difference.clamp(max=LARGEST_LOG).exp()
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from rlframework.base.errors import PluginError
 from rlframework.base.files import replacing_directory
-from rlframework.huggingface.image_processor import copy_processor
 from rlframework.huggingface.vision_models import scoring_architecture
 from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.checkpoint.manifest import write_manifest
@@ -44,6 +43,8 @@ def write_from_rank_0(
 def write_config(folder: Path, policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the non-weight files of a Hugging Face directory for the model of `policy`, with fp32 as the dtype."""
     from transformers import AutoConfig, GenerationConfig
+
+    from rlframework.huggingface.image_processor import copy_processor
 
     model_name = policy.model_name
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=policy.trust_remote_code)
