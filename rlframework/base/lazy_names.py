@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of `package`; `modules` maps each name to the module that defines it.
+def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__all__`, `__getattr__` and `__dir__` of `package`, whose source is `file`.
 
-    A name that is a module itself is mapped to its full name, such as `{"adapters": "rlframework.models.adapters"}`.
+    The names are those that the package imports under `if TYPE_CHECKING:`. So they are written once: type checkers and
+    import-linter read these imports, and here they are looked up instead of executed.
     """
+    modules = _typed_imports(Path(file))
 
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(modules[name])
-        is_module = modules[name].endswith(f".{name}") and not hasattr(module, name)
-        return module if is_module else getattr(module, name)
+        return getattr(module, name) if hasattr(module, name) else import_module(f"{modules[name]}.{name}")
 
-    return get, lambda: sorted(modules)
+    return sorted(modules), get, lambda: sorted(modules)
+
+
+def _typed_imports(file: Path) -> dict[str, str]:
+    """Return the module of each name that `file` imports under `if TYPE_CHECKING:`."""
+    blocks = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}

@@ -1,5 +1,7 @@
 """Losses on log-probabilities, scores and values: see `rlframework.interfaces.loss.LossFunction`."""
 
+# ruff: noqa: F401 - the names are exported
+# mypy: implicit-reexport
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -16,32 +18,4 @@ if TYPE_CHECKING:
     from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLoss
     from rlframework.algorithms.losses.value import ValueLoss
 
-__all__ = [
-    "BradleyTerryLoss",
-    "ClippedPGLoss",
-    "DistillationLoss",
-    "KTOLoss",
-    "NLLLoss",
-    "PairLoss",
-    "StepLoss",
-    "ValueLoss",
-    "loss_mask",
-    "mismatch_metrics",
-    "token_mean",
-]
-
-_MODULES = {
-    "BradleyTerryLoss": "rlframework.algorithms.losses.reward_model",
-    "ClippedPGLoss": "rlframework.algorithms.losses.clipped_pg",
-    "DistillationLoss": "rlframework.algorithms.losses.distillation",
-    "KTOLoss": "rlframework.algorithms.losses.preference",
-    "NLLLoss": "rlframework.algorithms.losses.nll",
-    "PairLoss": "rlframework.algorithms.losses.preference",
-    "StepLoss": "rlframework.algorithms.losses.reward_model",
-    "ValueLoss": "rlframework.algorithms.losses.value",
-    "loss_mask": "rlframework.algorithms.losses.averages",
-    "mismatch_metrics": "rlframework.algorithms.losses.mismatch",
-    "token_mean": "rlframework.algorithms.losses.averages",
-}
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
