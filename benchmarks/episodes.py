@@ -163,7 +163,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     from rlframework.interfaces.environment import Sample
-    from rlframework.rollout.rollouts import rollout
+    from rlframework.rollout.step_rollouts import rollout
 
     with tempfile.TemporaryDirectory() as folder:
         parts = parts_of(Path(folder), given)

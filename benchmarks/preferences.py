@@ -108,8 +108,8 @@ def answered(model: Path, seed: int, folder: Path) -> float:
     """Return the accuracy of the model's greedy answers to held-out sums."""
     from rlframework import build_parts, load_config
     from rlframework.interfaces.environment import Sample
-    from rlframework.rollout.rollouts import rollout
     from rlframework.rollout.seeds import row_seeds
+    from rlframework.rollout.step_rollouts import rollout
 
     source = {
         "seed": seed,

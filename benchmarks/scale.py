@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from interleave import machine, table, write_json
 
-from rlframework.algorithms.garbage import collecting_what_is_new
+from rlframework.algorithms.performance import collecting_what_is_new
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.generation.client import GenerationClient
 from rlframework.generation.engine_handle import RemoteEngine

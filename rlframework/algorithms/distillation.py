@@ -24,9 +24,9 @@ from rlframework.interfaces.environment import Environment, Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.rollout.optimizer_steps import optimizer_steps
 from rlframework.rollout.parts import Parts
-from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.single_turn import unscored_turns
+from rlframework.rollout.step_rollouts import rollout
 
 
 class Distillation(StepLoop):

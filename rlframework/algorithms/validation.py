@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlframework.algorithms.intervals import default_ks, estimate, pass_at_k
 from rlframework.plugins.hookspec import SampleRecord
-from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.step_rollouts import rollout
 
 if TYPE_CHECKING:
     from rlframework.rollout.parts import Parts

@@ -121,7 +121,7 @@ class Microbatch(ProcessedMicrobatch):
       otherwise. Padding that the rule adds at the end of the row counts as one more sequence: `[b + 2]`;
     - `head_positions [N]` int64: flat indices into `n * L` at which the head runs, the positions that predict a target;
     - `targets [N]` int64: the target token of each of them; `[N, 1 + K]` with the tokens of a set after it, where
-      workers have added sets (`rlframework.policy.microbatches.token_sets`);
+      workers have added sets (`rlframework.policy.microbatches.model_inputs`);
     - `scatter [N]` int64: flat indices into `b * S'` to which the results are scattered, the positions of the targets;
     - `is_dummy`: True if the microbatch only repeats rows, so that all ranks run the same number of forward passes;
       it contributes to no result;

@@ -17,8 +17,8 @@ from rlframework.interfaces.loss import TOKEN_SETS
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.policy.engine import Engine, Step, require_head
 from rlframework.policy.head.patch import HeadRequest
+from rlframework.policy.microbatches.model_inputs import with_token_sets
 from rlframework.policy.microbatches.on_demand import on_host
-from rlframework.policy.microbatches.token_sets import with_token_sets
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
 from rlframework.policy.shared_state import Residency
 

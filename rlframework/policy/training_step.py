@@ -29,7 +29,7 @@ from rlframework.policy.engine import Engine, require_head_of
 from rlframework.policy.flops import ModelFlops
 from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.microbatches.global_batch import rows_with_targets
-from rlframework.policy.microbatches.token_sets import with_token_sets
+from rlframework.policy.microbatches.model_inputs import with_token_sets
 from rlframework.policy.microbatching import Microbatching, average_metrics, loss_step, reduce_metrics, require_results
 from rlframework.policy.optimization import learning_rate
 from rlframework.policy.profiling import CLIP_AND_STEP, trace_span

@@ -18,14 +18,12 @@ from rlframework.interfaces.generation import WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.outcomes import outcome_metrics
-from rlframework.rollout.special_tokens import with_special_tokens
 from rlframework.rollout.trajectory import TrainingRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.datasets.image_inputs import ImageInputs
-
 
 Limit = Literal["max_new_tokens", "max_turns", "max_episode_tokens", "agent_request"]
 LIMITS: dict[Limit, str] = {
@@ -278,3 +276,16 @@ def _rows(
     if images is not None:
         data.update(images.columns([row.pictures for row in rows], data["input_ids"]))
     return data, episode_of
+
+
+def with_special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, ended: bool) -> str:
+    """Return the text of an answer's tokens `ids` with special ones, if the text without them hides something.
+
+    That is so for special tokens before the one that ended the answer, if it has `ended`, and for an answer that
+    consists of special tokens only, such as of its end. Otherwise the result is empty.
+    """
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    inside = ids[:-1] if ended else ids
+    if special.isdisjoint(inside) and not (ids and special.issuperset(ids)):
+        return ""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))

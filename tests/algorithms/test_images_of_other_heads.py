@@ -20,8 +20,8 @@ from rlframework.base.errors import ConfigError
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import load_tokenizer
-from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.step_rollouts import rollout
 from rlframework.runner.parts import build_parts
 
 pytestmark = pytest.mark.slow

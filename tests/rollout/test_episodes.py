@@ -17,9 +17,9 @@ from rlframework.interfaces.environment import StepOutcome
 from rlframework.rollout.chat_format import ChatFormat, characters_of
 from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.result import PlayedEpisode, Rollout
-from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import task_seeds, turn_seed
 from rlframework.rollout.single_turn import single_turns
+from rlframework.rollout.step_rollouts import rollout
 
 
 def ids(parts: Any, text: str) -> list[int]:

@@ -19,7 +19,7 @@ from rlframework.base.errors import DataError, RLFrameworkError, UserError
 from rlframework.environments.tool_episodes import ToolEpisode, ToolSession
 from rlframework.interfaces.environment import Episode, StepOutcome
 from rlframework.rollout import episodes
-from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.step_rollouts import rollout
 
 
 def failing(method: str, fail: Callable[[], Any], only: str = "s1") -> type[Counter]:

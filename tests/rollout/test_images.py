@@ -17,8 +17,8 @@ from rlframework.interfaces.environment import Environment, Episode, Sample, Ste
 from rlframework.interfaces.messages import pictures_of
 from rlframework.models.loading import auto_class
 from rlframework.rollout.chat_format import ChatFormat
-from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.step_rollouts import rollout
 from rlframework.runner.parts import build_parts
 
 

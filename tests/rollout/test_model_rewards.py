@@ -17,8 +17,8 @@ from rlframework.config.further_policies import RewardModelConfig
 from rlframework.rollout.asynchronous import AsynchronousRollouts
 from rlframework.rollout.model_rewards import add_model_rewards
 from rlframework.rollout.result import Rollout
-from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.step_rollouts import rollout
 
 
 class FirstToken:

@@ -10,8 +10,7 @@ import torch
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
-from rlframework.rollout.result import Rollout
-from rlframework.rollout.special_tokens import with_special_tokens
+from rlframework.rollout.result import Rollout, with_special_tokens
 
 TOKENIZER: Any = character_tokenizer("ab")
 PAD, EOS = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id

@@ -13,7 +13,7 @@ from scripted_episodes import Counter, samples
 from rlframework.base.errors import DataError
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import StepOutcome
-from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.step_rollouts import rollout
 
 CALL = '<tool_call>{{"name": "add", "arguments": {}}}</tool_call>'
 TEMPLATE = (

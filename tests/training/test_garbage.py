@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlframework.algorithms.garbage import collecting_what_is_new
+from rlframework.algorithms.performance import collecting_what_is_new
 
 
 class Node:

@@ -23,7 +23,7 @@ from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.observers.timeline import Timeline
-from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.step_rollouts import rollout
 from rlframework_serve.errors import ApiError
 from rlframework_serve.sessions import Session, Sessions
 

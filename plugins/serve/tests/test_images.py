@@ -21,8 +21,8 @@ from rlframework.datasets.image_inputs import ImageInputs
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.messages import pictures_of
 from rlframework.rollout.chat_format import ChatFormat
-from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import row_seeds
+from rlframework.rollout.step_rollouts import rollout
 from rlframework.runner.parts import build_parts
 from rlframework_serve.agent_environment import openai_messages
 from rlframework_serve.server import MAX_BODY, MAX_BODY_WITH_IMAGES, Endpoint

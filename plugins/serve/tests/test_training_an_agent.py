@@ -21,7 +21,7 @@ from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.rollout.result import Rollout
-from rlframework.rollout.rollouts import rollout
+from rlframework.rollout.step_rollouts import rollout
 from rlframework_serve.agent_environment import AgentEnvironment
 
 SUMS = [(a, b) for a in range(1, 4) for b in range(1, 4)]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rlframework.algorithms.losses.averages import loss_mask, token_mean
     from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
     from rlframework.algorithms.losses.distillation import DistillationLoss
-    from rlframework.algorithms.losses.mismatch import mismatch_metrics
+    from rlframework.algorithms.losses.importance import mismatch_metrics
     from rlframework.algorithms.losses.nll import NLLLoss
     from rlframework.algorithms.losses.preference import KTOLoss, PairLoss
     from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLoss

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from rlframework.algorithms.losses.averages import loss_mask, sequence_mean, token_mean
-from rlframework.algorithms.losses.importance import importance_weights
+from rlframework.algorithms.losses.importance import importance_weights, mismatch_metrics
 from rlframework.algorithms.losses.kl import bounded_kl, kl_divergence, kl_weight
-from rlframework.algorithms.losses.mismatch import mismatch_metrics
 from rlframework.algorithms.losses.ratios import SURROGATES, probability_ratio
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from numbers import Real
 
@@ -19,7 +19,24 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.batch_rows import describe, read_count, read_lengths, round_up
-from rlframework.interfaces.data_processor import ProcessedInputs
+from rlframework.interfaces.data_processor import Microbatch, ProcessedInputs
+from rlframework.policy.microbatches.on_demand import Made, on_device, on_host
+
+
+def with_token_sets(microbatches: Sequence[Microbatch], name: str, device: torch.device) -> Sequence[Microbatch]:
+    """Return `microbatches`, on `device`, with targets `[N, 1 + K]`: those they have, then the sets of their positions.
+
+    The sets are the value `name` of their rows, `[b, S', K]`: K ids of tokens at the position of the token that is
+    predicted. Engines compute what they are given targets for, so nothing else of them depends on sets.
+    """
+    host = on_host(microbatches)
+
+    def make(index: int) -> Microbatch:
+        microbatch = host[index]
+        sets = microbatch.data_dict[name].flatten(0, 1)[microbatch.scatter].long()
+        return replace(microbatch, targets=torch.cat((microbatch.targets[:, None], sets), 1))
+
+    return on_device(Made(len(host), make), device)
 
 
 def padded_inputs(input_ids: Tensor, pad_multiple: int = 1, padding_value: int = 0) -> ProcessedInputs:

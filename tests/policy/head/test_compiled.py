@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.policy.head.compiled import Compiled
+from rlframework.policy.head.logprobs import Compiled
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), CalledProcessError(1, "gcc")])

@@ -17,9 +17,9 @@ from rlframework.datasets.conversations import conversation_of, with_texts
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.huggingface.model_directories import model_positions
+from rlframework.rollout.result import with_special_tokens
 from rlframework.rollout.seeds import prompt_seeds
 from rlframework.rollout.single_turn import complete
-from rlframework.rollout.special_tokens import with_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

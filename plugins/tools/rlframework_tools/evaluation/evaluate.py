@@ -29,8 +29,8 @@ from rlframework.interfaces.environment import Sample, Split
 from rlframework.plugins.configure import resolve_device
 from rlframework.rollout.parts import Parts
 from rlframework.rollout.result import Rollout
-from rlframework.rollout.rollouts import rollout
 from rlframework.rollout.seeds import prompt_seeds
+from rlframework.rollout.step_rollouts import rollout
 from rlframework.runner.parts import build_evaluation
 from rlframework_tools.evaluation.plan import EvaluationPlan
 from rlframework_tools.evaluation.report import Evaluation, comparison, summary
