@@ -30,7 +30,7 @@ from rlframework.rollout.group_players import group_player
 from rlframework.rollout.ledger import Ledger
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import ticket_seeds
-from rlframework.rollout.staleness import StepStaleness
+from rlframework.rollout.staleness_metrics import StepStaleness
 from rlframework.rollout.step_rollouts import StepRollouts, add_rewards_of_models
 from rlframework.rollout.tickets import Settled, Ticket
 

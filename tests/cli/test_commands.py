@@ -296,7 +296,7 @@ WITHOUT_TORCH = {"torch", "transformers", "ray", "datasets", "matplotlib"}
         (["--help"], {*HEAVY}),
         (["--version"], {*HEAVY}),
         (["train", "--help"], {*HEAVY} - {"pydantic"}),  # typer itself needs it
-        (["tokenize", "--help"], {*HEAVY} - {"pydantic"}),
+        (["tokenize", "--help"], WITHOUT_TORCH),  # a plugin's
         (["plugins"], WITHOUT_TORCH),
         (["plugins", "--json"], WITHOUT_TORCH),
         (["schema"], WITHOUT_TORCH),

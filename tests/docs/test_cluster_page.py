@@ -98,7 +98,8 @@ def options_that_exist() -> dict[tuple[str, str], list[str]]:
 
     from rlframework.cli import app
 
-    own = get_command(app).commands
+    group = get_command(app)
+    own = {name: group.get_command(None, name) for name in group.list_commands(None)}
     found = {("rlframework", name): [word for one in own[name].params for word in one.opts] for name in own}
     done = subprocess.run([sys.executable, "-c", RAY_OPTIONS], capture_output=True, text=True, check=True)
     return found | {("ray", name): options for name, options in json.loads(done.stdout.splitlines()[-1]).items()}

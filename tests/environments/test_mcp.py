@@ -250,7 +250,7 @@ def test_the_server_ends_with_the_run(tmp_path, end):
         import sys, time
         sys.path.insert(0, {str(SERVER.parent)!r})
         from episode_play import calls, play, texts
-        from rlframework.config.environments import McpConfig
+        from rlframework_environments.config import McpConfig
         from rlframework_environments.mcp import McpEnvironment
         config = McpConfig(command=[sys.executable, "stubborn.py"], path="rows.jsonl", check="exact", server_per="run")
         environment = McpEnvironment(config, seed=0)

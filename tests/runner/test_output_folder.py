@@ -44,7 +44,7 @@ def finished(run_config, tmp_path):
     return config, tmp_path / "run"
 
 
-@pytest.mark.parametrize("target", ["training.loop.StepLoop._begin", "policy.client.Policy.train"])
+@pytest.mark.parametrize("target", ["algorithms.loop.StepLoop._begin", "policy.client.Policy.train"])
 def test_a_run_that_failed_in_its_first_step_can_be_started_again(run_config, tmp_path, monkeypatch, target):
     config = run_config("sft", "algorithm.num_steps=2", "observers.tensorboard=true")
     with monkeypatch.context() as patch:

@@ -27,7 +27,10 @@ def test_an_algorithm_by_its_import_path(run_config, tmp_path: Path) -> None:
     [
         ("Counting, upo: 3", "Did you mean `algorithm.upto`"),
         ("Missing", r"algorithm\.name: .*\.py\) has no 'Missing'"),
-        ("not_a_class", r"algorithm\.name: .* must be a class derived from rlframework\.algorithm\.Algorithm"),
+        (
+            "not_a_class",
+            r"algorithm\.name: .* must be a class derived from rlframework\.algorithms\.algorithm\.Algorithm",
+        ),
         ("CountingConfig", "must be a class derived"),
         ("Half", "does not implement run"),
     ],

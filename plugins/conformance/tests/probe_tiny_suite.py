@@ -16,7 +16,7 @@ PARTS = """
     def rlframework_environments():
         return [
             record("sound", "Sound"),
-            record("boasting", "Sound", capabilities=(Capability.LORA, Capability.SCORING)),
+            record("boasting", "Sound", capabilities=(Capability.EPISODES, "tiny:scoring")),
             record("wrong", "Wrong"),
             record("raising", "Raising"),
             record("unfinished", "Unfinished"),
@@ -75,7 +75,7 @@ SUITE = """
         def test_the_number_is_two(self, harness):
             harness.scalar("the number", harness.load_class().number, 2.0)
 
-        @holds(3, Capability.LORA)
+        @holds(3, Capability.EPISODES)
         def test_it_has_adapters(self, harness):
             harness.require(False, "never run")
 

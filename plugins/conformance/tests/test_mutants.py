@@ -47,7 +47,7 @@ def test_finding_a_mutant_imports_its_module_only():
     assert done.stdout.splitlines() == [
         "[]",
         "['', '.mutant']",
-        "['', '.data_processor', '.data_processor.base', '.data_processor.counts', '.mutant']",
+        "['', '.data_processor', '.data_processor.changes', '.data_processor.counts', '.mutant']",
     ]
 
 

@@ -343,12 +343,12 @@ def test_tests_of_one_s_own_run_beside_the_suite(tests, pytester):
 
 
 def test_declared_but_untested_capabilities_are_reported(tests, pytester):
-    """The suite's adapter test is made to pass; no test covers scoring."""
+    """The suite's adapter test is made to pass; no test covers the plugin's own capability."""
     tests.of("boasting")
     (pytester.path / "tiny_suite.py").write_text(
         (pytester.path / "tiny_suite.py").read_text().replace('harness.require(False, "never run")', "pass")
     )
     result = run(pytester, "--conformance-json", "report.json")
     assert result.ret == 0
-    assert verdict(result) == ["boasting  TinySuite  CONFORMANT, untested: scoring  3 passed"]
-    assert json.loads((pytester.path / "report.json").read_text())["verdicts"][0]["untested"] == ["scoring"]
+    assert verdict(result) == ["boasting  TinySuite  CONFORMANT, untested: tiny:scoring  3 passed"]
+    assert json.loads((pytester.path / "report.json").read_text())["verdicts"][0]["untested"] == ["tiny:scoring"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def rlframework_commands(app: typer.Typer) -> None:
-    """Add `init`, `doctor`, `new-backend`, `convert` and `tokenize`."""
+    """Add `init`, `evaluate`, `generate`, `doctor`, `new-backend`, `convert` and `tokenize`."""
     app.command()(init)
     app.command()(evaluate)
     app.command()(generate)

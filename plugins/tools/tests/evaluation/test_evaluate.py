@@ -144,7 +144,7 @@ def test_a_model_alone_and_the_rows_of_one_file(tmp_path, folder):
 
     letters = character_tokenizer(string.printable + "\u2019")
     model = make_llama(tmp_path / "model", letters, hidden=16, layers=1, heads=2, max_positions=2048)
-    data = Path(__file__).parents[1] / "fixtures" / "gsm8k_test.jsonl"
+    data = Path(__file__).parents[4] / "tests" / "fixtures" / "gsm8k_test.jsonl"
     words = ["environment.name=gsm8k", f"environment.validation_path={data}", SHORT, "--samples", 3, "--out", "out"]
     assert call("evaluate", model, *words) == 0
     assert [row["answer"] for row in rows_of(folder / "out" / "completions.jsonl")] == ["18", "3", "70000"]
