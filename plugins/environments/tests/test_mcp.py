@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import episode_play
 import psutil
 import pytest
 from episode_play import calls, play, says, texts
@@ -248,7 +249,7 @@ def test_the_server_ends_with_the_run(tmp_path, end):
     (tmp_path / "driver.py").write_text(
         textwrap.dedent(f"""
         import sys, time
-        sys.path.insert(0, {str(SERVER.parent)!r})
+        sys.path.insert(0, {str(Path(episode_play.__file__).parent)!r})
         from episode_play import calls, play, texts
         from rlframework_environments.config import McpConfig
         from rlframework_environments.mcp import McpEnvironment
