@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -206,9 +207,42 @@ def extra_of(name: str) -> str | None:
 
 
 def install_command(extra: str, quote: str = "") -> str:
-    """Return the command that installs an extra of rlframework-core, with `quote` around it."""
-    command = f"{quote}pip install 'rlframework-core[{extra}]'{quote}"
-    return f"{command} (from the wheels of a release: with --find-links WHEELS)"
+    """Return the command that installs an extra of rlframework-core, with `quote` around it.
+
+    Where core runs from a clone of the repository, the distributions of the extra are installed from there, too.
+    """
+    clone = Path(rlframework.__file__).parents[1]
+    if not (clone / "plugins").is_dir():
+        command = f"{quote}pip install 'rlframework-core[{extra}]'{quote}"
+        return f"{command} (from the wheels of a release: with --find-links WHEELS)"
+    names, others = _requirements(extra)
+    root = "" if clone == Path.cwd() else f"{clone}/"
+    parts = [f"-e {root}plugins/{name}" for name in sorted(names) if (clone / "plugins" / name).is_dir()]
+    if others or not parts:
+        parts.insert(0, f"-e '{root.rstrip('/') or '.'}[{extra}]'")
+    return f"{quote}pip install {' '.join(parts)}{quote}"
+
+
+def _requirements(extra: str) -> tuple[set[str], bool]:
+    """Return the names of our distributions that an extra of core brings, and whether it brings others, too."""
+    names, others = set[str](), False
+    try:
+        lines = metadata.requires(CORE) or ()
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
+        lines = ()
+    for line in lines:
+        found = re.match(r"""([\w-]+)(?:\[([\w,-]+)\])?.*\bextra == ['"]([\w-]+)['"]""", line)
+        if found is None or found[3] != extra:
+            continue
+        if found[1] == CORE:
+            for inner in found[2].split(","):
+                of_inner, more = _requirements(inner)
+                names, others = names | of_inner, others or more
+        elif found[1].startswith("rlframework-"):
+            names.add(found[1].removeprefix("rlframework-"))
+        else:
+            others = True
+    return names, others
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

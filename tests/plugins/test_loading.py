@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from rlframework.base.errors import PluginError
 from rlframework.config.sections import EnvironmentConfig
+from rlframework.plugins import discovery
 from rlframework.plugins.discovery import load_target, read_plugin
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import (
@@ -201,3 +202,26 @@ def test_an_import_path_is_a_module_and_a_name_in_it():
         load_target("collections")
     with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
         load_target("no_such_module_here:Name")
+
+
+@pytest.mark.parametrize(
+    ("extra", "in_the_clone", "elsewhere"),
+    [
+        ("ray", "-e plugins/ray", "-e {root}/plugins/ray"),
+        ("mcp", "-e '.[mcp]' -e plugins/environments", "-e '{root}[mcp]' -e {root}/plugins/environments"),
+    ],
+)
+def test_in_a_clone_the_distributions_of_an_extra_are_installed_from_it(
+    tmp_path, monkeypatch, extra, in_the_clone, elsewhere
+):
+    root = Path(discovery.rlframework.__file__).parents[1]
+    monkeypatch.chdir(root)
+    assert discovery.install_command(extra) == f"pip install {in_the_clone}"
+    monkeypatch.chdir(tmp_path)
+    assert discovery.install_command(extra) == f"pip install {elsewhere.format(root=root)}"
+
+
+def test_without_a_clone_an_extra_is_installed_from_wheels(tmp_path, monkeypatch):
+    monkeypatch.setattr(discovery.rlframework, "__file__", str(tmp_path / "rlframework" / "__init__.py"))
+    wheels = "(from the wheels of a release: with --find-links WHEELS)"
+    assert discovery.install_command("ray") == f"pip install 'rlframework-core[ray]' {wheels}"

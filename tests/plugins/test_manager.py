@@ -12,6 +12,7 @@ import rlframework
 from rlframework.base.errors import PluginError
 from rlframework.config.algorithm_presets import AlgorithmName
 from rlframework.plugins import discovery
+from rlframework.plugins.discovery import install_command
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import EnvironmentRecord, PolicyWorkerRecord
 
@@ -160,8 +161,7 @@ def test_our_own_backend_that_is_not_installed_says_how_to_install_it(name, mean
     message = choose_error(create_manager(), "policy_worker", name)
     assert "Installed: none." in message
     assert ("Did you mean 'deepspeed'?" in message) == (name != meant)
-    wheels = "(from the wheels of a release: with --find-links WHEELS)"
-    command = f"pip install 'rlframework-core[{meant}]' {wheels}"
+    command = install_command(meant)
     assert f"To install {meant}: {command}." in message
 
 

@@ -68,5 +68,5 @@ def test_uploads_without_a_plugin_name_the_command_and_the_plugin_that_is_broken
     with pytest.raises(PluginError) as caught:
         resumed_from(manager_of())
     message = str(caught.value)
-    assert message.startswith("checkpoints.upload needs a plugin that uploads: pip install 'rlframework-core[storage]'")
+    assert message.startswith("checkpoints.upload needs a plugin that uploads: pip install -e ")
     assert "acme of acme-tools 1.0 is broken: it implements no hook of rlframework" in message

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlframework.base.errors import RLFrameworkError
@@ -17,6 +18,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.generation.engine_environment import ProbeError, ask
 from rlframework.huggingface.hub import hub_problem, is_path
 from rlframework.observers import host
+from rlframework.plugins.discovery import install_command
 from rlframework.workers.machine import cpu_count, python_path
 from rlframework_tools.doctor.checks import Context, Finding, broken, note, ok, warning
 from rlframework_tools.doctor.machine import gib
@@ -47,6 +49,13 @@ def cluster_nodes(context: Context) -> list[RayNode] | None:
 def ray(context: Context) -> Iterator[Finding]:
     """The installed Ray, and the cluster that a run would use."""
     version, where = host.package_version("ray"), address(context)
+    if find_spec("ray") is None:
+        remedy = install_command("ray")
+        if context.uses_group("ray"):
+            yield context.problem("Ray is not installed, and worker_group.name=ray needs it", remedy, needed=True)
+        else:
+            yield note(f"Ray is not installed; runs on several machines need it: {remedy}")
+        return
     how = "a run starts a local instance on 127.0.0.1 and stops it at the end"
     if where is not None:
         how = f"runs attach to the cluster at {where}"

@@ -157,7 +157,7 @@ def test_a_plugin_that_is_not_installed_is_a_note_too(planned, monkeypatch):
     run = planned("8xH100", *VLLM, "generation.vllm.tensor_parallel_size=2")
     [note] = run.notes
     assert "the estimate counts core's own engine in its place" in note
-    assert "pip install 'rlframework-core[vllm]'" in note
+    assert "plugins/vllm" in note
     found = estimate_run(run.config, planned=run.gpus)
     assert (found.engines.gpus, found.taken) == (2, 8)
 
