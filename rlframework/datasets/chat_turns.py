@@ -182,7 +182,9 @@ class Chat:
         """The text of a turn with tool calls or reasoning after `before`, with its end, as the template writes it."""
         if not self._tokenizer.chat_template:
             raise DataError(
-                "tool calls and reasoning need a chat template, and the tokenizer has none: set policy.chat_template"
+                "turns with tool calls or reasoning can be trained on only as a chat template writes them, and the "
+                "tokenizer has none: tool calls and reasoning need a chat template, such as that of the model that you "
+                "start from; set policy.chat_template to its file. With algorithm.train_on=last such turns are context"
             )
         whole = self._template([*messages, turn])
         if not whole.startswith(before):
