@@ -33,6 +33,16 @@ def test_a_loop_may_leave_out_algorithm_and_environment(source) -> None:
         loop_config(source, ["policy.optimiser.lr=1"])
 
 
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_schedule_that_decays_needs_its_end_without_an_algorithm(source, name: str) -> None:
+    decays = [f"policy.scheduler.name={name}"]
+    with pytest.raises(ConfigError, match=rf"`policy\.scheduler\.total_steps`: required .* {name} schedule"):
+        Session(source, decays)
+    assert loop_config(source, [*decays, "policy.scheduler.total_steps=7"]).policy.scheduler.total_steps == 7
+    assert loop_config(source, [*decays, "algorithm.num_steps=7"]).algorithm.num_steps == 7
+    assert loop_config(source, [*decays, "algorithm={name: grpo}"]).policy.scheduler.name == name
+
+
 @pytest.mark.parametrize("function", [run, dry_run])
 def test_a_run_takes_what_a_session_takes(source, function) -> None:
     with pytest.raises(ConfigError, match=r"`algorithm\.name`: required key is missing"):
