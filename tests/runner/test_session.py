@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,10 +116,15 @@ def test_prompts_that_are_no_lists_of_ids_are_told_what_they_are(source) -> None
             (["ab=", "b="], "got a list with 'ab='"),
             ([3, 4], "got a list with 3"),
             (torch.tensor([[3, 4]]), "got a Tensor"),
+            ([[3, 4], [3.7, 4]], r"got 3\.7 as a token id"),
+            ([[3, True]], "got True as a token id"),
+            ([list(torch.tensor([3.5]))], r"got tensor\(3\.5000\) as a token id"),
+            ([["3"]], "got '3' as a token id"),
         ]:
             with pytest.raises(BatchTypeError, match=rf"^prompts must be a list .*; {told}$"):
                 complete(session.tokenizer, session.generation, prompts, row_seeds(0, 1, 2))
-        output, _ = complete(session.tokenizer, session.generation, [[3, 4]], row_seeds(0, 1, 1), temperature=0)
+        prompts = [[3, 4], (np.int64(3), torch.tensor(4))]
+        output, _ = complete(session.tokenizer, session.generation, prompts, row_seeds(0, 1, 2), temperature=0)
     assert output["output_ids"][0, :2].tolist() == [3, 4]
 
 
