@@ -20,6 +20,9 @@ from rlframework.rollout.result import Rollout
 OwnAdvantage = Callable[[Tensor, Rollout], Tensor]
 """A function of the user's: from the rewards of the groups, `[P, N]`, and the rollout, their advantages, `[P, N]`."""
 
+METRICS = ("reward_kl", "reward_std", "shaped_reward", "zero_variance_groups")
+"""Metrics that these functions add to those of a rollout."""
+
 SMALLEST_VARIANCE = 1e-8
 """Of a batch of advantages (arXiv:2501.03262): a lower bound, or a summand, so that equal ones stay 0."""
 

@@ -75,13 +75,14 @@ class Distillation(StepLoop):
         parts, samples = self.parts, next(self.loader)
         generated = student_rows(self.config, self.batch_size, parts.config.seed, step)
         metrics, batches, records, episode_of = {"train/student_rows": float(generated)}, [], [], torch.arange(0)
+        rollout_metrics: dict[str, float] = {}
         if generated:
             play = rollout if parts.environment.scores else unscored_turns
             parts.generation.prepare_for_generation()  # before the timer: a refit does not count as generation
             with timer.phase("generate"):
                 result = play(parts, samples[:generated], row_seeds(parts.config.seed, step, generated))
             batches, episode_of = [result.data], result.episode_of
-            metrics |= {f"train/{name}": value for name, value in result.metrics.items()}
+            rollout_metrics = {f"train/{name}": value for name, value in result.metrics.items()}
             records = result.records(step, "train", parts.config.observers.samples, parts.tokenizer)
         if generated < self.batch_size:
             with timer.phase("data"):
@@ -99,8 +100,8 @@ class Distillation(StepLoop):
         with timer.phase("train"):
             parts.policy.prepare_for_training()
             trained = self.train(step, data, self.loss, rows)
-        metrics |= training_metrics([trained]) | {f"train/{name}": value for name, value in trained["metrics"].items()}
-        return metrics | {"train/tokens": float(data["input_lengths"].sum())}, records
+        metrics |= self.with_loss_metrics(training_metrics([trained]), trained["metrics"], taken=rollout_metrics)
+        return metrics | rollout_metrics | {"train/tokens": float(data["input_lengths"].sum())}, records
 
     def check_validation(self, samples: Sequence[Sample]) -> None:
         """Check the prompts if the environment scores answers, and the completions if the samples have them."""

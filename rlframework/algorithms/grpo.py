@@ -12,7 +12,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, ClassVar
 
-from rlframework.algorithms.advantages import add_advantages
+from rlframework.algorithms.advantages import METRICS, add_advantages
 from rlframework.algorithms.algorithm import RunResult
 from rlframework.algorithms.dynamic_sampling import sample_groups
 from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
@@ -130,7 +130,8 @@ class GRPO(StepLoop):
             self.parts.policy.prepare_for_training()
             trained = [self.train(step, data, self.loss, rows) for _ in range(self.config.epochs_per_batch)]
         means = average_metrics([result["metrics"] for result in trained])
-        return training_metrics(trained) | {f"train/{name}": value for name, value in means.items()}
+        rollout = [f"train/{name}" for name in (*result.metrics, *METRICS)]
+        return self.with_loss_metrics(training_metrics(trained), means, taken=rollout)
 
     def _rollout(self, step: int, timer: Timer) -> Rollout:
         """Return the rollout of step `step`, several in one with `dynamic_sampling`."""

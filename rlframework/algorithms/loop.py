@@ -6,7 +6,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -120,9 +120,28 @@ class StepLoop(Algorithm):
         self._restored: RunState | None = None
         self._trained: list[TrainResult] = []
         self._noted_truncated = False
+        self._warned_metrics: set[str] = set()
         if validates:
             self._reject_attempts()
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
+
+    def with_loss_metrics(
+        self, metrics: Mapping[str, float], of_loss: Mapping[str, float], taken: Iterable[str] = ()
+    ) -> dict[str, float]:
+        """Return `metrics` and, as `train/NAME`, those that the loss has returned.
+
+        A name in `metrics`, in `taken` or of the loop's own keeps its value; a warning names those of the loss once.
+        """
+        reserved = {*metrics, *taken, "train/tokens"}
+        clashes = [name for name in of_loss if f"train/{name}" in reserved]
+        if not self._warned_metrics.issuperset(clashes):
+            self._warned_metrics.update(clashes)
+            _LOG.warning(
+                "the loss returns metrics under names that the framework uses for its own: its metrics %s are left "
+                "out. Rename them",
+                ", ".join(sorted(clashes)),
+            )
+        return {**metrics, **{f"train/{name}": value for name, value in of_loss.items() if name not in clashes}}
 
     def _reject_attempts(self) -> None:
         """Raise `ConfigError` for settings of sampling if validation samples nothing, as it then measures losses."""

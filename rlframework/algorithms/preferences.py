@@ -79,7 +79,7 @@ class PreferenceTraining(StepLoop):
         with timer.phase("train"):
             self.parts.policy.prepare_for_training()
             result = self.train(step, batch, self.loss)
-        metrics = training_metrics([result]) | {f"train/{name}": value for name, value in result["metrics"].items()}
+        metrics = self.with_loss_metrics(training_metrics([result]), result["metrics"])
         metrics["train/tokens"] = float(batch["input_lengths"].sum())
         return metrics, []
 

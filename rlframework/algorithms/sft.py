@@ -72,8 +72,9 @@ class SFT(StepLoop):
             self.parts.policy.prepare_for_training()
             result = self.train(step, batch, self.loss)
         metrics = training_metrics([result]) | {"train/tokens": float(batch["input_lengths"].sum())}
-        metrics |= {f"train/{name}": value for name, value in result["metrics"].items() if name == "router_aux_loss"}
-        return metrics, []
+        shown = result["metrics"].keys() if self.config.loss is not None else {"router_aux_loss"}
+        of_loss = {name: value for name, value in result["metrics"].items() if name in shown}
+        return self.with_loss_metrics(metrics, of_loss), []
 
     def should_stop(self, metrics: dict[str, float]) -> bool:
         """Whether the validation accuracy has reached `stop_at_accuracy`."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.base.files import replacing_directory
 from rlframework.huggingface.hub import local_files_only, quiet_hub
+from rlframework.huggingface.replaceable import check_replaceable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,11 +35,13 @@ def make_llama(
 
     The weights depend on the arguments alone; the random state of the process is not changed. `intermediate` is the
     width of the feed-forward layers (default: 4 x `hidden`), `kv_heads` the number of key and value heads (default:
-    `heads`). An existing `path` is replaced atomically. Raises a `ConfigError` for sizes that do not divide.
+    `heads`). A model that exists at `path` is replaced atomically. Raises a `ConfigError` for sizes that do not divide,
+    and a `UserError` if `path` holds other files.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    check_replaceable(path)
     kv_heads = kv_heads or heads
     if hidden % heads or heads % kv_heads:
         raise ConfigError(f"hidden ({hidden}) must be a multiple of heads ({heads}), heads of kv_heads ({kv_heads})")

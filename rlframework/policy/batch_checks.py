@@ -20,7 +20,7 @@ from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.model_directories import first_size, read_config
 from rlframework.huggingface.vision_models import TOKEN_TYPES, packs_images
-from rlframework.interfaces.loss import TOKEN_SETS, LossColumn
+from rlframework.interfaces.loss import TOKEN_SETS, LossColumn, LossInput, LossType
 from rlframework.policy.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
 from rlframework.policy.microbatches.row_groups import read_group_ids
 
@@ -29,6 +29,7 @@ _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 _DTYPES = {*_INTEGERS, *_FLOATS, torch.complex64, torch.complex128}  # torch cannot select rows of some others
 _LARGEST = torch.finfo(torch.float32).max
 _LOSS_ATTRIBUTES = ("loss_type", "input_type", "wants_entropy", "at_sampling_temperature")
+_LOSS_TYPES = {"loss_type": LossType, "input_type": LossInput}
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,21 @@ def check_loss(loss_fn: Any) -> Mapping[str, LossColumn]:
             f"loss_fn must be callable and have {', '.join(_LOSS_ATTRIBUTES)} "
             f"(rlframework.interfaces.loss.LossFunction), got {given}"
         )
+    for name, kind in _LOSS_TYPES.items():
+        _check_member(loss_fn, name, kind)
     columns: Mapping[str, LossColumn] = getattr(loss_fn, "reads", {})
     return columns
+
+
+def _check_member(loss_fn: Any, name: str, kind: type[LossInput] | type[LossType]) -> None:
+    """Raise `BatchTypeError` unless the attribute is a member of `kind` or its text."""
+    given = getattr(loss_fn, name)
+    if not any(given == member for member in kind):
+        members = ", ".join(member.name for member in kind)
+        raise BatchTypeError(
+            f"{type(loss_fn).__name__}.{name} is {given!r}; it must be one of {members} of "
+            f"rlframework.interfaces.loss.{kind.__name__}"
+        )
 
 
 def changed_attributes(before: Mapping[str, Any], loss_fn: Any) -> list[str]:

@@ -18,6 +18,7 @@ from rlframework.batch.packing import TokenCost
 from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.model_directories import model_sizes
+from rlframework.huggingface.replaceable import check_replaceable
 from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows, SamplingBound
@@ -277,8 +278,6 @@ class Policy:
 
     # -- calls of all workers at once: see `PolicyWorker` -------------------------------------------------------------
 
-    save_pretrained = _on_all(PolicyWorker.save_pretrained)
-    save_adapter = _on_all(PolicyWorker.save_adapter)
     load_adapter = _on_all(PolicyWorker.load_adapter)
     load_checkpoint = _on_all(PolicyWorker.load_checkpoint)
     finish_checkpoint = _on_all(PolicyWorker.finish_checkpoint)
@@ -294,6 +293,22 @@ class Policy:
     offload_before_refit = _moved(PolicyWorker.offload_before_refit)
     offload_after_refit = _moved(PolicyWorker.offload_after_refit)
 
+    def save_pretrained(self, path: str, *, replace: bool = False) -> None:
+        """Write a Hugging Face directory; see `PolicyWorker.save_pretrained`.
+
+        Raises `UserError` if `path` exists and holds files that no save wrote, unless `replace`: these are then lost.
+        """
+        self._save(PolicyWorker.save_pretrained, path, replace)
+
+    def save_adapter(self, path: str, *, replace: bool = False) -> None:
+        """Write the adapters; see `PolicyWorker.save_adapter`, and `save_pretrained` for `replace`."""
+        self._save(PolicyWorker.save_adapter, path, replace)
+
+    def _save(self, method: Callable[[Any, str], None], path: str, replace: bool) -> None:
+        if not replace:
+            check_replaceable(path)
+        self._calls.on_all(method, path=path)
+
     def save_checkpoint(
         self,
         weights_path: str,
@@ -303,9 +318,14 @@ class Policy:
         asynchronous: bool = False,
         reference_path: str | None = None,
     ) -> None:
-        """Write the state that training resumes from; see `PolicyWorker.save_checkpoint`."""
+        """Write the state that training resumes from; see `PolicyWorker.save_checkpoint`.
+
+        Raises `UserError` if one of the paths exists and holds files that no save wrote.
+        """
         if form in CAPABILITY_OF_FORM:
             require(self.record, CAPABILITY_OF_FORM[form], f"a {form} checkpoint was requested")
+        for path in filter(None, (weights_path, optimizer_path, reference_path)):
+            check_replaceable(path)
         self._calls.on_all(
             PolicyWorker.save_checkpoint,
             weights_path=weights_path,

@@ -122,6 +122,8 @@ def checked_result(loss_fn: LossFunction, result: Any, *, needs_gradient: bool) 
             wrong = [
                 f"the metric {name!r} is {_kind(value)}" for name, value in metrics.items() if not _is_number(value)
             ]
+            if "loss" in metrics:
+                wrong.append("the metric 'loss' has the name of the loss itself; rename it")
             if needs_gradient and not loss.requires_grad:
                 wrong.append("the loss has no gradient")
             if not wrong:

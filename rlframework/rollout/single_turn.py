@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlframework.base.errors import BatchTypeError, NotSupported
+from rlframework.batch.batch_rows import is_integral
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
@@ -55,14 +57,25 @@ def complete(
 
 def _check_prompts(prompts: Any) -> None:
     """Raise `BatchTypeError` for what cannot be a list of lists of token ids: text, one prompt, a padded tensor."""
-    rows = [] if isinstance(prompts, (str, Tensor)) else list(prompts)
-    wrong = next((row for row in rows if not isinstance(row, Sequence) or isinstance(row, str)), None)
-    if isinstance(prompts, (str, Tensor)) or wrong is not None:
-        got = f"a {type(prompts).__name__}" if wrong is None else f"a {type(prompts).__name__} with {wrong!r}"
-        raise BatchTypeError(
-            "prompts must be a list with the list of token ids of each prompt, such as [render_prompt(tokenizer, "
-            f"messages)]; got {got}"
-        )
+    if isinstance(prompts, (str, Tensor)):
+        raise _wrong_prompts(f"a {type(prompts).__name__}")
+    for row in prompts:
+        if not isinstance(row, Sequence) or isinstance(row, str):
+            raise _wrong_prompts(f"a {type(prompts).__name__} with {row!r}")
+        if set(map(type, row)) - {int} and (wrong := [each for each in row if not _is_id(each)]):
+            raise _wrong_prompts(f"{wrong[0]!r} as a token id")
+
+
+def _is_id(value: Any) -> bool:
+    whole = is_integral(value) if isinstance(value, Tensor) else isinstance(value, Integral)
+    return whole and not isinstance(value, bool)
+
+
+def _wrong_prompts(got: str) -> BatchTypeError:
+    return BatchTypeError(
+        "prompts must be a list with the list of token ids of each prompt, such as [render_prompt(tokenizer, "
+        f"messages)]; got {got}"
+    )
 
 
 def unscored_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor) -> Rollout:

@@ -170,11 +170,11 @@ def _train(
 
 def _save_models(parts: Parts, folder: Path) -> None:
     """Write the trained models into the run's folder, and the adapters if there are any."""
-    parts.policy.save_pretrained(str(folder / "model"))
+    parts.policy.save_pretrained(str(folder / "model"), replace=True)
     if parts.config.policy.lora is not None:
-        parts.policy.save_adapter(str(folder / "adapter"))
+        parts.policy.save_adapter(str(folder / "adapter"), replace=True)
     for name, trained in parts.trained.items():
-        trained.save_pretrained(str(folder / name))
+        trained.save_pretrained(str(folder / name), replace=True)
 
 
 def _note_best(config: RunConfig) -> None:

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import ConfigError
 from rlframework.config.load import Source, compose
 from rlframework.config.problems import NOT_GIVEN
 from rlframework.plugins.configure import load_config
 from rlframework.runner.parts import build_parts
 
 if TYPE_CHECKING:
+    from rlframework.config.policy import SchedulerConfig
     from rlframework.config.sections import RunConfig
     from rlframework.datasets.sources.memory import Data
 
@@ -22,11 +24,22 @@ UNUSED: Mapping[str, str] = {"algorithm": "sft", "environment": "addition"}
 def loop_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
     """Load a configuration like `load_config`, which may leave out `algorithm` and `environment`.
 
-    For a loop of your own that uses neither.
+    For a loop of your own that uses neither. Raises `ConfigError` for a schedule that decays if nothing says when.
     """
     tree = compose(source, overrides)
     unused = [f"{key}.name={name}" for key, name in UNUSED.items() if tree.get((key, "name")) is NOT_GIVEN]
-    return load_config(source, [*overrides, *unused])
+    config = load_config(source, [*overrides, *unused])
+    if all(tree.get(("algorithm", key)) is NOT_GIVEN for key in ("name", "num_steps")):
+        _require_end(config.policy.scheduler)
+    return config
+
+
+def _require_end(scheduler: SchedulerConfig) -> None:
+    if scheduler.name != "constant" and scheduler.total_steps is None:
+        raise ConfigError(
+            f"`policy.scheduler.total_steps`: required key is missing: without an algorithm, a {scheduler.name} "
+            "schedule does not know after how many calls of `train` it ends. Set it, or policy.scheduler.name=constant"
+        )
 
 
 class Session:

@@ -33,3 +33,16 @@ def test_resuming_a_finished_run_says_what_to_raise(monkeypatch, caplog, step, t
     assert StepLoop._begin(resumed) == {"step": step}
     assert ("raise algorithm.num_steps" in caplog.text) == told
     assert ("rlframework train --resume runs/a algorithm.num_steps=8" in caplog.text) == told
+
+
+def test_metrics_of_a_loss_replace_none_of_the_frameworks_own(caplog):
+    made: Any = SimpleNamespace(_warned_metrics=set())
+    own = {"train/loss": 1.0, "train/lr": 0.5}
+    of_loss = {"lr": 9.0, "reward": 9.0, "tokens": 9.0, "clip_fraction": 0.25}
+    for _ in range(2):
+        merged = StepLoop.with_loss_metrics(made, own, of_loss, taken=["train/reward"])
+        assert merged == {**own, "train/clip_fraction": 0.25}
+    [told] = [record.message for record in caplog.records]
+    assert "its metrics lr, reward, tokens" in told
+    merged = StepLoop.with_loss_metrics(made, own, {"reward": 9.0})
+    assert merged == {**own, "train/reward": 9.0}  # where no rollout has one

@@ -16,6 +16,7 @@ from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.interfaces.loss import LossInput
 from rlframework.policy.batch_checks import BatchLimits, check_groups, check_loss, detached, require_batch
 
 LIMITS = BatchLimits(vocabulary=105, positions=6)
@@ -141,6 +142,17 @@ def test_a_batch_needs_rows() -> None:
 def test_only_losses_are_taken(loss: Any) -> None:
     with pytest.raises(BatchTypeError, match=r"loss_fn must be callable and have loss_type, .* got"):
         check_loss(loss)
+
+
+@pytest.mark.parametrize("value", ["logprob", None, 3, LossInput])
+@pytest.mark.parametrize(("name", "allowed"), [("input_type", "LOGPROBS, LOGITS"), ("loss_type", "TOKEN_LEVEL, SEQ")])
+def test_a_loss_has_known_types(name: str, allowed: str, value: Any) -> None:
+    loss = NLLLoss()
+    setattr(loss, name, value)
+    with pytest.raises(BatchTypeError, match=rf"NLLLoss\.{name} is .*; it must be one of {allowed}"):
+        check_loss(loss)
+    setattr(loss, name, str(getattr(NLLLoss, name)))  # the text of a member is equal to it
+    check_loss(loss)
 
 
 def test_a_loss_names_what_it_reads() -> None:

@@ -45,6 +45,7 @@ def microbatch(**changes):
         (lambda values: (values.sum().detach(), {}), "the loss has no gradient"),
         (lambda values: (values.sum(), {"a": values.sum(1)}), "the metric 'a' is a tensor of shape [2]"),
         (lambda values: (values.sum(), {"a": 1, "b": "x"}), "the metric 'b' is a str"),
+        (lambda values: (values.sum(), {"loss": 1.0}), "the metric 'loss' has the name of the loss itself; rename it"),
         (lambda values: None, "a NoneType"),
     ],
 )

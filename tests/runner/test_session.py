@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,16 @@ def test_a_loop_may_leave_out_algorithm_and_environment(source) -> None:
     assert loop_config(source, ["algorithm.num_steps=7"]).algorithm.num_steps == 7
     with pytest.raises(ConfigError, match=r"Did you mean `policy\.optimizer"):
         loop_config(source, ["policy.optimiser.lr=1"])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_schedule_that_decays_needs_its_end_without_an_algorithm(source, name: str) -> None:
+    decays = [f"policy.scheduler.name={name}"]
+    with pytest.raises(ConfigError, match=rf"`policy\.scheduler\.total_steps`: required .* {name} schedule"):
+        Session(source, decays)
+    assert loop_config(source, [*decays, "policy.scheduler.total_steps=7"]).policy.scheduler.total_steps == 7
+    assert loop_config(source, [*decays, "algorithm.num_steps=7"]).algorithm.num_steps == 7
+    assert loop_config(source, [*decays, "algorithm={name: grpo}"]).policy.scheduler.name == name
 
 
 @pytest.mark.parametrize("function", [run, dry_run])
@@ -105,10 +116,15 @@ def test_prompts_that_are_no_lists_of_ids_are_told_what_they_are(source) -> None
             (["ab=", "b="], "got a list with 'ab='"),
             ([3, 4], "got a list with 3"),
             (torch.tensor([[3, 4]]), "got a Tensor"),
+            ([[3, 4], [3.7, 4]], r"got 3\.7 as a token id"),
+            ([[3, True]], "got True as a token id"),
+            ([list(torch.tensor([3.5]))], r"got tensor\(3\.5000\) as a token id"),
+            ([["3"]], "got '3' as a token id"),
         ]:
             with pytest.raises(BatchTypeError, match=rf"^prompts must be a list .*; {told}$"):
                 complete(session.tokenizer, session.generation, prompts, row_seeds(0, 1, 2))
-        output, _ = complete(session.tokenizer, session.generation, [[3, 4]], row_seeds(0, 1, 1), temperature=0)
+        prompts = [[3, 4], (np.int64(3), torch.tensor(4))]
+        output, _ = complete(session.tokenizer, session.generation, prompts, row_seeds(0, 1, 2), temperature=0)
     assert output["output_ids"][0, :2].tolist() == [3, 4]
 
 
