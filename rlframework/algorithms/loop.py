@@ -197,6 +197,7 @@ class StepLoop(Algorithm):
                     self.checkpoints.after_step(step, state, last, metrics, last=ends)
                 if stopped:
                     break
+            self.early_stopping.finish()
         return RunResult(metrics=last, history=self._history)
 
     def restore(self) -> None:
@@ -220,9 +221,20 @@ class StepLoop(Algorithm):
                     self.config.num_steps,
                     self.parts.config.resume_with(f"algorithm.num_steps={2 * restored.step}"),
                 )
+            elif self.early_stopping.ended:
+                _LOG.warning(
+                    "nothing is left to do: algorithm.early_stopping ended this run at step %d of %d. To train "
+                    "further, remove it, or raise algorithm.early_stopping.patience: %s",
+                    restored.step,
+                    self.config.num_steps,
+                    self.parts.config.resume_with("~algorithm.early_stopping"),
+                )
             return {**restored.metrics, "step": float(restored.step)}
         if self.config.validation.at_start:
-            return dict(self._report(0, *self._timed_validation(0)))
+            metrics, samples = self._timed_validation(0)
+            self.early_stopping.note_names(metrics)
+            self.checkpoints.note_metric(metrics)
+            return dict(self._report(0, metrics, samples))
         return {"step": 0.0}
 
     def _timed_step(self, step: int) -> StepResult:
