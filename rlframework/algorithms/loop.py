@@ -25,6 +25,7 @@ from rlframework.algorithms.sampling_check import SamplingCheck
 from rlframework.algorithms.validation import validate
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.validate import other_metric
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import TrainResult
@@ -107,7 +108,7 @@ class StepLoop(Algorithm):
             raise DataError(
                 f"environment {name!r} has no validation samples; give it more data (an environment.validation_path, "
                 "or an environment.validation_fraction above 0), or switch validation off: "
-                "algorithm.validation={every: 0, at_start: false, at_end: false}"
+                "algorithm.validation={every: 0, at_start: false, at_end: false}" + self._ways_out_of_stopping()
             )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
@@ -123,6 +124,16 @@ class StepLoop(Algorithm):
         if validates:
             self._reject_attempts()
             self.check_validation(parts.environment.samples("validation")[: validation.samples])
+
+    def _ways_out_of_stopping(self) -> str:
+        """Return what to do about early stopping if validation is switched off."""
+        stopping = self.config.early_stopping
+        if stopping is None or not stopping.metric.startswith("validation/"):
+            return ""
+        return (
+            f". Without validation, algorithm.early_stopping.metric={stopping.metric} does not go: set "
+            f"{other_metric(self.config)}, or remove it: ~algorithm.early_stopping"
+        )
 
     def _reject_attempts(self) -> None:
         """Raise `ConfigError` for settings of sampling if validation samples nothing, as it then measures losses."""
