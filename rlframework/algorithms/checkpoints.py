@@ -117,7 +117,7 @@ class Checkpoints:
         self._pending: Replacement | None = None
         """The checkpoint that is being written."""
 
-    def _note_metric(self, measured: Mapping[str, float]) -> None:
+    def note_metric(self, measured: Mapping[str, float]) -> None:
         """Warn, once per run, if the metric of `keep_best` is not among those of its kind that a step has measured."""
         kind, metric = self._config.metric.partition("/")[0] + "/", self._config.metric
         known = sorted(name for name in measured if name.startswith(kind))
@@ -147,7 +147,7 @@ class Checkpoints:
         `metrics` has the latest value of every metric; `measured` those of this step alone. `last`: the run ends after
         this step. An asynchronous save only begins here: a later step or `finishing` completes it.
         """
-        self._note_metric(measured)
+        self.note_metric(measured)
         if self._pending is not None and all(policy.checkpoint_written() for policy in self._trained.values()):
             self._finish()
         due = self._config.every > 0 and (last or step % self._config.every == 0)

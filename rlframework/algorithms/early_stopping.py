@@ -19,7 +19,7 @@ class EarlyStopping:
         self._config = config
         self._best: float | None = None
         self._best_step = self._without = 0
-        self._warned = False
+        self._measured = self._warned = False
 
     @property
     def ended(self) -> bool:
@@ -30,10 +30,11 @@ class EarlyStopping:
         """Take the metrics that `step` has measured; return whether the run ends."""
         if self._config is None:
             return False
+        self.note_names(metrics)
         value = metrics.get(self._config.metric)
         if value is None:
-            self._warn_of_others(metrics)
             return self.ended
+        self._measured = True
         if self._improves(value):
             self._best, self._best_step, self._without = value, step, 0
         else:
@@ -54,9 +55,18 @@ class EarlyStopping:
         change = value - self._best if self._config.best == "highest" else self._best - value
         return change > self._config.min_change
 
-    def _warn_of_others(self, metrics: Mapping[str, float]) -> None:
-        """Warn, once per run, that the metrics of its kind do not have this one."""
-        assert self._config is not None
+    def finish(self) -> None:
+        """Warn that the run has ended without a measurement of the metric, if it has."""
+        if self._config is not None and not self._measured:
+            _LOG.warning(
+                "algorithm.early_stopping has compared nothing: no step of this run has measured %r",
+                self._config.metric,
+            )
+
+    def note_names(self, metrics: Mapping[str, float]) -> None:
+        """Warn, once per run, if `metrics` has some of the kind of the metric, but not the metric."""
+        if self._config is None or self._config.metric in metrics:
+            return
         kind = self._config.metric.partition("/")[0] + "/"
         others = sorted(name for name in metrics if name.startswith(kind))
         if others and not self._warned:
@@ -74,3 +84,4 @@ class EarlyStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._best, self._best_step, self._without = state["best"], state["best_step"], state["without"]
+        self._measured = self._best is not None or self._without > 0

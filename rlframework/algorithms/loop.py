@@ -25,6 +25,7 @@ from rlframework.algorithms.sampling_check import SamplingCheck
 from rlframework.algorithms.validation import validate
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.validate import other_metric
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.loss import LossFunction
 from rlframework.interfaces.policy_worker import TrainResult
@@ -107,7 +108,7 @@ class StepLoop(Algorithm):
             raise DataError(
                 f"environment {name!r} has no validation samples; give it more data (an environment.validation_path, "
                 "or an environment.validation_fraction above 0), or switch validation off: "
-                "algorithm.validation={every: 0, at_start: false, at_end: false}"
+                "algorithm.validation={every: 0, at_start: false, at_end: false}" + self._ways_out_of_stopping()
             )
         self.inputs = InputCheck(parts)
         self.recorder = Recorder(parts)
@@ -142,6 +143,16 @@ class StepLoop(Algorithm):
                 ", ".join(sorted(clashes)),
             )
         return {**metrics, **{f"train/{name}": value for name, value in of_loss.items() if name not in clashes}}
+
+    def _ways_out_of_stopping(self) -> str:
+        """Return what to do about early stopping if validation is switched off."""
+        stopping = self.config.early_stopping
+        if stopping is None or not stopping.metric.startswith("validation/"):
+            return ""
+        return (
+            f". Without validation, algorithm.early_stopping.metric={stopping.metric} does not go: set "
+            f"{other_metric(self.config)}, or remove it: ~algorithm.early_stopping"
+        )
 
     def _reject_attempts(self) -> None:
         """Raise `ConfigError` for settings of sampling if validation samples nothing, as it then measures losses."""
@@ -216,6 +227,7 @@ class StepLoop(Algorithm):
                     self.checkpoints.after_step(step, state, last, metrics, last=ends)
                 if stopped:
                     break
+            self.early_stopping.finish()
         return RunResult(metrics=last, history=self._history)
 
     def restore(self) -> None:
@@ -239,9 +251,20 @@ class StepLoop(Algorithm):
                     self.config.num_steps,
                     self.parts.config.resume_with(f"algorithm.num_steps={2 * restored.step}"),
                 )
+            elif self.early_stopping.ended:
+                _LOG.warning(
+                    "nothing is left to do: algorithm.early_stopping ended this run at step %d of %d. To train "
+                    "further, remove it, or raise algorithm.early_stopping.patience: %s",
+                    restored.step,
+                    self.config.num_steps,
+                    self.parts.config.resume_with("~algorithm.early_stopping"),
+                )
             return {**restored.metrics, "step": float(restored.step)}
         if self.config.validation.at_start:
-            return dict(self._report(0, *self._timed_validation(0)))
+            metrics, samples = self._timed_validation(0)
+            self.early_stopping.note_names(metrics)
+            self.checkpoints.note_metric(metrics)
+            return dict(self._report(0, metrics, samples))
         return {"step": 0.0}
 
     def _timed_step(self, step: int) -> StepResult:

@@ -444,7 +444,9 @@ class RunConfig(Section):
             given = f", {list(overrides)!r}" * bool(overrides) + ", data=rows" * rows
             return f"rlframework.resume({str(self.output_dir)!r}{given}{', trust_run=True' * needs_trust(self)})"
         trust = " --trust-run" if needs_trust(self) else ""
-        return " ".join([f"rlframework train --resume {shlex.quote(str(self.output_dir))}{trust}", *overrides])
+        return " ".join(
+            [f"rlframework train --resume {shlex.quote(str(self.output_dir))}{trust}", *map(shlex.quote, overrides)]
+        )
 
     @property
     def further_policies(self) -> dict[str, FurtherPolicyConfig]:

@@ -15,7 +15,7 @@ from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, 
 from rlframework.config.hints import NO_HINTS, Hints, key_paths, models_in, section_example, unknown_key_hint
 from rlframework.config.preference_algorithms import PreferenceConfig, ProcessRewardModelTrainingConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
-from rlframework.config.sections import RunConfig
+from rlframework.config.sections import AlgorithmConfig, EarlyStoppingConfig, RunConfig
 from rlframework.config.yaml_text import Keys, Tree
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -295,11 +295,45 @@ def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
         if has_no_kind(metric):
             names = ", ".join(f"validation/{name}" for name in METRICS)
             yield Problem(key, f"must be a metric as named in metrics.jsonl, such as {names}", metric_hint(metric))
-    every, steps = algorithm.validation.every, algorithm.num_steps
-    never = not every or 0 < steps <= every  # 0 steps: known when the data is open
-    if stopping is not None and stopping.metric.startswith("validation/") and never:
+    if stopping is not None and stopping.metric.startswith("validation/"):
+        yield from _stopping_conflicts(config, stopping)
+
+
+def _stopping_conflicts(config: RunConfig, stopping: EarlyStoppingConfig) -> Iterator[Problem]:
+    """Early stopping by validations that are too few before the last step; they compare with the first one."""
+    algorithm, key = config.algorithm, "algorithm.early_stopping"
+    every, steps, needed = algorithm.validation.every, algorithm.num_steps, stopping.patience + 1
+    before_last = (steps - 1) // every if every and steps else 0  # 0 steps: known when the data is open
+    if not every or (steps and not before_last):
         message = f"never ends the run, because algorithm.validation.every={every} is no step before its last"
-        yield Problem("algorithm.early_stopping", message, "Set algorithm.validation.every, such as 10.")
+    elif steps and before_last < needed:
+        message = (
+            f"never ends the run, because {key}.patience={stopping.patience} needs {needed} validations before its "
+            f"last step, and algorithm.validation.every={every} gives {before_last}"
+        )
+    else:
+        return
+    yield Problem(key, message, _stopping_hint(config, stopping))
+
+
+def _stopping_hint(config: RunConfig, stopping: EarlyStoppingConfig) -> str:
+    """Return what makes early stopping by a validation work, and the ways out of it."""
+    steps, needed, key = config.algorithm.num_steps, stopping.patience + 1, "algorithm.early_stopping"
+    if steps and steps <= needed:
+        most = f", or lower {key}.patience to at most {steps - 2}, with algorithm.validation.every=1"
+        remedy = f"Set algorithm.num_steps above {needed}{most if steps > 2 else ''}"
+    else:
+        remedy = f"Set algorithm.validation.every, such as {min(10, (steps - 1) // needed) if steps else 10}"
+    if getattr(config.environment, "validation_fraction", None) == 0:
+        remedy += " (environment.validation_fraction=0 holds no samples out: raise it, unless you give validation data)"
+    return f"{remedy}. Or set {other_metric(config.algorithm)}, or remove it: ~{key}."
+
+
+def other_metric(algorithm: AlgorithmConfig) -> str:
+    """Return the settings of early stopping by a metric of training, which needs no validation."""
+    of_rewards = isinstance(algorithm, GRPOConfig | PPOConfig)
+    key = "algorithm.early_stopping"
+    return f"{key}.metric=train/reward" if of_rewards else f"{key}={{metric: train/loss, best: lowest}}"
 
 
 def _step_conflicts(config: RunConfig) -> Iterator[Problem]:

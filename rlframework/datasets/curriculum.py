@@ -50,17 +50,8 @@ class Curriculum:
         while self._pending and self._pending[0][0] + self._delay <= step:
             _, row, kind = self._pending.popleft()
             self._decide(row, kind, self._loader.epoch)
-        passed = 0
         while self._until.get(row := next(self._loader)[0], -1) >= self._loader.epoch:
-            passed += 1
-        self._skipped += passed
-        if passed >= self._rows and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "step %d: algorithm.curriculum has skipped all %d prompts in a row (%d were too easy, %d too hard). It "
-                "draws those again that it has skipped longest. Widen the band, or give it other prompts",
-                *(step, self._rows, self._counts[EASY], self._counts[HARD]),
-            )
+            self._skipped += 1
         return row
 
     def note(self, step: int, successes: Iterable[tuple[int, float]]) -> None:
@@ -68,6 +59,22 @@ class Curriculum:
         if self._config is not None:
             for row, success in successes:
                 self._pending.append((step, row, self._count(row, success)))
+            self._warn_of_an_empty_band(step, self._config)
+
+    def _warn_of_an_empty_band(self, step: int, band: CurriculumConfig) -> None:
+        """Warn, once, if the last measurement of every row is outside of the band."""
+        easy, hard = self._counts[EASY], self._counts[HARD]
+        if self._warned or easy + hard < self._rows:
+            return
+        self._warned = True
+        keys = [*(["lower min_success"] if hard else []), *(["raise max_success"] if easy else [])]
+        _LOG.warning(
+            "step %d: none of the %d prompts is in the band of algorithm.curriculum, min_success=%g to max_success=%g "
+            "(%d too easy, %d too hard by the mean accuracy of their last group), so that it only changes their order. "
+            "In algorithm.curriculum, %s, or remove it (`~algorithm.curriculum`), as for a task that is measured by "
+            "its reward, not by accuracy",
+            *(step, self._rows, band.min_success, band.max_success, easy, hard, " and ".join(keys)),
+        )
 
     def start_from(self, path: Path, samples: Sequence[Sample]) -> None:
         """Begin with the measurements in `path`, rows with `id` and `accuracy`, of those of `samples` with these ids.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ def check_loss(loss_fn: Any) -> Mapping[str, LossColumn]:
     return columns
 
 
-def _check_member(loss_fn: Any, name: str, kind: type[LossInput] | type[LossType]) -> None:
+def _check_member(loss_fn: Any, name: str, kind: type[StrEnum]) -> None:
     """Raise `BatchTypeError` unless the attribute is a member of `kind` or its text."""
     given = getattr(loss_fn, name)
     if not any(given == member for member in kind):

@@ -307,7 +307,7 @@ class Policy:
     def _save(self, method: Callable[[Any, str], None], path: str, replace: bool) -> None:
         if not replace:
             check_replaceable(path)
-        self._calls.on_all(method, path=path)
+        self._calls.on_all(method, path)
 
     def save_checkpoint(
         self,

@@ -45,6 +45,11 @@ def test_a_run_that_validates_needs_samples_to_validate_on(run_config, tmp_path)
     told = refused(run_config("grpo", "~environment", rows))
     assert told.startswith("environment 'dataset' has no validation samples; give it more data")
     assert told.endswith("switch validation off: algorithm.validation={every: 0, at_start: false, at_end: false}")
+    stopping = ["algorithm.early_stopping.patience=1", "algorithm.num_steps=9", "algorithm.validation.every=1"]
+    assert refused(run_config("grpo", "~environment", rows, *stopping)) == (
+        f"{told}. Without validation, algorithm.early_stopping.metric=validation/accuracy does not go: set "
+        "algorithm.early_stopping.metric=train/reward, or remove it: ~algorithm.early_stopping"
+    )
     off = told.rpartition(": algorithm")[2]
     result = run(run_config("grpo", "~environment", rows, "algorithm.num_steps=1", f"algorithm{off}"))
     assert "train/reward" in result.metrics

@@ -11,6 +11,7 @@ from probe_runs import numbers_of
 
 from rlframework import run
 from rlframework.algorithms.early_stopping import EarlyStopping
+from rlframework.algorithms.loop import StepLoop
 from rlframework.config.sections import EarlyStoppingConfig
 from rlframework.runner.launch import resume
 
@@ -46,6 +47,31 @@ def test_a_metric_that_is_not_measured_is_warned_of_once(caplog: pytest.LogCaptu
     assert "no metric 'validation/acuracy'; there are validation/accuracy" in record.getMessage()
 
 
+def test_a_misspelled_metric_is_told_at_the_first_validation_and_at_the_end(
+    run_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first validation is that of step 0."""
+    stopping = "algorithm.early_stopping={metric: validation/acuracy, patience: 1}"
+    keep = "checkpoints={every: 1, keep_best: 1, metric: validation/accurcy}"
+    config = run_config("sft", "algorithm.num_steps=3", "algorithm.validation.every=1", stopping, keep)
+    told_first: list[str] = []
+
+    def validate_and_note(loop: Any, step: int) -> Any:
+        if step == 1:
+            told_first.extend(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+        return validation(loop, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        validation = StepLoop.validate
+        patch.setattr(StepLoop, "validate", validate_and_note)
+        run(config)
+    of_stopping, of_best = (message for message in told_first if "has nothing to compare" in message)
+    assert "no metric 'validation/acuracy'; there are validation/accuracy" in of_stopping
+    assert "no metric checkpoints.metric='validation/accurcy'; there are validation/accuracy" in of_best
+    assert caplog.text.count("has nothing to compare") == 2
+    assert "compared nothing: no step of this run has measured 'validation/acuracy'" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_resumed_run_ends_where_the_whole_one_does(run_config: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The metric falls with each step, so that the second measurement after the first ends the run."""
@@ -57,4 +83,9 @@ def test_a_resumed_run_ends_where_the_whole_one_does(run_config: Any, caplog: py
         assert run(config).metrics["step"] == 3
     assert "the run ends, because train/lr has not improved on 0.001, that of step 1, in 2" in caplog.text
     assert list(numbers_of(config.output_dir))[-1] == 3
+    caplog.clear()
     assert resume(config.output_dir, [f"output_dir={config.output_dir}"]).metrics["step"] == 3
+    (ended,) = (record.getMessage() for record in caplog.records if "nothing is left to do" in record.getMessage())
+    assert "algorithm.early_stopping ended this run at step 3 of 6" in ended
+    assert ended.endswith(f"rlframework train --resume {config.output_dir} '~algorithm.early_stopping'")
+    assert resume(config.output_dir, ["~algorithm.early_stopping"]).metrics["step"] == 6

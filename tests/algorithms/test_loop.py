@@ -28,7 +28,9 @@ def test_resuming_a_finished_run_says_what_to_raise(monkeypatch, caplog, step, t
     config = SimpleNamespace(resume_with="rlframework train --resume runs/a {}".format)
     restored = SimpleNamespace(step=step, random=None, metrics={})
     resumed: Any = SimpleNamespace(
-        _restored=restored, config=SimpleNamespace(num_steps=4), parts=SimpleNamespace(config=config)
+        _restored=restored,
+        config=SimpleNamespace(num_steps=4, early_stopping=None),
+        parts=SimpleNamespace(config=config),
     )
     assert StepLoop._begin(resumed) == {"step": step}
     assert ("raise algorithm.num_steps" in caplog.text) == told

@@ -41,7 +41,7 @@ def stderr_of(command: list[str], level: str | None) -> str:
     environment = {name: value for name, value in os.environ.items() if name != LEVEL_VARIABLE}
     environment |= {LEVEL_VARIABLE: level} if level else {}
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent / "workers"), os.environ.get("PYTHONPATH", "")]
+        [str(Path(__file__).parents[1] / "workers"), os.environ.get("PYTHONPATH", "")]
     )
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
     return done.stderr

@@ -85,7 +85,20 @@ def test_a_pool_that_is_dry_is_told_once_and_goes_on(caplog: pytest.LogCaptureFi
         assert rows == [0, 1, 2]
         prompts.note(step, [(row, 1.0) for row in rows])
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "step 2: algorithm.curriculum has skipped all 3 prompts in a row (3 were too easy, 0" in warning.getMessage()
+    assert "step 1: none of the 3 prompts is in the band of algorithm.curriculum" in warning.getMessage()
+
+
+def test_a_band_that_is_empty_is_told_where_steps_and_passes_do_not_align(caplog: pytest.LogCaptureFixture) -> None:
+    """No draw passes over all prompts at once, because a pass begins within a step."""
+    prompts = curriculum(80, skip_epochs=1)
+    for step in range(1, 9):
+        assert len(caplog.records) == (step > 4)
+        prompts.note(step, [(prompts.draw(step), 0.0) for _ in range(24)])
+    (warning,) = caplog.records
+    message = warning.getMessage()
+    assert "step 4: none of the 80 prompts is in the band" in message
+    assert "(0 too easy, 80 too hard by the mean accuracy" in message
+    assert "lower min_success, or remove it (`~algorithm.curriculum`)" in message
 
 
 def measured(folder: Path, rows: list[dict[str, Any]]) -> Path:

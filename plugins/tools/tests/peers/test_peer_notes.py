@@ -165,15 +165,31 @@ def test_a_metric_that_no_run_has_is_an_error(metric: str, meant: str) -> None:
     assert message.endswith(f"Set it to validation/{meant}.")
 
 
+STOPPING = "algorithm.early_stopping.patience=%d"
+
+
 def test_early_stopping_needs_validations_within_the_run() -> None:
-    for every in (0, 7):
-        message = error_of(
-            "algorithm.early_stopping.patience=2", "algorithm.num_steps=7", f"algorithm.validation.every={every}"
-        )
+    """Two measurements without an improvement follow a first one: three before the last step."""
+    for steps, every, such_as in ((7, 0, 2), (7, 7, 2), (5, 5, 1), (200, 0, 10)):
+        keys = [STOPPING % 2, f"algorithm.num_steps={steps}"]
+        message = error_of(*keys, f"algorithm.validation.every={every}")
         assert f"`algorithm.early_stopping`: never ends the run, because algorithm.validation.every={every}" in message
-        assert message.endswith("Set algorithm.validation.every, such as 10.")
-    for works in ("algorithm.validation.every=6", "algorithm.early_stopping.metric=train/reward"):
-        assert load_config(MINIMAL, ["algorithm.early_stopping.patience=2", "algorithm.num_steps=7", works])
+        assert f"Set algorithm.validation.every, such as {such_as}. Or set algorithm.early_stopping" in message
+        assert message.endswith("or remove it: ~algorithm.early_stopping.")
+        assert load_config(MINIMAL, [*keys, f"algorithm.validation.every={such_as}"])
+    assert load_config(MINIMAL, [STOPPING % 2, "algorithm.num_steps=7", "algorithm.early_stopping.metric=train/reward"])
+
+
+def test_early_stopping_needs_more_validations_than_its_patience() -> None:
+    keys = ["algorithm.num_steps=10", "algorithm.validation.every=3"]
+    message = error_of(STOPPING % 3, *keys)
+    assert "because algorithm.early_stopping.patience=3 needs 4 validations before its last step, and" in message
+    assert "algorithm.validation.every=3 gives 3" in message
+    assert "Set algorithm.validation.every, such as 2." in message
+    assert load_config(MINIMAL, [STOPPING % 2, *keys])
+    message = error_of(STOPPING % 9, *keys)
+    assert "Set algorithm.num_steps above 10, or lower algorithm.early_stopping.patience to at most 8, with" in message
+    assert load_config(MINIMAL, [STOPPING % 8, "algorithm.num_steps=10", "algorithm.validation.every=1"])
 
 
 @pytest.mark.parametrize("metric", ["validation/reward", "train/own"])
