@@ -29,7 +29,8 @@ def test_resuming_a_finished_run_says_what_to_raise(monkeypatch, caplog, step, t
     restored = SimpleNamespace(step=step, random=None, metrics={})
     resumed: Any = SimpleNamespace(
         _restored=restored,
-        config=SimpleNamespace(num_steps=4, early_stopping=None),
+        config=SimpleNamespace(num_steps=4),
+        early_stopping=SimpleNamespace(ended=False),
         parts=SimpleNamespace(config=config),
     )
     assert StepLoop._begin(resumed) == {"step": step}

@@ -1,4 +1,4 @@
-"""What a save may replace: never a directory or file of the user's."""
+"""Saves replace former saves, and never a directory or file of the user's."""
 
 from __future__ import annotations
 
