@@ -304,10 +304,10 @@ class Policy:
         """Write the adapters; see `PolicyWorker.save_adapter`, and `save_pretrained` for `replace`."""
         self._save(PolicyWorker.save_adapter, path, replace)
 
-    def _save(self, method: Callable[[Any, str], None], path: str, replace: bool) -> None:
+    def _save(self, method: Callable[..., None], path: str, replace: bool) -> None:
         if not replace:
             check_replaceable(path)
-        self._calls.on_all(method, path)
+        self._calls.on_all(method, path=path)
 
     def save_checkpoint(
         self,
