@@ -216,7 +216,7 @@ def started(run_config, tmp_path):
 
 
 def test_an_interrupted_run_saves_first(run_config, tmp_path, started):
-    run(run_config("sft", *overrides(tmp_path / "whole", "algorithm.num_steps=12")))
+    run(run_config("sft", *overrides(tmp_path / "whole", "algorithm.num_steps=12", ANNOUNCED)))
     process, moments = started(tmp_path / "told", "loss 0 9")
     wait_for(moments / "reached", process)
     os.kill(process.pid, signal.SIGINT)
