@@ -105,6 +105,8 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return how `fullname` is imported if it has moved."""
+        if not fullname.startswith("rlframework."):  # every import of the process comes by here
+            return None
         new = new_name(fullname)
         return None if new is None else ModuleSpec(fullname, _Alias(new), is_package=True)
 

@@ -75,7 +75,8 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
         from rlframework.plugins.configure import load_config
         from rlframework.runner.launch import dry_run
 
-        print(*dry_run(load_config(config, overrides), overwrite=overwrite), sep="\n")
+        for note in dry_run(load_config(config, overrides), overwrite=overwrite):
+            print(note)
     else:
         from rlframework.plugins.manager import create_manager
 

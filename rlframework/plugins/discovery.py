@@ -225,21 +225,22 @@ def install_command(extra: str, quote: str = "") -> str:
 
 def _requirements(extra: str) -> tuple[set[str], bool]:
     """Return the names of our distributions that an extra of core brings, and whether it brings others, too."""
-    names, others = set[str](), False
+    from packaging.requirements import Requirement  # of transformers; seldom needed, and 30 ms
+
     try:
-        lines = metadata.requires(CORE) or ()
+        requirements = list(map(Requirement, metadata.requires(CORE) or ()))
     except metadata.PackageNotFoundError:  # running from a source tree that is not installed
-        lines = ()
-    for line in lines:
-        found = re.match(r"""([\w-]+)(?:\[([\w,-]+)\])?.*\bextra == ['"]([\w-]+)['"]""", line)
-        if found is None or found[3] != extra:
+        requirements = []
+    names, others = set[str](), False
+    for requirement in requirements:
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
             continue
-        if found[1] == CORE:
-            for inner in found[2].split(","):
+        if requirement.name == CORE:
+            for inner in requirement.extras:
                 of_inner, more = _requirements(inner)
                 names, others = names | of_inner, others or more
-        elif found[1].startswith("rlframework-"):
-            names.add(found[1].removeprefix("rlframework-"))
+        elif requirement.name.startswith("rlframework-"):
+            names.add(requirement.name.removeprefix("rlframework-"))
         else:
             others = True
     return names, others

@@ -12,7 +12,7 @@ from rlframework.base.moved import MOVED, new_name
 
 @pytest.fixture(autouse=True)
 def _old_modules_are_forgotten(monkeypatch):
-    """So that each test imports them anew."""
+    """So that each test imports them again, with the warning."""
     for name in [name for name in sys.modules if new_name(name)]:
         monkeypatch.delitem(sys.modules, name)
 
