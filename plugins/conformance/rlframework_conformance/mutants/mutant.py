@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 from rlframework.plugins.types import Capability, Record
@@ -41,3 +42,33 @@ def mutant(
 ) -> Callable[[Callable[[Any], Any]], Mutant]:
     """Decorate `break_it` to make it a `Mutant`."""
     return lambda break_it: Mutant(name, bug, tests, break_it, layout or Layout(), break_record, applies, needs)
+
+
+def around(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
+    """Decorate `change(call, part, ...)`, which runs in place of each of `methods` and gets its arguments.
+
+    `call` is the sound method, bound to `part`:
+
+        @mutant("shuffled_each_time", "Each call returns the samples in another order.", ORDER)
+        @around(Environment.samples)
+        def _shuffled_each_time(call, environment, split):
+            return random.sample(call(split), len(call(split)))
+    """
+
+    def decorate(change: Callable[..., Any]) -> Callable[[Any], Any]:
+        def break_it(part: Any) -> Any:
+            return type(part)(f"Broken{part.__name__}", (part,), {m.__name__: _override(part, m, change) for m in methods})
+
+        return break_it
+
+    return decorate
+
+
+def _override(part: Any, method: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls `change` with the method of `part`."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **keywords: Any) -> Any:
+        return change(getattr(part, method.__name__).__get__(self), self, *args, **keywords)
+
+    return run
