@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
 import psutil
@@ -38,6 +39,24 @@ _LOG = logging.getLogger(__name__)
 
 StepResult: TypeAlias = tuple[dict[str, float], list[SampleRecord]]
 """The metrics of a step or a validation by name, and some of its samples to inspect."""
+
+
+def require_step_result(result: Any, algorithm: str) -> StepResult:
+    """Return `result`, the value of `train_step` of the class `algorithm`; raise TypeError if it is no `StepResult`."""
+    expected = (
+        "it must return (metrics, samples): a dictionary of numbers by name, and a list of SampleRecord, maybe []"
+    )
+    match result:
+        case (dict() as metrics, list()):
+            wrong = next((name for name, value in metrics.items() if not isinstance(value, Real)), None)
+            if wrong is None:
+                return metrics, result[1]
+            described = f"the metric {wrong!r} as a {type(metrics[wrong]).__name__}"
+        case tuple():
+            described = f"a tuple of {', '.join(type(value).__name__ for value in result) or 'nothing'}"
+        case _:
+            described = f"a {type(result).__name__}"
+    raise TypeError(f"{algorithm}.train_step returned {described}; {expected}")
 
 
 class PositionInData(Protocol):
@@ -272,7 +291,7 @@ class StepLoop(Algorithm):
         self._trained = []
         parts.policy.reset_peak_memory_stats()
         with profiling(parts, step) as profiled, timer.phase("step"):
-            metrics, samples = self.train_step(step, timer)
+            metrics, samples = require_step_result(self.train_step(step, timer), type(self).__name__)
             metrics |= self.reference_sync.after_step(step, parts.policy, timer.phase)
         metrics |= self.loader.pop_metrics()
         self.recorder.require(step)

@@ -3,7 +3,7 @@
 `policy.<backend>` is not defined in this module: it is the `config_model` of the backend's record.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -34,12 +34,18 @@ Checkpointing = Annotated[
 
 ALL_LINEAR = "all-linear"
 """The value of `policy.lora.target_modules`, as in peft, for every linear layer but the head."""
+
+
+def _listed_modules(value: Any) -> Any:
+    """Turn the one word that is allowed in place of a list into a list."""
+    if isinstance(value, str) and value != ALL_LINEAR:
+        raise ValueError(f"must be {ALL_LINEAR}, or a list such as [q_proj, v_proj]")
+    return (value,) if isinstance(value, str) else value
+
+
 TargetModules = Annotated[
     tuple[str, ...],
-    BeforeValidator(
-        lambda given: (given,) if given == ALL_LINEAR else given,
-        json_schema_input_type=list[str] | Literal["all-linear"],
-    ),
+    BeforeValidator(_listed_modules, json_schema_input_type=list[str] | Literal["all-linear"]),
 ]
 
 

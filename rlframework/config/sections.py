@@ -442,7 +442,8 @@ class RunConfig(Section):
         rows = getattr(self.environment, "data_digest", None) is not None
         if rows or '"__main__:' in self.model_dump_json():
             given = f", {list(overrides)!r}" * bool(overrides) + ", data=rows" * rows
-            return f"rlframework.resume({str(self.output_dir)!r}{given}{', trust_run=True' * needs_trust(self)})"
+            given += ", trust_run=True" * needs_trust(self)
+            return f"from rlframework import resume; resume({str(self.output_dir)!r}{given})"
         trust = " --trust-run" if needs_trust(self) else ""
         return " ".join(
             [f"rlframework train --resume {shlex.quote(str(self.output_dir))}{trust}", *map(shlex.quote, overrides)]

@@ -62,25 +62,41 @@ class HostFailure:
         return self.died or (broken and self.is_lost_connection)
 
 
-def unsendable_variable(value: Any) -> str:
+def unsendable_variable(value: Any, searched: frozenset[int] = frozenset()) -> str:
     """Name a variable that a function of `value` uses and that cannot be sent, to append to a message; "" if none.
 
-    `value`: an object or function, or the arguments of a call in tuples and dictionaries.
+    `value`: an object or function, or the arguments of a call in tuples and dictionaries. `searched`: the ids of the
+    functions on the way to `value`, which may call each other.
     """
-    import cloudpickle  # type: ignore[import-untyped]
-
     if isinstance(value, (tuple, dict)):
         values = value.values() if isinstance(value, dict) else value
         return next(filter(None, map(unsendable_variable, values)), "")
+    attributes = {} if inspect.isfunction(value) or isinstance(value, type) else getattr(value, "__dict__", {})
+    for name, attribute in attributes.items():
+        if not _is_sendable(attribute):
+            return f". {type(value).__name__} has the attribute {name!r}, a {type(attribute).__name__}"
     methods = [function for _, function in inspect.getmembers(type(value), inspect.isfunction)]
     for function in [value] * inspect.isfunction(value) + methods:
         used = inspect.getclosurevars(function)
-        for name, found in {**used.nonlocals, **used.globals}.items():
-            try:
-                cloudpickle.dumps(found)
-            except Exception:  # noqa: BLE001 - of any kind: this is the variable
-                return f". {function.__qualname__} uses the variable {name!r}, a {type(found).__name__}"
+        for name, variable in {**used.nonlocals, **used.globals}.items():
+            # `__class__` is the class itself, which `super()` uses
+            if name == "__class__" or id(variable) in searched or _is_sendable(variable):
+                continue
+            if not inspect.isfunction(variable):
+                return f". {function.__qualname__} uses the variable {name!r}, a {type(variable).__name__}"
+            if inner := unsendable_variable(variable, searched | {id(function), id(variable)}):
+                return inner
     return ""
+
+
+def _is_sendable(value: Any) -> bool:
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # noqa: BLE001 - of any kind: it cannot be sent
+        return False
+    return True
 
 
 def root_cause(failures: Mapping[int, HostFailure]) -> int:

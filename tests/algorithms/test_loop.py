@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlframework.algorithms import loop
-from rlframework.algorithms.loop import StepLoop
+from rlframework.algorithms.loop import StepLoop, require_step_result
 
 
 def test_the_start_of_an_engine_is_not_part_of_the_validation(monkeypatch):
@@ -49,3 +50,18 @@ def test_metrics_of_a_loss_replace_none_of_the_frameworks_own(caplog):
     assert "its metrics lr, reward, tokens" in told
     merged = StepLoop.with_loss_metrics(made, own, {"reward": 9.0})
     assert merged == {**own, "train/reward": 9.0}  # where no rollout has one
+
+
+@pytest.mark.parametrize(
+    ("result", "described"),
+    [
+        (None, "returned a NoneType"),
+        ({"train/loss": 1.0}, "returned a dict"),
+        (({"train/loss": 1.0},), "returned a tuple of dict"),
+        (({"train/loss": torch.tensor(1.0)}, []), "returned the metric 'train/loss' as a Tensor"),
+    ],
+)
+def test_a_step_with_a_wrong_result_says_what_it_must_return(result, described):
+    with pytest.raises(TypeError, match=rf"^Mine.train_step {described}; it must return \(metrics, samples\)"):
+        require_step_result(result, "Mine")
+    assert require_step_result(({"train/loss": 1}, []), "Mine") == ({"train/loss": 1}, [])

@@ -105,6 +105,7 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
     [
         ("policy.optimizer.lr=-1", "`policy.optimizer.lr`: must be greater than or equal to 0 (given -1 in"),
         ("policy.optimizer.betas=0.9", "`policy.optimizer.betas`: must be a list (given 0.9 in"),
+        ("policy.lora.target_modules=all_linear", "`policy.lora.target_modules`: must be all-linear, or a list such as"),
         ("policy.optimizer.betas=[1, 0.9]", "`policy.optimizer.betas.0`: must be less than 1 (given 1 in"),
         ("policy.optimizer.betas=[0.9, -0.1]", "`policy.optimizer.betas.1`: must be greater than or equal to 0 (given"),
         ("policy.optimizer.eps=0", "`policy.optimizer.eps`: must be greater than or equal to 1e-30 (given 0 in"),
@@ -304,9 +305,9 @@ def test_a_run_of_a_notebook_is_resumed_from_python(run_config: Any, monkeypatch
     """The shell's `__main__` has neither its parts nor its rows."""
     monkeypatch.setattr(sys.modules["__main__"], "Loss", NLLLoss, raising=False)
     config = run_config("sft", "output_dir=runs/a b", "~environment", "environment={name: dataset, data_digest: a1}")
-    assert config.resume_command == "rlframework.resume('runs/a b', data=rows)"
+    assert config.resume_command == "from rlframework import resume; resume('runs/a b', data=rows)"
     config = run_config("sft", "output_dir=a", "algorithm.loss=__main__:Loss")
-    assert config.resume_with("seed=1") == "rlframework.resume('a', ['seed=1'], trust_run=True)"
+    assert config.resume_with("seed=1") == "from rlframework import resume; resume('a', ['seed=1'], trust_run=True)"
 
 
 def test_the_section_of_an_engine_that_is_not_installed_gets_no_hint(manager, minimal):

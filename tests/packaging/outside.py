@@ -41,9 +41,9 @@ pytestmark = pytest.mark.timeout(3600)
 
 @pytest.fixture(scope="module")
 def wheelhouse(wheels, tmp_path_factory) -> Path:
-    """A folder with wheels of core, of all training backends, and of everything that they depend on."""
+    """A folder with the wheels of all distributions, and of everything that they depend on."""
     core, house = wheels["rlframework-core"], tmp_path_factory.mktemp("wheelhouse")
-    wanted = f"rlframework-core[{','.join(('conformance', *BACKENDS))}] @ {core.as_uri()}"
+    wanted = f"rlframework-core[all] @ {core.as_uri()}"
     run(*PIP, "wheel", "--quiet", "-w", house, "--find-links", core.parent, wanted, cwd=house, minutes=20)
     return house
 
@@ -70,10 +70,22 @@ def environment(home: Path, house: Path, *wanted: str | Path) -> Path:
     return home / "bin"
 
 
+def plugins(commands: Path, folder: Path) -> list[dict[str, str]]:
+    """The rows of `rlframework plugins` in an environment."""
+    rows: list[dict[str, str]] = json.loads(run_alone(commands / "rlframework", "plugins", "--json", cwd=folder))
+    return rows
+
+
 def backends(commands: Path, folder: Path) -> dict[str, str]:
     """The status of each training backend that an environment lists."""
-    rows = json.loads(run_alone(commands / "rlframework", "plugins", "--json", cwd=folder))
-    return {row["name"]: row["status"] for row in rows if row["kind"] == "policy_worker"}
+    return {row["name"]: row["status"] for row in plugins(commands, folder) if row["kind"] == "policy_worker"}
+
+
+def error_of(*command: str | Path, cwd: Path) -> str:
+    """The error that a command prints as it fails."""
+    done = subprocess.run([*without_network(), *command], cwd=cwd, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0, done.stdout
+    return done.stderr
 
 
 def test_nothing_is_reached_without_a_network(tmp_path):
@@ -111,3 +123,23 @@ def test_the_quickstart_runs_on_each_backend(wheelhouse, tmp_path):
         assert [line.split()[0] for line in lines] == ["sft", "grpo"], printed
         assert (tmp_path / backend / "seed-0" / "grpo" / "model" / "model.safetensors").is_file()
         print(backend, *lines, sep="\n")
+
+
+def test_core_with_one_backend_names_what_it_lacks_and_all_brings_it(wheelhouse, tmp_path):
+    """As a newcomer: the README's extra first, and `[all]` into the same environment when something is missing."""
+    commands = environment(tmp_path / "empty", wheelhouse, "rlframework-core[dtensor]")
+    active = {row["distribution"] for row in plugins(commands, tmp_path)}
+    assert active == set(HERE["FIRST_RUN"])
+    config = tmp_path / "run.yaml"
+    config.write_text("algorithm: {name: grpo, num_steps: 1}\nenvironment: {name: addition}\npolicy: {model_name: m}\n")
+    missing = {"ray": "worker_group.name=ray", "vllm": "generation.name=vllm", "megatron": "policy.backend=megatron"}
+    for extra, override in missing.items():
+        message = error_of(commands / "rlframework", "config", config, override, cwd=tmp_path)
+        assert f"pip install 'rlframework-core[{extra}]'" in message, message
+    message = error_of(commands / "rlframework", "conformance", "dtensor", cwd=tmp_path)
+    assert "pip install 'rlframework-core[conformance]'" in message, message
+    words = ("install", "--quiet", "--no-compile", "--no-index", "--find-links", wheelhouse)
+    run_alone(*pip_for(commands.parent), *words, "rlframework-core[all]", cwd=tmp_path, minutes=15)
+    rows = plugins(commands, tmp_path)
+    assert {row["distribution"] for row in rows} == set(HERE["SOURCES"])
+    assert {row["status"] for row in rows} == {"active"}, rows

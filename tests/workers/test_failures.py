@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import types
 
 import pytest
@@ -15,7 +16,7 @@ from rlframework.base.errors import (
     WorkerError,
     WorkerLost,
 )
-from rlframework.workers.failures import HostFailure, as_exception, list_ranks, root_cause
+from rlframework.workers.failures import HostFailure, as_exception, list_ranks, root_cause, unsendable_variable
 
 
 def failure_of(error):
@@ -109,3 +110,24 @@ def test_a_message_about_thousands_of_ranks_lists_the_first():
     assert list_ranks([3, 5]) == "3, 5"
     assert list_ranks([]) == ""
     assert list_ranks(range(4096)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 4080 more"
+
+
+def test_what_cannot_be_sent_is_named_and_not_what_holds_it():
+    lock = threading.Lock()
+
+    def inner():
+        return lock
+
+    class Base:
+        def __init__(self, held):
+            self.fine, self.held = 1, held
+
+    class Loss(Base):
+        def __init__(self, held):
+            super().__init__(held)
+
+        def __call__(self):
+            return inner()
+
+    assert unsendable_variable(Loss(lock)) == ". Loss has the attribute 'held', a lock"
+    assert unsendable_variable({"loss_fn": Loss(1)}).endswith("inner uses the variable 'lock', a lock")
