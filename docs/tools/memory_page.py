@@ -17,13 +17,12 @@ from rlframework import load_config
 from rlframework.base.errors import ConfigError
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.parameter_memory import PlannedWorker
-from rlframework.runner.parts import backend_record
 from rlframework_tools.estimates.disk import gib
 from rlframework_tools.estimates.estimate import MARGIN, layout_of
 from rlframework_tools.estimates.hardware import PlannedGpus
 from rlframework_tools.estimates.model_size import ModelSize, model_size
 from rlframework_tools.estimates.row_sizes import Rows
+from rlframework_tools.estimates.state_layout import PlannedWorker
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory
 
 TOKENS, ANSWER, DECODED, GLOBAL = 16_384, 4_096, 32, 512
@@ -85,8 +84,8 @@ lists the models of GPUs that are known by name; for others, and for other memor
 three cases. Not counted: fragmentation of the allocator, workspaces of cuBLAS and buffers of NCCL, compiled code. So
 warnings start at {MARGIN} times the estimate."""
 
-_STATE = """Each backend declares how many bytes per parameter it keeps and over how many workers they are sharded,
-as `state_layout` of its record ([write a backend](write_a_backend.md)); for one that does not, the estimate assumes
+_STATE = """Each backend declares how many bytes per parameter it keeps and over how many workers they are sharded, by
+the hook `rlframework_state_layout` ([write a backend](write_a_backend.md)); for one that does not, the estimate assumes
 FSDP and says so. In bfloat16, with d workers that are data- or context-parallel to each other, after tensor,
 pipeline and expert parallelism divided the parameters:"""
 
@@ -254,7 +253,7 @@ def _memory(model: Path, layout: Layout, gpus: int, algorithm: str) -> list[Memo
     worker = PlannedWorker("cuda", size.trained, memory)
     generated = GLOBAL * ANSWER if algorithm == "grpo" else 0
     longest = ANSWER if generated else TOKENS
-    state = layout_of(config, backend_record(config, _manager()), worker)
+    state = layout_of(config, _manager(), worker)
     return worker_memory(config, state, size, Rows(GLOBAL, longest, longest, generated), worker, reference=False)
 
 

@@ -73,7 +73,7 @@ MOVED = {
     "rlframework.observers.sample_images": "rlframework.observers.jsonl",
     "rlframework.observers.services": "rlframework_report.services",
     "rlframework.plugins.loading": "rlframework.plugins.discovery",
-    "rlframework.plugins.state_layout": "rlframework.plugins.parameter_memory",
+    "rlframework.plugins.state_layout": "rlframework_tools.estimates.state_layout",
     "rlframework.policy.checkpoint.merged": "rlframework_tools.merged_weights",
     "rlframework.rollout.endpoint": "rlframework_serve",
     "rlframework.rollout.endpoint.requests": "rlframework_serve.request_bodies",

@@ -43,6 +43,8 @@ ON_FAILURE: Mapping[str, OnFailure] = {
     "rlframework_teacher_endpoint": OnFailure.STOP,
     "rlframework_run_planned": OnFailure.USER_ERRORS_STOP,
     "rlframework_plan_elsewhere": OnFailure.STOP,
+    "rlframework_state_layout": OnFailure.GO_ON,
+    "rlframework_weights_are_staged": OnFailure.GO_ON,
     "rlframework_doctor_checks": OnFailure.GO_ON,
     "rlframework_resume_from": OnFailure.STOP,
     "rlframework_uploads": OnFailure.STOP,

@@ -21,7 +21,7 @@ import pluggy
 import typer
 from pydantic import BaseModel
 
-from rlframework.config.sections import ObserversConfig, RunConfig
+from rlframework.config.sections import GenerationConfig, ObserversConfig, RunConfig
 from rlframework.plugins.types import (
     AlgorithmRecord,
     DataProcessorRecord,
@@ -326,6 +326,36 @@ def rlframework_plan_elsewhere(config: str, overrides: Sequence[str], on: str, o
     ... def rlframework_plan_elsewhere(config, on):
     ...     print(config, "fits on", on)
     ...     return True
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_state_layout(config: RunConfig, worker: Any) -> Any:
+    """Return what the backend `config.policy.backend` keeps in memory on `worker`, for estimates; None: another's.
+
+    `worker` is a `PlannedWorker` and the result a `StateLayout` of `rlframework_tools.estimates.state_layout`, which
+    asks for it. Without an answer, and after an exception, with a warning, FSDP is assumed.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_state_layout(config, worker):
+    ...     if config.policy.backend == "mine":
+    ...         from my_package.memory import state_layout
+    ...
+    ...         return state_layout(config, worker)
+    """
+
+
+@hookspec(firstresult=True)
+def rlframework_weights_are_staged(generation: GenerationConfig) -> bool | None:
+    """Return whether each GPU of an engine holds its weights twice during an update, for estimates; None: another's.
+
+    Without an answer, and after an exception, with a warning, it does not.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_weights_are_staged(generation):
+    ...     return True if generation.name == "mine" else None
     """
 
 

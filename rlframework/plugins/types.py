@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel
 
@@ -20,9 +20,6 @@ from rlframework.config.sections import (
     RunConfig,
     WorkerGroupConfig,
 )
-
-if TYPE_CHECKING:
-    from rlframework.plugins.parameter_memory import StateLayoutOf
 
 API_VERSION = 1
 """Version of the plugin API: the hookspecs, the records and the interfaces that the records refer to.
@@ -169,12 +166,8 @@ class Record:
     known_failures: tuple[KnownFailure, ...] = ()
 
 
-@dataclass(frozen=True)
 class PolicyWorkerRecord(Record):
-    """A training engine: `target` implements `rlframework.interfaces.policy_worker.PolicyWorker`.
-
-    `state_layout` returns what the engine keeps in memory, for estimates; None: estimates assume FSDP.
-    """
+    """A training engine: `target` implements `rlframework.interfaces.policy_worker.PolicyWorker`."""
 
     kind: ClassVar[str] = "policy_worker"
     key: ClassVar[str] = "policy.backend"
@@ -183,8 +176,6 @@ class PolicyWorkerRecord(Record):
         Capability.LORA_REFIT,
         Capability.EPISODES,
     }
-
-    state_layout: StateLayoutOf | None = None
 
 
 class DataProcessorRecord(Record):
@@ -219,9 +210,7 @@ class GenerationEngineRecord(Record):
     trainer's for the same weights, over the probes of a refit (`generation.refit.probes`); `tf32` instead of `float32`
     if `policy.tf32` is set. `longest_row(config)` returns the most tokens of a row, prompt and completion, if the
     configuration limits an engine to fewer than the model has positions; None: it does not. `gpus_per_engine(config)`
-    returns how many GPUs an engine in a process of its own uses; None: one. `stages_weights(config)` returns whether
-    each of them has room for a second copy of its weights during an update, for estimates; None: it does not.
-    `describe(config)` returns a line about what the engine needs and where it is, for `rlframework doctor`.
+    returns how many GPUs an engine in a process of its own uses; None: one.
     """
 
     kind = "generation_engine"
@@ -243,8 +232,6 @@ class GenerationEngineRecord(Record):
     probe_bounds: Mapping[str, float] = field(default_factory=lambda: PROBE_BOUNDS)
     longest_row: Callable[[GenerationConfig], int | None] | None = None
     gpus_per_engine: Callable[[GenerationConfig], int] | None = None
-    stages_weights: Callable[[GenerationConfig], bool] | None = None
-    describe: Callable[[RunConfig], str] | None = None
 
 
 class EnvironmentRecord(Record):

@@ -105,7 +105,10 @@ def test_a_file_tells_where_each_mistake_is(tmp_path: Path, manager: Any) -> Non
     [
         ("policy.optimizer.lr=-1", "`policy.optimizer.lr`: must be greater than or equal to 0 (given -1 in"),
         ("policy.optimizer.betas=0.9", "`policy.optimizer.betas`: must be a list (given 0.9 in"),
-        ("policy.lora.target_modules=all_linear", "`policy.lora.target_modules`: must be all-linear, or a list such as"),
+        (
+            "policy.lora.target_modules=all_linear",
+            "`policy.lora.target_modules`: must be all-linear, or a list such as",
+        ),
         ("policy.optimizer.betas=[1, 0.9]", "`policy.optimizer.betas.0`: must be less than 1 (given 1 in"),
         ("policy.optimizer.betas=[0.9, -0.1]", "`policy.optimizer.betas.1`: must be greater than or equal to 0 (given"),
         ("policy.optimizer.eps=0", "`policy.optimizer.eps`: must be greater than or equal to 1e-30 (given 0 in"),

@@ -77,7 +77,9 @@ def test_the_package_is_typed_and_alone_in_its_wheel(name):
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_each_plugin_pins_the_distributions_of_its_release(name):
-    pins = {item for item in project(name)["project"]["dependencies"] if Requirement(item).name.startswith("rlframework")}
+    pins = {
+        item for item in project(name)["project"]["dependencies"] if Requirement(item).name.startswith("rlframework")
+    }
     also = {"conformance": {f"rlframework-transformers=={version('core')}"}}  # the engine of the workers it tests
     assert pins == {f"rlframework-core=={version('core')}"} | also.get(name, set())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from rlframework.config.sections import RunConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.config_checks import check
 from rlframework_deepspeed.device_defaults import device_defaults
-from rlframework_deepspeed.zero_memory import state_layout
 
 
 @hookimpl
@@ -46,6 +48,15 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
             config_model=DeepSpeedConfig,
             check=check,
             device_defaults=device_defaults,
-            state_layout=state_layout,
         )
     ]
+
+
+@hookimpl
+def rlframework_state_layout(config: RunConfig, worker: Any) -> Any:
+    """Return what the engine keeps in memory on `worker`, if it is the run's."""
+    if config.policy.backend != "deepspeed":
+        return None
+    from rlframework_deepspeed.zero_memory import state_layout
+
+    return state_layout(config, worker)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.parameter_memory import (
+from rlframework_deepspeed.config import BUCKET, DeepSpeedConfig, zero_keys
+from rlframework_tools.estimates.state_layout import (
     FORWARD_BACKWARD_STEP,
     Phase,
     Place,
@@ -14,7 +15,6 @@ from rlframework.plugins.parameter_memory import (
     StateLayout,
     compute_width,
 )
-from rlframework_deepspeed.config import BUCKET, DeepSpeedConfig, zero_keys
 
 LIVE, PREFETCH = 1_000_000_000, 50_000_000
 """DeepSpeed's defaults of stage3_max_live_parameters and stage3_prefetch_bucket_size, in elements."""

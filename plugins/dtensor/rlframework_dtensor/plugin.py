@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from rlframework.config.sections import RunConfig
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
 from rlframework_dtensor.config import DTensorConfig, check
-from rlframework_dtensor.state_layout import state_layout
 
 
 @hookimpl
@@ -44,6 +46,15 @@ def rlframework_policy_workers() -> list[PolicyWorkerRecord]:
             ),
             config_model=DTensorConfig,
             check=check,
-            state_layout=state_layout,
         )
     ]
+
+
+@hookimpl
+def rlframework_state_layout(config: RunConfig, worker: Any) -> Any:
+    """Return what the engine keeps in memory on `worker`, if it is the run's."""
+    if config.policy.backend != "dtensor":
+        return None
+    from rlframework_dtensor.state_layout import state_layout
+
+    return state_layout(config, worker)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.parameter_memory import (
+from rlframework_dtensor.config import MEMORY_SHARE, DTensorConfig
+from rlframework_tools.estimates.state_layout import (
     FORWARD_BACKWARD_STEP,
     Place,
     PlannedWorker,
@@ -13,7 +14,6 @@ from rlframework.plugins.parameter_memory import (
     StateLayout,
     compute_width,
 )
-from rlframework_dtensor.config import MEMORY_SHARE, DTensorConfig
 
 
 def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from counted_training import Case, compare, make_model
 
-from rlframework.plugins.parameter_memory import PlannedWorker
 from rlframework_dtensor.state_layout import state_layout
+from rlframework_tools.estimates.state_layout import PlannedWorker
 
 HALF = {"precision": "bfloat16"}
 

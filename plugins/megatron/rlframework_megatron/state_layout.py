@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.parameter_memory import Place, PlannedWorker, State, StateLayout, compute_width
 from rlframework_megatron.config import MegatronConfig
+from rlframework_tools.estimates.state_layout import Place, PlannedWorker, State, StateLayout, compute_width
 
 
 def state_layout(config: RunConfig, worker: PlannedWorker) -> StateLayout:

@@ -61,11 +61,11 @@ def rlframework_configuration_hint(
 
 
 @hookimpl
-def rlframework_run_planned(parts: Any, backend: Any, dry_run: bool) -> None:
+def rlframework_run_planned(parts: Any, dry_run: bool) -> None:
     """Print the estimate of the run: all of it for a dry run, else what a user has to know before the start."""
     from rlframework_tools.estimates.printing import print_brief, print_in_full
 
-    (print_in_full if dry_run else print_brief)(parts, backend)
+    (print_in_full if dry_run else print_brief)(parts)
 
 
 @hookimpl

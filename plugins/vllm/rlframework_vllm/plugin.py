@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rlframework.config.sections import GenerationConfig
-from rlframework.plugins.hookspec import hookimpl
+from collections.abc import Iterator
+
+from rlframework.config.sections import GenerationConfig, RunConfig
+from rlframework.plugins.hookspec import DoctorCheck, DoctorFinding, hookimpl
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework_vllm.checks import check, describe
 from rlframework_vllm.config import VllmGenerationConfig
@@ -24,10 +26,25 @@ def rlframework_generation_engines() -> list[GenerationEngineRecord]:
             check=check,
             longest_row=_longest_row,
             gpus_per_engine=_gpus,
-            stages_weights=lambda config: _gpus(config) == 1,  # several GPUs copy from shared memory of the host
-            describe=describe,
         )
     ]
+
+
+@hookimpl
+def rlframework_weights_are_staged(generation: GenerationConfig) -> bool | None:
+    """Return whether an engine copies weights on its GPU; several GPUs copy from shared memory of the host."""
+    return _gpus(generation) == 1 if generation.name == "vllm" else None
+
+
+@hookimpl
+def rlframework_doctor_checks() -> list[DoctorCheck]:
+    """Return the check that shows the engines' vLLM and their Python."""
+    return [DoctorCheck("run", "generation engine", _engine_software)]
+
+
+def _engine_software(config: RunConfig | None) -> Iterator[DoctorFinding]:
+    if config is not None and config.generation.name == "vllm":
+        yield DoctorFinding("ok", describe(config))
 
 
 def _longest_row(config: GenerationConfig) -> int | None:

@@ -15,7 +15,7 @@ from rlframework.base.errors import ConfigError, PluginError
 from rlframework.generation import engine_environment
 from rlframework.plugins.configure import load_config
 from rlframework.plugins.manager import create_manager
-from rlframework_vllm import checks
+from rlframework_vllm import checks, plugin
 from rlframework_vllm.config import OWNED, VllmGenerationConfig, VllmKeys
 from rlframework_vllm.plugin import rlframework_generation_engines
 from rlframework_vllm.runtime import Runtime
@@ -258,3 +258,14 @@ def test_the_default_cache_has_room_for_a_sequence():
     assert checks.default_cache_bytes(long, "float32", None) == of_a_token * ((1 << 22) + 32)
     assert checks.default_cache_bytes(long, "bfloat16", 64) == 1 << 30
     assert checks.default_cache_bytes({"model_type": "other"}, "float32", None) == 1 << 30
+
+
+def test_the_doctor_shows_the_vllm_of_a_run_that_uses_it(monkeypatch):
+    monkeypatch.setattr(plugin, "describe", lambda config: "vLLM 1 in python")
+    values = {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}, "policy": {"model_name": "none"}}
+    config = load_config(values)
+    [check] = plugin.rlframework_doctor_checks()
+    assert check.topic == "run"
+    assert [*check.function(None), *check.function(config)] == []
+    [finding] = check.function(config.model_copy(update={"generation": VllmGenerationConfig(name="vllm")}))
+    assert (finding.level, finding.text) == ("ok", "vLLM 1 in python")

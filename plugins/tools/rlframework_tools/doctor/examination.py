@@ -54,7 +54,6 @@ CHECKS = (
     Check("run", "estimate", _if_loaded(run.estimate)),
     Check("run", "workers", _if_loaded(run.workers)),
     Check("run", "python of the workers", _if_loaded(run.python_of_workers)),
-    Check("run", "generation engine", _if_loaded(run.generation_engine)),
 )
 """All checks in display order. Those of the topic "run" need a configuration, and are skipped without one."""
 

@@ -238,14 +238,6 @@ def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
             yield _same_versions(whose, python)
 
 
-def generation_engine(context: Context, config: RunConfig) -> Iterator[Finding]:
-    """The generation engine's description of itself and its environment."""
-    record = context.manager.select("generation_engine", config.generation.name).record
-    describe = getattr(record, "describe", None)
-    if describe is not None:
-        yield ok(describe(config))
-
-
 def _same_versions(whose: str, named: str) -> Finding:
     here = [".".join(map(str, sys.version_info[:3])), metadata.version("ray")]
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.parameter_memory import Place
 from rlframework_tools.estimates.engines import Engines
+from rlframework_tools.estimates.state_layout import Place
 from rlframework_tools.estimates.worker_memory import MemoryUse
 
 SEVERAL_GPUS = "give each engine several GPUs (generation.name=vllm, generation.vllm.tensor_parallel_size)"

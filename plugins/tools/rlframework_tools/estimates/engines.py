@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.model_checks import WIDTHS
-from rlframework.plugins.parameter_memory import PlannedWorker
 from rlframework.plugins.types import GenerationEngineRecord
 from rlframework_tools.estimates.model_size import ModelSize
 from rlframework_tools.estimates.row_sizes import Rows
+from rlframework_tools.estimates.state_layout import PlannedWorker
 from rlframework_tools.estimates.worker_memory import (
     CUDA_CONTEXT,
     DECODING_SHARE,
@@ -55,6 +55,7 @@ class Engines:
 def engines_of(
     config: RunConfig,
     record: GenerationEngineRecord,
+    staged: bool,
     model: ModelSize,
     rows: Rows,
     worker: PlannedWorker,
@@ -74,13 +75,12 @@ def engines_of(
     gpus, on_cpu = per_engine or declared, worker.device == "cpu"
     width = WIDTHS[config.policy.precision if generation.refit.dtype == "auto" else generation.refit.dtype]
     weights = -(-width * model.parameters // gpus)
-    staged = record.stages_weights is not None and record.stages_weights(generation) and not on_cpu
     cache, sampling = -(-cache_bytes(model, width, rows.longest) // gpus), LOGITS_COPIES * 4 * model.vocabulary
     uses = [
         MemoryUse("program", 0 if workers.group == "inline" else PROGRAM if on_cpu else GPU_PROGRAM, "host"),
         MemoryUse("CUDA context", 0 if on_cpu else CUDA_CONTEXT, "device"),
         MemoryUse("weights", weights, "device"),
-        MemoryUse("copy of the weights in an update", weights if staged else 0, "device", ("updating",)),
+        MemoryUse("copy of the weights in an update", weights if staged and not on_cpu else 0, "device", ("updating",)),
         MemoryUse("keys and values of a row", cache, "device", ("generating",)),
         MemoryUse("sampling of a row", sampling, "device", ("generating",)),
     ]

@@ -1,8 +1,8 @@
 """Estimate a run's memory per worker, disk and tokens per step, and warn of what does not fit.
 
-Parameters are counted on the meta device; what the engine keeps for each is declared by its backend
-(`rlframework.plugins.parameter_memory`); activations are those of a Llama, Qwen or Qwen-MoE layer. Allocator overhead
-is not counted. docs/memory.md says how the parts were checked.
+Parameters are counted on the meta device; what the engine keeps for each is declared by its plugin (the hook
+`rlframework_state_layout`); activations are those of a Llama, Qwen or Qwen-MoE layer. Allocator overhead is not
+counted. docs/memory.md says how the parts were checked.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, cast
 from rlframework.config.sections import RunConfig
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
 from rlframework.plugins.configure import resolve_device
-from rlframework.plugins.parameter_memory import Place, PlannedWorker, StateLayout, assumed_layout
-from rlframework.plugins.types import GenerationEngineRecord, PolicyWorkerRecord
+from rlframework.plugins.manager import PluginManager
+from rlframework.plugins.types import GenerationEngineRecord
 from rlframework_tools.estimates.advice import engine_remedy, remedy
 from rlframework_tools.estimates.disk import disk, gib
 from rlframework_tools.estimates.engines import Engines, engines_of, gpus_taken
 from rlframework_tools.estimates.hardware import PlannedGpus
 from rlframework_tools.estimates.model_size import model_size
 from rlframework_tools.estimates.row_sizes import Rows, optimizer_steps, rows_of
+from rlframework_tools.estimates.state_layout import Place, PlannedWorker, StateLayout, assumed_layout
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory
 
 if TYPE_CHECKING:
@@ -290,43 +291,42 @@ def _is_much(size: int, free: int | None) -> bool:
 
 def estimate(
     parts: Parts,
-    record: PolicyWorkerRecord,
+    manager: PluginManager,
     *,
     reference: bool,
     engine: GenerationEngineRecord | None = None,
     planned: PlannedGpus | None = None,
 ) -> Estimate:
     """Estimate the run of `parts`, which needs no workers; see `estimate_rows`."""
-    further = {name: (model.config, cast("PolicyWorkerRecord", model.record)) for name, model in parts.models.items()}
+    further = {name: model.config for name, model in parts.models.items()}
     return estimate_models(
-        parts.config, record, rows_of(parts), further, reference=reference, engine=engine, planned=planned
+        parts.config, manager, rows_of(parts), further, reference=reference, engine=engine, planned=planned
     )
 
 
 def estimate_models(
     config: RunConfig,
-    record: PolicyWorkerRecord,
+    manager: PluginManager,
     rows: Rows,
-    further: Mapping[str, tuple[RunConfig, PolicyWorkerRecord]],
+    further: Mapping[str, RunConfig],
     *,
     reference: bool,
     engine: GenerationEngineRecord | None = None,
     planned: PlannedGpus | None = None,
     notes: tuple[str, ...] = (),
 ) -> Estimate:
-    """Estimate a run with its `further` policies: the configuration of each and its backend. See `estimate_rows`."""
+    """Estimate a run with its `further` policies: the configuration of each. See `estimate_rows`."""
     others = {
-        name: estimate_rows(view, backend, rows, reference=False, planned=planned)
-        for name, (view, backend) in further.items()
+        name: estimate_rows(view, manager, rows, reference=False, planned=planned) for name, view in further.items()
     }
-    found = estimate_rows(config, record, rows, reference=reference, engine=engine, planned=planned, notes=notes)
+    found = estimate_rows(config, manager, rows, reference=reference, engine=engine, planned=planned, notes=notes)
     written = {f"{name}: {what}": size for name, each in others.items() for what, size in each.disk.items()}
     return replace(found, further=others, disk=found.disk | written)
 
 
 def estimate_rows(
     config: RunConfig,
-    record: PolicyWorkerRecord,
+    manager: PluginManager,
     rows: Rows,
     *,
     reference: bool,
@@ -334,7 +334,7 @@ def estimate_rows(
     planned: PlannedGpus | None = None,
     notes: tuple[str, ...] = (),
 ) -> Estimate:
-    """Estimate a run of the backend `record` that trains on `rows`.
+    """Estimate a run that trains on `rows`.
 
     `reference`: it keeps a reference policy; `engine`: that of `generation.workers`, None: they are not counted;
     `planned`: GPUs to plan for, None: this machine.
@@ -343,12 +343,12 @@ def estimate_rows(
     present = gpus() if device == "cuda" and planned is None else ()
     memory_of_each = planned.memory_bytes if planned else min((gpu.memory_bytes for gpu in present), default=None)
     worker = PlannedWorker(device, model.trained, memory_of_each)
-    layout = layout_of(config, record, worker)
+    layout = layout_of(config, manager, worker)
     if planned is not None:
         present = [Gpu(planned.name, planned.memory_bytes, planned.memory_bytes)]
     if layout.assumed:
         note = (
-            f"the backend {record.name!r} does not say what it keeps on a worker (`state_layout`); assumed: fp32 "
+            f"the backend {config.policy.backend!r} does not say what it keeps on a worker; assumed: fp32 "
             "weights, gradients and moments sharded over all workers, as FSDP does"
         )
         notes = (*notes, note)
@@ -356,7 +356,10 @@ def estimate_rows(
     engines = None
     if engine is not None:
         own = None if planned is None else planned.per_engine
-        engines = engines_of(config, engine, model, rows, worker, beside=peak(memory, "device"), per_engine=own)
+        staged = bool(
+            manager.call_first("rlframework_weights_are_staged", lambda hook: hook(generation=config.generation))
+        )
+        engines = engines_of(config, engine, staged, model, rows, worker, beside=peak(memory, "device"), per_engine=own)
     return Estimate(
         config=config,
         device=device,
@@ -373,6 +376,7 @@ def estimate_rows(
     )
 
 
-def layout_of(config: RunConfig, record: PolicyWorkerRecord, worker: PlannedWorker) -> StateLayout:
-    """The state that the backend of `record` keeps on a worker, as it declares it or as is assumed."""
-    return (record.state_layout or assumed_layout)(config, worker)
+def layout_of(config: RunConfig, manager: PluginManager, worker: PlannedWorker) -> StateLayout:
+    """The state that the backend keeps on a worker, as its plugin says or as is assumed."""
+    declared = manager.call_first("rlframework_state_layout", lambda hook: hook(config=config, worker=worker))
+    return assumed_layout(config, worker) if declared is None else cast("StateLayout", declared)

@@ -13,14 +13,12 @@ from rlframework.config.validate import notes_without_effect
 from rlframework.datasets.sources.memory import Data
 from rlframework.observers.dispatch import observer_problems, require_observers
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.types import PolicyWorkerRecord
 from rlframework.rollout.parts import Parts
 from rlframework.runner.data import with_data
 from rlframework.runner.further_policies import used_policies
 from rlframework.runner.output_folder import check_output_dir
 from rlframework.runner.parts import (
     algorithm_class,
-    backend_record,
     engine_record,
     has_tokenizer,
     planned_parts,
@@ -54,18 +52,17 @@ def estimate_run(
         problems = observer_problems(config.observers, manager)
         notes += tuple(f"note: on this machine {problem}" for problem in problems)
     engine = engine_record(config, manager)
-    backend, algorithm = backend_record(config, manager), algorithm_class(config, manager)
+    algorithm = algorithm_class(config, manager)
     reference = algorithm.needs_reference_model(config.algorithm)
     if planned is not None and not has_tokenizer(config.policy):
         rows = assumed_rows(config)
         note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
         views = {name: config.of(name) for name in used_policies(config, algorithm)}
-        further = {name: (view, backend_record(view, manager)) for name, view in views.items()}
         return estimate_models(
             config,
-            backend,
+            manager,
             rows,
-            further,
+            views,
             reference=reference,
             engine=engine,
             planned=planned,
@@ -73,7 +70,7 @@ def estimate_run(
         )
     with planned_parts(config, manager, elsewhere=planned is not None) as parts:
         algorithm(parts)
-        found = estimate(parts, backend, reference=reference, engine=engine, planned=planned)
+        found = estimate(parts, manager, reference=reference, engine=engine, planned=planned)
     found = replace(found, notes=(*found.notes, *notes))
     try:
         check_output_dir(config, overwrite)
@@ -82,7 +79,7 @@ def estimate_run(
     return found
 
 
-def print_brief(parts: Parts, backend: PolicyWorkerRecord) -> None:
+def print_brief(parts: Parts) -> None:
     """Print the estimate on stdout (with `observers.console`), and log its warnings.
 
     A model whose sizes cannot be determined does not prevent training; a message says so. Layers that `policy.lora`
@@ -90,7 +87,7 @@ def print_brief(parts: Parts, backend: PolicyWorkerRecord) -> None:
     because the algorithm checks all data and reports the error.
     """
     try:
-        found = _estimate(parts, backend)
+        found = _estimate(parts)
     except DataError:
         return
     except (ConfigError, NotSupported):
@@ -104,9 +101,9 @@ def print_brief(parts: Parts, backend: PolicyWorkerRecord) -> None:
         _LOG.warning("%s", warning)
 
 
-def print_in_full(parts: Parts, backend: PolicyWorkerRecord) -> None:
+def print_in_full(parts: Parts) -> None:
     """Print the estimate as a table with its notes, and log its warnings."""
-    _print(_estimate(parts, backend))
+    _print(_estimate(parts))
 
 
 def print_elsewhere(config: str, overrides: Sequence[str], on: str, *, overwrite: bool) -> bool:
@@ -119,11 +116,11 @@ def print_elsewhere(config: str, overrides: Sequence[str], on: str, *, overwrite
     return found.fits
 
 
-def _estimate(parts: Parts, backend: PolicyWorkerRecord) -> Estimate:
+def _estimate(parts: Parts) -> Estimate:
     manager = create_manager(parts.config.plugins)
     algorithm = algorithm_class(parts.config, manager)
     reference = algorithm.needs_reference_model(parts.config.algorithm)
-    return estimate(parts, backend, reference=reference, engine=engine_record(parts.config, manager))
+    return estimate(parts, manager, reference=reference, engine=engine_record(parts.config, manager))
 
 
 def _print(found: Estimate) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.sections import RunConfig
-from rlframework.plugins.parameter_memory import Phase, Place, PlannedWorker, State, StateLayout, compute_width
 from rlframework_tools.estimates.model_size import ModelSize, Part
 from rlframework_tools.estimates.row_sizes import Rows, microbatch_tokens
+from rlframework_tools.estimates.state_layout import Phase, Place, PlannedWorker, State, StateLayout, compute_width
 
 PROGRAM, GPU_PROGRAM, CUDA_CONTEXT = 400 << 20, 2 << 30, 600 << 20
 """Bytes of a process with PyTorch and transformers on a CPU, with CUDA's libraries, and of the context on its GPU."""

@@ -48,13 +48,14 @@ def test_findings_stand_with_those_of_their_topic_and_new_topics_come_last(findi
     checks = [
         DoctorCheck("licences", "acme", told("broken", "none", remedy="buy one")),
         DoctorCheck("machine", "card", told()),
-        DoctorCheck("run", "size", lambda config: [DoctorFinding("note", f"of {config}")]),
+        DoctorCheck("run", "size", lambda config: [DoctorFinding("note", f"of {config.generation.name}")]),
     ]
     acme = ("licences", "acme (fake_doctor)", "broken", "none", "buy one")
     machine = [("machine", "own", "ok", "fine", ""), ("machine", "card (fake_doctor)", "ok", "there", "")]
     assert findings(lambda: checks) == [*machine, acme]
-    run = [("run", "own", "ok", "starts", ""), ("run", "size (fake_doctor)", "note", "of CONFIG", "")]
-    assert findings(lambda: checks, "CONFIG", "run.yaml") == [*machine, *run, acme]
+    run = [("run", "own", "ok", "starts", ""), ("run", "size (fake_doctor)", "note", "of none", "")]
+    config = types.SimpleNamespace(generation=types.SimpleNamespace(name="none"))
+    assert findings(lambda: checks, config, "run.yaml") == [*machine, *run, acme]
     assert findings(lambda: checks, None, "run.yaml") == [*machine, run[0], acme], "it did not load"
 
 

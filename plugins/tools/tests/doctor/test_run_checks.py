@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from probe_findings import levels
 
-from rlframework.plugins.manager import Registered
-from rlframework.plugins.types import GenerationEngineRecord
 from rlframework_tools.doctor import run
 from rlframework_tools.doctor.checks import Context, Level
 
@@ -164,12 +162,3 @@ def test_another_python_is_found_as_workers_find_it(found, with_config, tmp_path
         context = with_config("worker_group.name=ray", "generation.workers.group=ray", f"{key}.python={given}")
         [finding] = found("run", "python of the workers", context)
         assert f" Python {other} has Python 3.9.1" in finding.text
-
-
-def test_the_engine_that_a_run_selects_describes_itself(found, with_config, monkeypatch):
-    context = with_config()
-    assert found("run", "generation engine", context) == []
-    engine = GenerationEngineRecord("own", "m:C", 2, describe=lambda config: f"with {config.policy.backend}")
-    monkeypatch.setattr(context.manager, "select", lambda kind, name: Registered(engine, "own", "1", "own"))
-    [finding] = found("run", "generation engine", context)
-    assert (finding.level, finding.text) == (Level.OK, "with dtensor")

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from rlframework import load_config
-from rlframework.plugins.parameter_memory import PlannedWorker
 from rlframework.plugins.types import GenerationEngineRecord
 from rlframework_tools.estimates.engines import engines_of, gpus_taken
 from rlframework_tools.estimates.model_size import model_size
 from rlframework_tools.estimates.row_sizes import Rows
+from rlframework_tools.estimates.state_layout import PlannedWorker
 from rlframework_tools.estimates.worker_memory import CUDA_CONTEXT
 
 GIB = 1 << 30
@@ -55,11 +55,9 @@ def run_of_70b(tmp_path_factory):
 
 
 def _engines(config, *, gpus=1, staged=False, beside=0):
-    record = GenerationEngineRecord(
-        "own", "own:Engine", 2, gpus_per_engine=lambda _: gpus, stages_weights=lambda _: staged
-    )
+    record = GenerationEngineRecord("own", "own:Engine", 2, gpus_per_engine=lambda _: gpus)
     rows = Rows(512, 1024.0, 1024, 512 * 1024)
-    found = engines_of(config, record, model_size(config.policy), rows, H100, beside=beside)
+    found = engines_of(config, record, staged, model_size(config.policy), rows, H100, beside=beside)
     assert found is not None
     return found
 

@@ -14,9 +14,8 @@ from rlframework.config.yaml_text import to_yaml
 from rlframework.observers.host import Gpu
 from rlframework.plugins.configure import config_yaml, dump_config
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.types import PolicyWorkerRecord
 from rlframework.runner.further_policies import Placeholder
-from rlframework.runner.parts import backend_record, planned_parts
+from rlframework.runner.parts import planned_parts
 from rlframework_tools.estimates.disk import disk, gib
 from rlframework_tools.estimates.estimate import estimate, estimate_rows
 from rlframework_tools.estimates.hardware import PlannedGpus
@@ -87,10 +86,6 @@ def _planned(config):
     return planned_parts(config, create_manager(config.plugins))
 
 
-def _backend(config):
-    return backend_record(config, create_manager(config.plugins))
-
-
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
@@ -103,7 +98,7 @@ def _backend(config):
 def test_what_does_not_fit_is_warned_of(run_config, machine, words):
     config = run_config("grpo")
     with _planned(config) as parts:
-        warnings = replace(estimate(parts, _backend(config), reference=False), **machine).warnings()
+        warnings = replace(estimate(parts, create_manager(config.plugins), reference=False), **machine).warnings()
     assert len(warnings) == len(words)
     for warning, word in zip(warnings, words, strict=True):
         assert warning.startswith("warning: ")
@@ -123,7 +118,9 @@ def test_what_does_not_fit_is_warned_of(run_config, machine, words):
 def test_a_gpu_that_is_too_small_is_warned_of_with_what_saves_most(run_config, overrides, advice):
     config = run_config("sft", *overrides, "device=cuda", "policy.train_global_batch_size=512")
     rows = Rows(512, 128.0, 128)
-    found = estimate_rows(config, _backend(config), rows, reference=False, planned=PlannedGpus(1, "x", 600 << 20))
+    found = estimate_rows(
+        config, create_manager(config.plugins), rows, reference=False, planned=PlannedGpus(1, "x", 600 << 20)
+    )
     [warning] = found.warnings()
     assert "GiB of its GPU" in warning
     assert advice in warning
@@ -131,10 +128,9 @@ def test_a_gpu_that_is_too_small_is_warned_of_with_what_saves_most(run_config, o
 
 def test_a_backend_that_declares_no_layout_is_assumed_to_shard_everything_and_the_estimate_says_so(run_config):
     config = run_config("sft")
-    record = PolicyWorkerRecord("own", "own:Worker", 1)
-    found = estimate_rows(config, record, Rows(16, 8.0, 8), reference=False)
+    found = estimate_rows(config, create_manager((), disabled=["dtensor"]), Rows(16, 8.0, 8), reference=False)
     [note] = found.notes
-    assert "'own' does not say what it keeps on a worker" in note
+    assert "'dtensor' does not say what it keeps on a worker" in note
     assert f"estimate: {note}" in found.lines()
     assert {use.name: use.bytes for use in found.memory}["moments"] == 8 * found.parameters
 
@@ -153,7 +149,7 @@ def test_a_run_says_it_before_its_first_step_and_warns(run_config, capsys, caplo
 
 def test_a_run_prints_of_memory_and_disk_what_is_not_little(run_config):
     config = run_config("sft")
-    found = estimate_rows(config, _backend(config), Rows(16, 8.0, 8), reference=False)
+    found = estimate_rows(config, create_manager(config.plugins), Rows(16, 8.0, 8), reference=False)
     memory, disk = found.host_bytes, sum(found.disk.values())
     for free, words in (
         ((11 * memory, 11 * disk), ["a step"]),
@@ -174,7 +170,7 @@ def test_a_model_that_cannot_be_sized_does_not_end_the_run(run_config, caplog, m
     monkeypatch.setattr("rlframework_tools.estimates.estimate.model_size", fail)
     config = run_config("sft")
     with _planned(config) as parts:
-        print_brief(parts, _backend(config))
+        print_brief(parts)
     assert caplog.messages == ["no estimate of memory and disk: KeyError: 'hidden_size'"]
 
 

@@ -10,11 +10,10 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from rlframework import load_config
 from rlframework.config.policy import LoraConfig
 from rlframework.plugins.manager import create_manager
-from rlframework.plugins.parameter_memory import PlannedWorker
-from rlframework.runner.parts import backend_record
 from rlframework_tools.estimates.estimate import layout_of
 from rlframework_tools.estimates.model_size import BlockSize, LayerShape, ModelSize, model_size
 from rlframework_tools.estimates.row_sizes import Rows
+from rlframework_tools.estimates.state_layout import PlannedWorker
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory
 
 SIZE = ModelSize(
@@ -31,7 +30,7 @@ ROWS = Rows(count=32, mean=10.0, longest=20, generated=96)
 
 def memory_of(config, model, rows, device="cpu", *, reference=False, gpu=None):
     worker = PlannedWorker(device, model.trained, gpu)
-    layout = layout_of(config, backend_record(config, create_manager(())), worker)
+    layout = layout_of(config, create_manager(()), worker)
     return worker_memory(config, layout, model, rows, worker, reference=reference)
 
 
