@@ -4,8 +4,10 @@
 them without a traceback and exits with code 2. All other errors are failures at run time and exit with code 1.
 """
 
+from rlframework.base.notebook_tracebacks import ShortInNotebooks
 
-class RLFrameworkError(Exception):
+
+class RLFrameworkError(ShortInNotebooks, Exception):
     """Base class of all errors raised intentionally by rlframework and its plugins."""
 
 
@@ -51,7 +53,7 @@ class UnsupportedConfig(ConfigError, NotSupported):
     """The configuration asks for a capability that the chosen backend does not declare."""
 
 
-class RunInterrupted(KeyboardInterrupt):
+class RunInterrupted(ShortInNotebooks, KeyboardInterrupt):
     """A run stopped on `signal` after saving `checkpoint`; `resume` is the command that resumes it."""
 
     def __init__(self, signal: int, resume: str, checkpoint: object) -> None:
@@ -59,7 +61,7 @@ class RunInterrupted(KeyboardInterrupt):
         self.exit_code = 128 + int(signal)
 
 
-class RunTerminated(KeyboardInterrupt):
+class RunTerminated(ShortInNotebooks, KeyboardInterrupt):
     """A run stopped on `signal` without saving a checkpoint: there was nothing to save, or saving failed."""
 
     def __init__(self, message: str = "terminated", signal: int = 15) -> None:

@@ -141,6 +141,10 @@ def run_in_loop(task: Coroutine[Any, Any, R]) -> R:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        has_loop = False
+    else:
+        has_loop = True
+    if not has_loop:  # not in the `except` above, or each error of `task` would have that one as its context
         return asyncio.run(task)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, task).result()
