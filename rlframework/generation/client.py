@@ -247,6 +247,9 @@ class GenerationClient:
         late = asyncio.get_running_loop().call_later(self.longest(engine) + _LATE, engine.watch)
         try:
             return await _result(self._exchanges[index])
+        except asyncio.CancelledError:
+            engine.wait_if_shared()
+            raise
         finally:
             late.cancel()
 

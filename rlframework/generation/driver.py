@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from rlframework.policy.client import Policy
 
 R = TypeVar("R")
+
+_STARTS = 5.0
+"""Seconds in which a thread has started."""
 
 
 _MOVED = ("RemoteGeneration", "refit_policy_generation")
@@ -137,17 +141,44 @@ class Generation:
 
 
 def run_in_loop(task: Coroutine[Any, Any, R]) -> R:
-    """Run `task` in an event loop; in another thread if this one has a running loop, as in a notebook."""
+    """Run `task` in an event loop; in another thread if this one has a running loop, as in a notebook.
+
+    An interrupt cancels the task and is raised when that has ended, within about a second.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         has_loop = False
     else:
         has_loop = True
-    if not has_loop:  # not in the `except` above, or each error of `task` would have that one as its context
-        return asyncio.run(task)
+    # not in the `except` above, or each error of `task` would have that one as its context
+    return _run_in_thread(task) if has_loop else asyncio.run(task)
+
+
+def _run_in_thread(task: Coroutine[Any, Any, R]) -> R:
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+    ended = threading.Event()
+
+    async def run() -> R:
+        current = asyncio.current_task()
+        assert current is not None
+        started.set_result((asyncio.get_running_loop(), current))
+        try:
+            return await task
+        finally:
+            ended.set()
+
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, task).result()
+        try:
+            return thread.submit(asyncio.run, run()).result()
+        except KeyboardInterrupt:
+            loop, current = started.result(timeout=_STARTS)
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(current.cancel)
+            while not ended.is_set():  # or the task would go on beside what the user does next
+                with suppress(KeyboardInterrupt):
+                    ended.wait()
+            raise
 
 
 def __getattr__(name: str) -> Any:

@@ -102,6 +102,9 @@ class EngineHandle(ABC):
     def watch(self) -> None:
         """Watch an exchange in progress that takes too long, so that it ends by its deadline at the latest."""
 
+    def wait_if_shared(self) -> None:
+        """Wait for an exchange in progress if others call the same workers, and do not know of it."""
+
     def _exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> list[Incoming]:
         with _Watch(self):
             call = self._start_exchange(outgoing, timeout)
@@ -192,6 +195,11 @@ class EmbeddedEngines(EngineHandle):
     def lanes(self) -> int:
         """The number of data-parallel ranks."""
         return self.group.sharding.get_axis_size("data_parallel")
+
+    def wait_if_shared(self) -> None:
+        """See `EngineHandle.wait_if_shared`: the trainer's next call goes to the same workers."""
+        if self._exchanging is not None:
+            wait([self._exchanging])
 
     def _start_exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> MultiWorkerFuture:
         sharding = self.group.sharding

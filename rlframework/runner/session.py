@@ -46,8 +46,8 @@ class Session:
     """The `Parts` of `build_parts`, from the constructor to `close`, for several cells of a notebook.
 
     `policy`, `generation`, `tokenizer` and `config` are those of `parts`, which functions such as `rollout` take. It is
-    also a context manager, and ends with the program. An error in a worker process, and an interrupt while a call waits
-    for one, end the workers: close the session then, and open another.
+    also a context manager, and ends with the program. An error in a worker process, and an interrupt while a call of
+    `policy` waits for one, end the workers: close the session then, and open another.
     """
 
     def __init__(self, source: Source, overrides: Sequence[str] = (), *, data: Data | None = None) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import pickle
+import signal
+import sys
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +21,7 @@ from rlframework.base.errors import BatchError, EngineFault, RefitError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.policy import ParallelismConfig, PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.generation.driver import Generation
+from rlframework.generation.driver import Generation, run_in_loop
 from rlframework.interfaces.generation import FinishReason, GenerationRequest, GenerationResult, Incoming, WeightSpan
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture
@@ -133,3 +139,28 @@ def test_the_calls_around_a_rollout_and_no_rows(make: Any) -> None:
     assert generation.finish_generation()
     assert generation.shutdown()
     assert group.finished == 2
+
+
+def test_an_interrupt_of_a_cell_ends_what_it_waits_for():
+    """A notebook has a loop in the main thread, so the task has another thread, which would go on."""
+    main, ended = threading.main_thread(), []
+
+    async def task():
+        threading.Thread(target=interrupt, daemon=True).start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(threading.current_thread() is not main)
+
+    def interrupt():
+        while sys._current_frames()[main.ident].f_code.co_name != "wait":  # for the result
+            time.sleep(0.01)
+        signal.pthread_kill(main.ident, signal.SIGINT)
+
+    async def cell():
+        with pytest.raises(KeyboardInterrupt):
+            run_in_loop(task())
+
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        loop.run_until_complete(cell())
+    assert ended == [True]
