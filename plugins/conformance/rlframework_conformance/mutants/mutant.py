@@ -67,8 +67,8 @@ def around(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
             return _subclass(part, **{m.__name__: _override(part, m, change) for m in methods})
 
         def break_it(part: Any) -> Any:
-            engine_class, changed = getattr(part, "engine_class", None), _class_of(methods[0])
-            if engine_class is None or issubclass(part, changed):
+            engine_class = getattr(part, "engine_class", None)
+            if engine_class is None or issubclass(part, changed := _class_of(methods[0])):
                 return break_class(part)
             if issubclass(engine_class, changed):
                 return _subclass(part, engine_class=break_class(engine_class))
