@@ -78,12 +78,6 @@ class PolicyWorkerBase(PolicyWorker):
     engine_class: ClassVar[type[Engine]]
     """The training engine."""
 
-    microbatching_class: ClassVar[type[Microbatching]] = Microbatching
-    training_class: ClassVar[type[Training]] = Training
-    scoring_class: ClassVar[type[Scoring]] = Scoring
-    weights_class: ClassVar[type[TrainedWeights]] = TrainedWeights
-    checkpoints_class: ClassVar[type[CheckpointIO]] = CheckpointIO
-
     def __init__(
         self,
         config: PolicyConfig | Mapping[str, Any],
@@ -143,13 +137,11 @@ class PolicyWorkerBase(PolicyWorker):
 
             reference = BaseReference(engine) if adapters else SnapshotReference(engine)
         temperature = generation.temperature or 1.0  # greedy samples are scored at temperature 1
-        microbatching = self.microbatching_class(engine, load_target(processor_target)())
-        self.training = self.training_class(
-            engine, microbatching, residency, progress, self.memory, temperature, init_optimizer
-        )
-        self.scoring = self.scoring_class(engine, microbatching, residency, temperature, reference)
-        self.weights = (Adapters if adapters else self.weights_class)(engine, generation)
-        self.checkpoints = self.checkpoints_class(
+        microbatching = Microbatching(engine, load_target(processor_target)())
+        self.training = Training(engine, microbatching, residency, progress, self.memory, temperature, init_optimizer)
+        self.scoring = Scoring(engine, microbatching, residency, temperature, reference)
+        self.weights = (Adapters if adapters else TrainedWeights)(engine, generation)
+        self.checkpoints = CheckpointIO(
             engine, residency, self.weights, progress, type(self).__name__, init_optimizer, reference
         )
         self.sender = WeightSender(engine, residency, self.weights, progress, generation.refit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from rlframework.policy.engine import ShardedState, TensorShard, WeightSpec
 from rlframework_conformance import mutants
 from rlframework_conformance.measure import MutantNotApplicable
 from rlframework_conformance.mutants import MODULES, find_mutant, mutants_of
+from rlframework_conformance.mutants.mutant import around, together
 from rlframework_conformance.mutants.policy_worker.engine_access import optimizer_of
 from rlframework_conformance.mutants.policy_worker.measured_gradients import norm_of_own_shards
 
@@ -28,7 +30,8 @@ def test_each_mutant_is_found_by_its_name(kind):
 
 def test_each_module_with_mutants_is_listed():
     folder = Path(mutants.__file__).parent
-    makes = [path for path in folder.rglob("*.py") if " import mutant\n" in path.read_text()]
+    imported = re.compile(r"^from rlframework_conformance\.mutants\.mutant import .*\bmutant\b", re.MULTILINE)
+    makes = [path for path in folder.rglob("*.py") if imported.search(path.read_text())]
     found = {".".join(path.relative_to(folder).with_suffix("").parts) for path in makes}
     assert found <= {module for modules in MODULES.values() for module in modules}
 
@@ -92,3 +95,48 @@ def test_the_norm_of_own_shards_is_that_of_a_rank() -> None:
 def test_a_mutant_of_the_norm_of_own_shards_says_so_where_a_rank_has_all_weights() -> None:
     with pytest.raises(MutantNotApplicable, match="each rank has all weights in this layout"):
         norm_of_own_shards(_engine_with_rows(4))
+
+
+class _Engine:
+    def name(self) -> str:
+        return "engine"
+
+
+class _Service:
+    def name(self) -> str:
+        return "service"
+
+
+class _Worker:
+    engine_class = _Engine
+
+    def __init__(self) -> None:
+        self.engine, self.training = self.engine_class(), SimpleNamespace()
+        self._add_services()
+
+    def _add_services(self) -> None:
+        self.service = _Service()
+
+    def name(self) -> str:
+        return "worker"
+
+    def names(self) -> list[str]:
+        return [self.name(), self.engine.name(), self.service.name()]
+
+
+@pytest.mark.parametrize("broken", [_Worker, _Engine, _Service])
+def test_around_changes_the_object_of_a_worker_that_has_the_method(broken) -> None:
+    change = around(broken.name)(lambda call, part: f"no {call()}")
+    sound = [_Worker, _Engine, _Service]
+    assert change(_Worker)().names() == [f"no {each().name()}" if each is broken else each().name() for each in sound]
+    assert _Worker().names() == ["worker", "engine", "service"]
+
+
+def test_changes_together_apply_from_the_first_to_the_last() -> None:
+    changes = (around(_Engine.name)(lambda call, part, word=word: f"{word} {call()}") for word in ("inner", "outer"))
+    assert together(*changes)(_Worker)().engine.name() == "outer inner engine"
+
+
+def test_a_mutant_of_an_object_that_a_worker_lacks_says_so() -> None:
+    with pytest.raises(MutantNotApplicable, match="it changes the Path among the attributes of the engine"):
+        around(Path.exists)(lambda call, part: call())(_Worker)()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any
+from functools import reduce, wraps
+from importlib import import_module
+from typing import Any, TypeVar
 
 from rlframework.plugins.types import Capability, Record
 from rlframework_conformance.layouts import Layout
+from rlframework_conformance.measure import MutantNotApplicable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,24 +57,69 @@ def around(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
         @around(Environment.samples)
         def _shuffled_each_time(call, environment, split):
             return random.sample(call(split), len(call(split)))
+
+    The methods are of one class. In a policy worker it may also be that of its engine, of one of its services, or of an
+    attribute of the engine: `part` is then the object of that class.
     """
 
     def decorate(change: Callable[..., Any]) -> Callable[[Any], Any]:
+        def break_class(part: Any) -> Any:
+            return _subclass(part, **{m.__name__: _override(part, m, change) for m in methods})
+
         def break_it(part: Any) -> Any:
-            return type(part)(
-                f"Broken{part.__name__}", (part,), {m.__name__: _override(part, m, change) for m in methods}
-            )
+            engine_class = getattr(part, "engine_class", None)
+            if engine_class is None or issubclass(part, changed := _class_of(methods[0])):
+                return break_class(part)
+            if issubclass(engine_class, changed):
+                return _subclass(part, engine_class=break_class(engine_class))
+            return _with_broken_service(part, changed, break_class)
 
         return break_it
 
     return decorate
 
 
+def together(*changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the `break_it` that applies all `changes`, the first one innermost."""
+    return lambda part: reduce(lambda broken, change: change(broken), changes, part)
+
+
+def attribute_of(kind: type[T], *holders: Any) -> T:
+    """Return the first attribute of the `holders` that is a `kind`; raise `MutantNotApplicable` if there is none."""
+    for value in (value for holder in holders for value in vars(holder).values()):
+        if isinstance(value, kind):
+            return value
+    raise MutantNotApplicable(
+        f"it changes the {kind.__name__} among the attributes of the engine, and there is none: it says nothing about "
+        "this backend"
+    )
+
+
+def _class_of(method: Callable[..., Any]) -> type:
+    owner: type = reduce(getattr, method.__qualname__.split(".")[:-1], import_module(method.__module__))  # type: ignore[assignment]
+    return owner
+
+
+def _subclass(part: Any, **members: Any) -> Any:
+    return type(part)(f"Broken{part.__name__}", (part,), members)
+
+
 def _override(part: Any, method: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that calls `change` with the method of `part`."""
 
-    @wraps(method)
+    @wraps(getattr(part, method.__name__))
     def run(self: Any, *args: Any, **keywords: Any) -> Any:
         return change(getattr(part, method.__name__).__get__(self), self, *args, **keywords)
 
     return run
+
+
+def _with_broken_service(worker_class: Any, changed: type, break_class: Callable[[Any], Any]) -> Any:
+    """Return a policy worker's class that breaks the object of the class `changed` once its services are built."""
+
+    def add_services(self: Any, *args: Any) -> None:
+        worker_class._add_services(self, *args)
+        service: Any = attribute_of(changed, self, self.training, self.engine)
+        service.__class__ = break_class(type(service))
+
+    return _subclass(worker_class, _add_services=add_services)

@@ -1,63 +1,41 @@
-"""Breaking the engine or a service of a policy worker, and access to an engine's module, gradients and optimizer."""
+"""Access to an engine's module, gradients, optimizer and head, and changes that several mutants make."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlframework.plugins.types import Capability
+from rlframework.policy.engine import Engine
 from rlframework.policy.head.patch import HeadPatch
+from rlframework.policy.microbatches.on_demand import on_host
+from rlframework.policy.microbatching import Microbatching
 from rlframework_conformance.measure import MutantNotApplicable
+from rlframework_conformance.mutants.mutant import around, attribute_of
 
-T = TypeVar("T")
 STATE = frozenset({Capability.PORTABLE_OPTIMIZER_STATE})
 """Capabilities that the engine must declare for a mutant that loads whole weights or moments."""
 
 
-def in_service(attribute: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Decorate `break_service(service_class)`: break the class that the worker names as `attribute`."""
-
-    def decorate(break_service: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def break_it(worker_class: Any) -> Any:
-            return type("Broken", (worker_class,), {attribute: break_service(getattr(worker_class, attribute))})
-
-        return break_it
-
-    return decorate
-
-
-in_engine = in_service("engine_class")
-"""Decorate `break_engine(engine_class)`, which returns a broken `Engine`."""
-
-
-def module_of(engine: Any) -> nn.Module:
+def module_of(engine: Any) -> Any:
     """Return the model that the engine trains: its attribute `model`, or the first that is a module."""
     model = getattr(engine, "model", None)
-    return model if isinstance(model, nn.Module) else _attribute(engine, nn.Module)
+    return model if isinstance(model, nn.Module) else attribute_of(nn.Module, engine)
 
 
 def head_of(engine: Any) -> Any:
     """Return the engine's `HeadPatch`; untyped, since mutants replace its methods."""
-    return _attribute(engine, HeadPatch)
+    return attribute_of(HeadPatch, engine)
 
 
 def optimizer_of(engine: Any) -> torch.optim.Optimizer:
     """Return the engine's optimizer."""
-    return _attribute(engine, torch.optim.Optimizer)
-
-
-def _attribute(engine: Any, kind: type[T]) -> T:
-    """Return the first attribute of the engine that is a `kind`; raise `MutantNotApplicable` if it has none."""
-    for value in vars(engine).values():
-        if isinstance(value, kind):
-            return value
-    raise MutantNotApplicable(
-        f"it changes the {kind.__name__} among the attributes of the engine, and there is none: it says nothing about "
-        "this backend"
-    )
+    return attribute_of(torch.optim.Optimizer, engine)
 
 
 def gradients_of(engine: Any) -> Iterator[Tensor]:
@@ -72,6 +50,12 @@ def gradients_of(engine: Any) -> Iterator[Tensor]:
         yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
+def scale_gradients(engine: Any, factor: float) -> None:
+    """Multiply this rank's shards of the gradient by `factor`."""
+    for gradient in gradients_of(engine):
+        gradient.mul_(factor)
+
+
 def change_weights(engine: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Replace each shard of the weights by `change(shard)`."""
     engine.restore({name: change(weight) for name, weight in engine.snapshot().items()})
@@ -82,6 +66,11 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.gather_weights(engine.weight_specs())}
 
 
+def to_bfloat16(weight: Tensor) -> Tensor:
+    """Return `weight` rounded to bfloat16, in its own dtype."""
+    return weight.to(torch.bfloat16).to(weight.dtype)
+
+
 def changed_updates(change: Callable[[str, Tensor, Tensor], Tensor]) -> Callable[[Any], Any]:
     """Break steps: each weight becomes `change(name, before, after)`, wherever the engine keeps gradients.
 
@@ -89,21 +78,66 @@ def changed_updates(change: Callable[[str, Tensor, Tensor], Tensor]) -> Callable
     update is that of a part of the gradient. Needs `STATE`.
     """
 
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-                before = whole_weights(self)
-                done = super().clip_and_step(max_grad_norm, lr)
-                after = whole_weights(self)
-                self.load_weights({name: change(name, before[name], weight) for name, weight in after.items()})
-                return done
+    @around(Engine.clip_and_step)
+    def clip_and_step(call: Any, engine: Any, *args: Any) -> Any:
+        before = whole_weights(engine)
+        done = call(*args)
+        after = whole_weights(engine)
+        engine.load_weights({name: change(name, before[name], weight) for name, weight in after.items()})
+        return done
 
-        return Broken
-
-    return break_it
+    return clip_and_step
 
 
-def to_bfloat16(weight: Tensor) -> Tensor:
-    """Return `weight` rounded to bfloat16, in its own dtype."""
-    return weight.to(torch.bfloat16).to(weight.dtype)
+def around_forward(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Callable[[Any], Any]:
+    """Decorate `change(engine, keywords)`, which returns the keyword arguments of each forward of the model."""
+
+    @around(Engine.forward_backward)
+    def forward_backward(call: Any, engine: Any, *args: Any, **options: Any) -> Any:
+        def changed(module: Any, positional: Any, keywords: Any) -> Any:
+            return positional, change(engine, keywords)
+
+        handle = module_of(engine).register_forward_pre_hook(changed, with_kwargs=True)
+        try:
+            return call(*args, **options)
+        finally:
+            handle.remove()
+
+    return forward_backward
+
+
+def around_step(change: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorate `change(step, engine, output, microbatch)`, which runs in place of `step` in training."""
+
+    @around(Engine.forward_backward)
+    def forward_backward(call: Any, engine: Any, rows: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
+        return call(rows, head, step if forward_only else partial(change, step, engine), forward_only=forward_only)
+
+    return forward_backward
+
+
+def changed_output(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """Break the head: its result `name` becomes `change(result)`, in training and scoring."""
+
+    @around(Engine.forward_backward)
+    def forward_backward(call: Any, engine: Any, rows: Any, head: Any, step: Any, **options: Any) -> Any:
+        def changed(output: Any, microbatch: Any) -> Any:
+            value = getattr(output, name)
+            return step(output if value is None else replace(output, **{name: change(value)}), microbatch)
+
+        return call(rows, head, changed, **options)
+
+    return forward_backward
+
+
+def around_microbatch(change: Callable[[Any, str], None]) -> Callable[[Any], Any]:
+    """Decorate `change(microbatch, positions)`, which changes each microbatch of a loss in CPU memory."""
+
+    @around(Microbatching.split)
+    def split(call: Any, microbatching: Any, data: Any, positions: str, *how: Any) -> Any:
+        microbatches = call(data, positions, *how)
+        for microbatch in on_host(microbatches) if positions.startswith("loss") else ():
+            change(microbatch, positions)
+        return microbatches
+
+    return split

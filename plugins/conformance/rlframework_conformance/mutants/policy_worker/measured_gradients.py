@@ -6,38 +6,41 @@ It is read from the first moments, which a step at a learning rate of 0 changes,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from rlframework.plugins.types import Capability
-from rlframework.policy.engine import Moments, WeightSpec
+from rlframework.policy.engine import Engine, Moments, WeightSpec
 from rlframework_conformance.measure import MutantNotApplicable
+from rlframework_conformance.mutants.mutant import around, together
 from rlframework_conformance.mutants.policy_worker.engine_access import STATE
 
 SHARDS = STATE | {Capability.SHARDED_CHECKPOINTS}
 """Capabilities that the engine must declare for `norm_of_own_shards`."""
 
 
-def measuring(engine_class: Any) -> Any:
-    """Return the class with an attribute `gradients`: those of the last forward and backward, whole, by name.
+def around_measured_step(change: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorate `change(call, engine, max_grad_norm, lr)`, which runs in place of `clip_and_step`.
 
-    Needs `STATE`.
+    `engine.gradients` are those of the last forward and backward, whole, by name. Needs `STATE`.
     """
 
-    class Measuring(engine_class):  # type: ignore[misc]
-        gradients: Mapping[str, Tensor]
+    @around(Engine.forward_backward)
+    def forward_backward(call: Any, engine: Any, *args: Any, **options: Any) -> Any:
+        engine.repeat = partial(call, *args, **options)
+        return engine.repeat()
 
-        def forward_backward(self, *args: Any, forward_only: bool) -> Any:
-            results = super().forward_backward(*args, forward_only=forward_only)
-            if forward_only:
-                return results
-            self.gradients = _measured(self, super().clip_and_step)
-            return super().forward_backward(*args, forward_only=False)  # the step has used up the gradients
+    @around(Engine.clip_and_step)
+    def clip_and_step(call: Any, engine: Any, *args: Any) -> Any:
+        engine.gradients = _measured(engine, call)
+        engine.repeat()  # the step has used up the gradients
+        return change(call, engine, *args)
 
-    return Measuring
+    return together(forward_backward, clip_and_step)
 
 
 def total_norm(gradients: Iterable[Tensor]) -> float:
@@ -67,12 +70,13 @@ def _size(spec: WeightSpec) -> int:
 
 
 def _measured(engine: Any, step: Callable[[None, float], Any]) -> dict[str, Tensor]:
-    beta, before = engine.config.optimizer.betas[0], {name: _copy(one) for name, one in engine.gather_moments()}
+    beta, before = engine.config.optimizer.betas[0], {name: copy_of(one) for name, one in engine.gather_moments()}
     step(None, 0.0)
     found = {name: (one.exp_avg - beta * before[name].exp_avg) / (1 - beta) for name, one in engine.gather_moments()}
     engine.load_moments(before)
     return found
 
 
-def _copy(moments: Moments) -> Moments:
+def copy_of(moments: Moments) -> Moments:
+    """Return the moments in memory of their own."""
     return replace(moments, exp_avg=moments.exp_avg.clone(), exp_avg_sq=moments.exp_avg_sq.clone())

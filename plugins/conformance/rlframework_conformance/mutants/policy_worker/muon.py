@@ -8,80 +8,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlframework.policy.engine import Engine
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, optimizer_of
+from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.policy_worker.engine_access import optimizer_of
 
 UPDATES = "test_updates_by_muon_are_those_of_whole_matrices"
 
 
 @mutant("muon_ignored", "AdamW updates the matrices too.", UPDATES)
-@in_engine
-def ignored(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        config: Any
-
-        def build(self, *, init_optimizer: bool) -> None:
-            optimizer = self.config.optimizer.model_copy(update={"name": "adamw"})
-            self.config = self.config.model_copy(update={"optimizer": optimizer})
-            super().build(init_optimizer=init_optimizer)
-
-    return Broken
+@around(Engine.build)
+def _ignored(call: Any, engine: Any, **how: Any) -> None:
+    optimizer = engine.config.optimizer.model_copy(update={"name": "adamw"})
+    engine.config = engine.config.model_copy(update={"optimizer": optimizer})
+    call(**how)
 
 
 @mutant("muon_default_momentum", "Muon uses the default momentum and ignores the configured one.", UPDATES)
-@in_engine
-def default_momentum(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            for group, _ in _matrices(self):
-                group["momentum"] = 0.95
-            return super().clip_and_step(max_grad_norm, lr)
-
-    return Broken
+@around(Engine.clip_and_step)
+def _default_momentum(call: Any, engine: Any, *args: Any) -> Any:
+    for group, _ in _matrices(engine):
+        group["momentum"] = 0.95
+    return call(*args)
 
 
 @mutant("muon_on_shards", "Each rank orthogonalizes its shard of a matrix.", UPDATES, layout=Layout(data=2))
-@in_engine
-def on_shards(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
+@around(Engine.build)
+def _on_shards(call: Any, engine: Any, **how: Any) -> None:
+    call(**how)
+    group = next(_matrices(engine))[0]
+    matrices = [(matrix, nn.Parameter(_local(matrix))) for _, matrix in _matrices(engine)]
+    settings = {key: group[key] for key in ("lr", "weight_decay", "momentum")}
+    muon = torch.optim.Muon([shard for _, shard in matrices], adjust_lr_fn="match_rms_adamw", **settings)
 
-    class Broken(engine_class):  # type: ignore[misc]
-        def build(self, *, init_optimizer: bool) -> None:
-            super().build(init_optimizer=init_optimizer)
-            group = next(_matrices(self))[0]
-            matrices = [(matrix, nn.Parameter(_local(matrix))) for _, matrix in _matrices(self)]
-            settings = {key: group[key] for key in ("lr", "weight_decay", "momentum")}
-            muon = torch.optim.Muon([shard for _, shard in matrices], adjust_lr_fn="match_rms_adamw", **settings)
+    def step_on_shards(*arguments: Any) -> None:
+        for matrix, shard in matrices:
+            shard.grad, matrix.grad = _local(matrix.grad), None
+        muon.step()
 
-            def on_shards(*arguments: Any) -> None:
-                for matrix, shard in matrices:
-                    shard.grad, matrix.grad = _local(matrix.grad), None
-                muon.step()
-
-            optimizer_of(self).register_step_pre_hook(on_shards)
-
-    return Broken
+    optimizer_of(engine).register_step_pre_hook(step_on_shards)
 
 
 @mutant(
     "muon_average_not_loaded", "Muon's average of gradients starts from zero again.", "test_training_with_muon_goes_on"
 )
-@in_engine
-def average_not_loaded(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def load_moments(self, moments: Any) -> None:
-            super().load_moments(moments)
-            for _, matrix in _matrices(self):
-                optimizer_of(self).state[matrix]["exp_avg"].zero_()
-
-    return Broken
+@around(Engine.load_moments)
+def _average_not_loaded(call: Any, engine: Any, moments: Any) -> None:
+    call(moments)
+    for _, matrix in _matrices(engine):
+        optimizer_of(engine).state[matrix]["exp_avg"].zero_()
 
 
 def _matrices(engine: Any) -> Iterator[tuple[dict[str, Any], Any]]:

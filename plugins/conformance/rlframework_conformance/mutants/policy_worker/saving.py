@@ -2,173 +2,125 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlframework.base.errors import WriteError
+from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.policy.engine import Engine
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, in_engine, to_bfloat16
+from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 
 DATA = Layout(data=2)
+TRAINED = "test_a_saved_model_is_the_trained_one"
+GOES_ON = "test_a_saved_model_goes_on"
+SPECS = "test_saved_names_shapes_and_dtypes_are_those_of_the_model"
+NOW = "test_generation_uses_the_weights_of_now"
 
 
-def _broken_weights(change: Any) -> Any:
-    """Break `gather_weights`: each weight becomes `change(name, weight)`; None omits it."""
-
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def gather_weights(self, names: Any) -> Any:
-                for name, weight in super().gather_weights(names):
-                    changed = change(name, weight)
-                    if changed is not None:
-                        yield name, changed
-
-        return Broken
-
-    return break_it
+@around(Engine.build)
+def _keep_the_start(call: Any, engine: Any, **how: Any) -> None:
+    call(**how)
+    engine.start = engine.snapshot()
 
 
-def _stale_in_a_refit(fragment: str) -> Any:
+@around(PolicyWorker.save_pretrained)
+def _save_the_start(call: Any, worker: Any, path: str) -> None:
+    current = worker.engine.snapshot()
+    worker.engine.restore(worker.engine.start)
+    call(path)
+    worker.engine.restore(current)
+
+
+saves_the_weights_of_the_start = mutant(
+    "saves_the_weights_of_the_start",
+    "Saving writes the initial weights instead of the trained ones.",
+    TRAINED,
+    GOES_ON,
+)(together(_keep_the_start, _save_the_start))
+
+
+@mutant("one_tensor_not_saved", "The final norm is missing from the saved model.", SPECS, TRAINED)
+@around(Engine.gather_weights)
+def _one_tensor_not_saved(call: Any, engine: Any, names: Any) -> Any:
+    return ((name, weight) for name, weight in call(names) if name != "model.norm.weight")
+
+
+@mutant("saved_in_bfloat16", "Weights are saved in bfloat16.", SPECS, GOES_ON)
+@around(Engine.gather_weights)
+def _saved_in_bfloat16(call: Any, engine: Any, names: Any) -> Any:
+    return ((name, weight.to(torch.bfloat16)) for name, weight in call(names))
+
+
+@mutant("saving_rounds_weights", "Saving rounds the live weights to bfloat16.", "test_saving_changes_nothing")
+@around(PolicyWorker.save_pretrained)
+def _saving_rounds_weights(call: Any, worker: Any, path: str) -> None:
+    call(path)
+    change_weights(worker.engine, to_bfloat16)
+
+
+def _stale_in_a_refit(fragment: str) -> Callable[[Any], Any]:
     """Break refits: weights whose names contain `fragment` stay as they were when first gathered.
 
     Generation gets a copy of the weights in any layout, also where the engine could give it the live module.
     """
 
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def whole_model(self) -> None:
-                return None
+    @around(Engine.gather_weights)
+    def gather_weights(call: Any, engine: Any, names: Any) -> Any:
+        first: dict[str, Tensor] = vars(engine).setdefault("first", {})
+        for name, weight in call(names):
+            yield name, first.setdefault(name, weight.clone()) if fragment in name else weight
 
-            def gather_weights(self, names: Any) -> Any:
-                kept = self.__dict__.setdefault("kept", {})
-                for name, weight in super().gather_weights(names):
-                    yield name, kept.setdefault(name, weight.clone()) if fragment in name else weight
-
-        return Broken
-
-    return break_it
-
-
-@mutant(
-    "saves_the_weights_of_the_start",
-    "Saving writes the initial weights instead of the trained ones.",
-    "test_a_saved_model_is_the_trained_one",
-    "test_a_saved_model_goes_on",
-)
-def saves_the_weights_of_the_start(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.start = self.engine.snapshot()
-
-        def save_pretrained(self, path: str) -> None:
-            current = self.engine.snapshot()
-            self.engine.restore(self.start)
-            super().save_pretrained(path)
-            self.engine.restore(current)
-
-    return Broken
-
-
-one_tensor_not_saved = mutant(
-    "one_tensor_not_saved",
-    "The final norm is missing from the saved model.",
-    "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
-    "test_a_saved_model_is_the_trained_one",
-)(_broken_weights(lambda name, weight: None if name == "model.norm.weight" else weight))
-
-saved_in_bfloat16 = mutant(
-    "saved_in_bfloat16",
-    "Weights are saved in bfloat16.",
-    "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
-    "test_a_saved_model_goes_on",
-)(_broken_weights(lambda name, weight: weight.to(torch.bfloat16)))
-
-
-@mutant("saving_rounds_weights", "Saving rounds the live weights to bfloat16.", "test_saving_changes_nothing")
-def saving_rounds_weights(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def save_pretrained(self, path: str) -> None:
-            super().save_pretrained(path)
-            change_weights(self.engine, to_bfloat16)
-
-    return Broken
+    return together(around(Engine.whole_model)(lambda call, engine: None), gather_weights)
 
 
 stale_weights = mutant(
-    "stale_weights_after_refit",
-    "The engine keeps the weights of the first refit.",
-    "test_generation_uses_the_weights_of_now",
-    layout=DATA,
+    "stale_weights_after_refit", "The engine keeps the weights of the first refit.", NOW, layout=DATA
 )(_stale_in_a_refit(""))
 
-one_tensor_stale = mutant(
-    "one_tensor_skipped_in_refit",
-    "A refit does not update one of the norms.",
-    "test_generation_uses_the_weights_of_now",
-    layout=DATA,
-)(_stale_in_a_refit("layers.0.input_layernorm"))
+one_tensor_stale = mutant("one_tensor_skipped_in_refit", "A refit does not update one of the norms.", NOW, layout=DATA)(
+    _stale_in_a_refit("layers.0.input_layernorm")
+)
 
 
-@mutant(
+@around(PolicyWorker.use_reference_model)
+@contextmanager
+def _leave_the_reference(call: Any, worker: Any) -> Any:
+    vars(worker).pop("policy_weights", None)
+    current = worker.engine.snapshot()
+    worker.engine.restore(worker.scoring.reference.weights)
+    yield
+    worker.policy_weights = current
+
+
+@around(PolicyWorker.train, PolicyWorker.get_logprobs)
+def _restore_the_policy(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    if (weights := vars(worker).pop("policy_weights", None)) is not None:
+        worker.engine.restore(weights)
+    return call(*args, **options)
+
+
+reference_left_for_generation = mutant(
     "reference_left_for_generation",
     "The policy's weights are restored only at the next training or scoring call.",
     "test_generation_after_the_reference_uses_the_policys_weights",
-)
-def reference_left_for_generation(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        policy_weights: Any = None
-        inside = False
-
-        @contextmanager
-        def use_reference_model(self) -> Any:
-            current = self.engine.snapshot()
-            self.engine.restore(self.scoring.reference.weights)
-            self.inside = True
-            yield
-            self.policy_weights, self.inside = current, False
-
-        def _restore_policy(self) -> None:
-            if self.policy_weights is not None and not self.inside:
-                self.engine.restore(self.policy_weights)
-                self.policy_weights = None
-
-        def train(self, *args: Any, **kwargs: Any) -> Any:
-            self._restore_policy()
-            return super().train(*args, **kwargs)
-
-        def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-            self._restore_policy()
-            return super().get_logprobs(*args, **kwargs)
-
-    return Broken
+)(together(_leave_the_reference, _restore_the_policy))
 
 
 @mutant(
     "generating_rounds_weights", "Generation rounds the live weights to bfloat16.", "test_generating_changes_nothing"
 )
-def generating_rounds_weights(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def exchange(self, *args: Any, **kwargs: Any) -> Any:
-            incoming = super().exchange(*args, **kwargs)
-            change_weights(self.engine, to_bfloat16)
-            return incoming
-
-    return Broken
+@around(PolicyWorker.exchange)
+def _generating_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    incoming = call(*args, **options)
+    change_weights(worker.engine, to_bfloat16)
+    return incoming
 
 
 @mutant(
@@ -176,38 +128,20 @@ def generating_rounds_weights(worker_class: Any) -> Any:
     "Samples are drawn by row index instead of by seed.",
     "test_generation_is_the_same_however_rows_are_shared",
 )
-def seeds_by_place(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def exchange(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
-            numbered = [replace(request, seed=row) for row, request in enumerate(requests)]
-            return super().exchange(numbered, *args, **kwargs)
-
-    return Broken
+@around(PolicyWorker.exchange)
+def _seeds_by_place(call: Any, worker: Any, requests: Any, *args: Any, **options: Any) -> Any:
+    return call([replace(request, seed=row) for row, request in enumerate(requests)], *args, **options)
 
 
 @mutant("saving_fails_in_silence", "A failed save raises no error.", "test_saving_where_it_cannot_is_an_error")
-def saving_fails_in_silence(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def save_pretrained(self, path: str) -> None:
-            try:
-                super().save_pretrained(path)
-            except WriteError:
-                return
-
-    return Broken
+@around(PolicyWorker.save_pretrained)
+def _saving_fails_in_silence(call: Any, worker: Any, path: str) -> None:
+    with suppress(WriteError):
+        call(path)
 
 
 @mutant("greedy_samples", "Greedy generation samples.", "test_greedy_generation_takes_the_likeliest_tokens")
-def greedy_samples(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def exchange(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
-            sampled = [replace(each, sampling=replace(each.sampling, temperature=1.0)) for each in requests]
-            return super().exchange(sampled, *args, **kwargs)
-
-    return Broken
+@around(PolicyWorker.exchange)
+def _greedy_samples(call: Any, worker: Any, requests: Any, *args: Any, **options: Any) -> Any:
+    sampled = [replace(each, sampling=replace(each.sampling, temperature=1.0)) for each in requests]
+    return call(sampled, *args, **options)

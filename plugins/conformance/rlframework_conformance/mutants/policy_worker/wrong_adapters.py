@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlframework.base.errors import DataError
+from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.policy.engine import Engine
 from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.reference import SnapshotReference
+from rlframework.policy.worker import PolicyWorkerBase
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, module_of, optimizer_of, to_bfloat16
+from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.policy_worker.engine_access import (
+    module_of,
+    optimizer_of,
+    to_bfloat16,
+    whole_weights,
+)
 
 TWENTY = "test_twenty_steps_of_adapters_end_at_the_oracles"
 GRADIENTS = "test_gradients_of_adapters_are_the_oracles"
@@ -24,309 +33,205 @@ ALL_LINEAR = "test_all_linear_adapts_every_linear_layer_but_the_head"
 GENERATES = "test_generation_has_the_adapters"
 
 
-def _after_building(change: Any) -> Any:
-    """Call `change(worker)` after `build`, when the model has its adapters."""
-
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def build(self, *, init_optimizer: bool) -> None:
-                super().build(init_optimizer=init_optimizer)
-                change(self)
-
-        return Broken
-
-    return break_it
-
-
-@mutant("lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.", TWENTY, GRADIENTS, SAVED)
-@in_engine
-def scale_forgotten(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def build(self, *, init_optimizer: bool) -> None:
-            with _unscaled(self):
-                super().build(init_optimizer=init_optimizer)
-
-        def gather_weights(self, names: Any) -> Any:
-            with _unscaled(self):
-                yield from super().gather_weights(names)
-
-    return Broken
-
-
-@mutant("lora_all_linear_of_attention", "all-linear adapts the layers of attention only.", ALL_LINEAR)
-@in_engine
-def all_linear_of_attention(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def build(self, *, init_optimizer: bool) -> None:
-            engine: Any = self
-            lora = engine.config.lora
-            if lora is not None and lora.adapts_all_linear:
-                lora = lora.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")})
-                engine.config = engine.config.model_copy(update={"lora": lora})
-            super().build(init_optimizer=init_optimizer)
-
-    return Broken
-
-
 @contextmanager
-def _unscaled(worker: Any) -> Any:
+def _unscaled(engine: Any) -> Any:
     """Set the scale of the adapters, alpha / rank, to 1 inside the context."""
-    config = worker.config
+    config = engine.config
     lora = config.lora.model_copy(update={"alpha": float(config.lora.rank)})
-    worker.config = config.model_copy(update={"lora": lora})
+    engine.config = config.model_copy(update={"lora": lora})
     try:
         yield
     finally:
-        worker.config = config
+        engine.config = config
 
 
-def _change_adapters(worker: Any, change: Any) -> None:
-    found = dict(worker.gather_adapters(worker.adapter_specs()))
-    worker.take_adapters({name: change(name, matrix) for name, matrix in found.items()})
+@around(Engine.build)
+def _build_unscaled(call: Any, engine: Any, **how: Any) -> None:
+    with _unscaled(engine):
+        call(**how)
 
 
-def _initialize_b_randomly(worker: Any) -> None:
-    generator = torch.Generator().manual_seed(7)
+@around(Engine.gather_weights)
+def _merge_unscaled(call: Any, engine: Any, names: Any) -> Any:
+    with _unscaled(engine):
+        yield from call(names)
+
+
+scale_forgotten = mutant(
+    "lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.", TWENTY, GRADIENTS, SAVED
+)(together(_build_unscaled, _merge_unscaled))
+
+
+@mutant("lora_all_linear_of_attention", "all-linear adapts the layers of attention only.", ALL_LINEAR)
+@around(Engine.build)
+def _all_linear_of_attention(call: Any, engine: Any, **how: Any) -> None:
+    lora = engine.config.lora
+    if lora is not None and lora.adapts_all_linear:
+        lora = lora.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")})
+        engine.config = engine.config.model_copy(update={"lora": lora})
+    call(**how)
+
+
+def _change_adapters(engine: Any, change: Callable[[str, Tensor], Tensor]) -> None:
+    adapters = dict(engine.gather_adapters(engine.adapter_specs()))
+    engine.take_adapters({name: change(name, matrix) for name, matrix in adapters.items()})
+
+
+def _draw(engine: Any, fragment: str, seed: int) -> None:
+    """Draw the matrices whose names contain `fragment` from a generator."""
+    generator = torch.Generator().manual_seed(seed)
     _change_adapters(
-        worker, lambda name, matrix: torch.randn(matrix.shape, generator=generator) if ".lora_B." in name else matrix
+        engine, lambda name, matrix: torch.randn(matrix.shape, generator=generator) if fragment in name else matrix
     )
 
 
-b_not_zero = mutant(
-    "lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.", REFERENCE
-)(_after_building(_initialize_b_randomly))
+@mutant("lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.", REFERENCE)
+@around(Engine.build)
+def _b_not_zero(call: Any, engine: Any, **how: Any) -> None:
+    call(**how)
+    _draw(engine, ".lora_B.", 7)
 
 
-def _initialize_a_by_rank(worker: Any) -> None:
-    generator = torch.Generator().manual_seed(100 + worker.context.rank)
-    _change_adapters(
-        worker, lambda name, matrix: torch.randn(matrix.shape, generator=generator) if ".lora_A." in name else matrix
-    )
+@mutant("lora_a_by_rank", "Each rank initializes A from a generator of its own.", REFERENCE, layout=Layout(data=2))
+@around(Engine.build)
+def _a_by_rank(call: Any, engine: Any, **how: Any) -> None:
+    call(**how)
+    _draw(engine, ".lora_A.", 100 + engine.context.rank)
 
 
-a_by_rank = mutant(
-    "lora_a_by_rank", "Each rank initializes A from a generator of its own.", REFERENCE, layout=Layout(data=2)
-)(_after_building(_initialize_a_by_rank))
-
-
-def _train_the_base(worker: Any) -> None:
-    norms = [parameter for parameter in module_of(worker).parameters() if parameter.ndim == 1]
+@mutant("lora_trains_the_base", "The norms of the base model are trained along with the adapters.", TWENTY, GRADIENTS)
+@around(Engine.build)
+def _trains_the_base(call: Any, engine: Any, **how: Any) -> None:
+    call(**how)
+    norms = [parameter for parameter in module_of(engine).parameters() if parameter.ndim == 1]
     for norm in norms:
         norm.requires_grad_(True)
-    optimizer_of(worker).add_param_group({"params": norms})
-
-
-base_trained = mutant(
-    "lora_trains_the_base", "The norms of the base model are trained along with the adapters.", TWENTY, GRADIENTS
-)(_after_building(_train_the_base))
+    optimizer_of(engine).add_param_group({"params": norms})
 
 
 @mutant("lora_decays_the_base", "Weight decay shrinks the frozen weights too.", TWENTY)
-@in_engine
-def decays_the_base(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            done = super().clip_and_step(max_grad_norm, lr)
-            factor = 1 - lr * self.config.optimizer.weight_decay
-            weights = self.snapshot()
-            self.restore({name: weight if is_adapter(name) else weight * factor for name, weight in weights.items()})
-            return done
-
-    return Broken
+@around(Engine.clip_and_step)
+def _decays_the_base(call: Any, engine: Any, max_grad_norm: Any, lr: float) -> Any:
+    done = call(max_grad_norm, lr)
+    factor = 1 - lr * engine.config.optimizer.weight_decay
+    weights = engine.snapshot()
+    engine.restore({name: weight if is_adapter(name) else weight * factor for name, weight in weights.items()})
+    return done
 
 
 @mutant("lora_a_not_trained", "A keeps its initial value.", GRADIENTS, TWENTY)
-@in_engine
-def a_not_trained(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            before = {name: matrix.clone() for name, matrix in self.gather_adapters(self.adapter_specs())}
-            done = super().clip_and_step(max_grad_norm, lr)
-            _change_adapters(self, lambda name, matrix: before[name] if ".lora_A." in name else matrix)
-            return done
-
-    return Broken
+@around(Engine.clip_and_step)
+def _a_not_trained(call: Any, engine: Any, *args: Any) -> Any:
+    before = {name: matrix.clone() for name, matrix in engine.gather_adapters(engine.adapter_specs())}
+    done = call(*args)
+    _change_adapters(engine, lambda name, matrix: before[name] if ".lora_A." in name else matrix)
+    return done
 
 
 @mutant("lora_on_in_reference", "Adapters stay on while the reference model is scored.", REFERENCE)
-@in_engine
-def on_in_reference(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        @contextmanager
-        def without_adapters(self) -> Any:
-            yield
-
-    return Broken
+@around(Engine.without_adapters)
+@contextmanager
+def _on_in_reference(call: Any, engine: Any) -> Any:
+    yield
 
 
-@mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.", REFERENCE)
-@in_engine
-def off_after_reference(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
+@around(Engine.without_adapters)
+@contextmanager
+def _leave_off(call: Any, engine: Any) -> Any:
+    vars(engine).setdefault("off", ExitStack()).enter_context(call())
+    yield
 
-    class Broken(engine_class):  # type: ignore[misc]
-        def build(self, *, init_optimizer: bool) -> None:
-            self.disabled = ExitStack()
-            super().build(init_optimizer=init_optimizer)
 
-        @contextmanager
-        def without_adapters(self) -> Any:
-            self.disabled.enter_context(super().without_adapters())
-            yield
+@around(Engine.close)
+def _close(call: Any, engine: Any) -> None:
+    vars(engine).get("off", ExitStack()).close()
+    call()
 
-        def close(self) -> None:
-            self.disabled.close()
-            super().close()
 
-    return Broken
+off_after_reference = mutant(
+    "lora_off_after_reference", "Adapters stay off after the reference model is scored.", REFERENCE
+)(together(_leave_off, _close))
 
 
 @mutant(
     "lora_frozen_after_reference", "The optimizer loses the adapters after the reference model is scored.", REFERENCE
 )
-@in_engine
-def frozen_after_reference(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        @contextmanager
-        def without_adapters(self) -> Any:
-            with super().without_adapters():
-                yield
-            for group in optimizer_of(self).param_groups:
-                group["params"] = []
-
-    return Broken
+@around(Engine.without_adapters)
+@contextmanager
+def _frozen_after_reference(call: Any, engine: Any) -> Any:
+    with call():
+        yield
+    for group in optimizer_of(engine).param_groups:
+        group["params"] = []
 
 
 @mutant("lora_copies_the_reference", "A copy of the base is kept for the reference model.", REFERENCE)
-def copies_the_reference(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.scoring.reference = SnapshotReference(self.engine)
-
-    return Broken
+@around(PolicyWorkerBase.__init__)
+def _copies_the_reference(call: Any, worker: Any, *args: Any, **options: Any) -> None:
+    call(*args, **options)
+    worker.scoring.reference = SnapshotReference(worker.engine)
 
 
-def _broken_merge(change: Any) -> Any:
+def _changed_merge(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
     """Break merging: merged weights become `base + change(merged - base)`."""
 
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def gather_weights(self, names: Any) -> Any:
-                names = list(names)
-                with self.without_adapters():
-                    base = {name: weight.clone() for name, weight in super().gather_weights(names)}
-                for name, weight in super().gather_weights(names):
-                    yield name, base[name] + change(weight - base[name])
+    @around(Engine.gather_weights)
+    def gather_weights(call: Any, engine: Any, names: Any) -> Any:
+        names = list(names)
+        with engine.without_adapters():
+            base = {name: weight.clone() for name, weight in call(names)}
+        for name, weight in call(names):
+            yield name, base[name] + change(weight - base[name])
 
-        return Broken
-
-    return break_it
+    return gather_weights
 
 
 merged_with_the_wrong_sign = mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.", SAVED)(
-    _broken_merge(lambda added: -added)
+    _changed_merge(lambda added: -added)
 )
-
-
-def _transposed(added: Tensor) -> Tensor:
-    return added.T if added.ndim == 2 and added.shape[0] == added.shape[1] else added
-
-
 merged_transposed = mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.", SAVED)(
-    _broken_merge(_transposed)
+    _changed_merge(lambda added: added.T if added.ndim == 2 and added.shape[0] == added.shape[1] else added)
 )
 not_merged = mutant("lora_not_merged", "The base model is saved without the adapters.", SAVED)(
-    _broken_merge(torch.zeros_like)
+    _changed_merge(torch.zeros_like)
 )
 
 
-def _broken_adapters(change: Any) -> Any:
-    """Break `gather_adapters`: each matrix becomes `change(matrix)`."""
-
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def gather_adapters(self, names: Any) -> Any:
-                for name, matrix in super().gather_adapters(names):
-                    yield name, change(matrix)
-
-        return Broken
-
-    return break_it
+@mutant("lora_adapters_not_saved", "The adapter files contain zeros.", SAVED, GRADIENTS)
+@around(Engine.gather_adapters)
+def _adapters_not_saved(call: Any, engine: Any, names: Any) -> Any:
+    return ((name, torch.zeros_like(matrix)) for name, matrix in call(names))
 
 
-adapters_not_saved = mutant("lora_adapters_not_saved", "The adapter files contain zeros.", SAVED, GRADIENTS)(
-    _broken_adapters(torch.zeros_like)
-)
-adapters_in_bfloat16 = mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.", SAVED, RESUMES)(
-    _broken_adapters(to_bfloat16)
-)
+@mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.", SAVED, RESUMES)
+@around(Engine.gather_adapters)
+def _adapters_in_bfloat16(call: Any, engine: Any, names: Any) -> Any:
+    return ((name, to_bfloat16(matrix)) for name, matrix in call(names))
 
 
 @mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.", SAVED)
-def misfits_taken(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def load_adapter(self, path: str) -> None:
-            try:
-                super().load_adapter(path)
-            except DataError:
-                return
-
-    return Broken
+@around(PolicyWorker.load_adapter)
+def _misfits_taken(call: Any, worker: Any, path: str) -> None:
+    with suppress(DataError):
+        call(path)
 
 
-@mutant("lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters.", RESUMES)
-@in_engine
-def checkpoint_without_moments(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def load_moments(self, moments: Any) -> None:
-            return
-
-    return Broken
+checkpoint_without_moments = mutant(
+    "lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters.", RESUMES
+)(around(Engine.load_moments)(lambda call, engine, moments: None))
 
 
 @mutant("lora_checkpoint_with_the_base", "Each checkpoint contains the base model too.", RESUMES)
-def checkpoint_with_the_base(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
+@around(PolicyWorker.save_checkpoint)
+def _checkpoint_with_the_base(call: Any, worker: Any, weights_path: str, *args: Any, **options: Any) -> None:
+    from safetensors.torch import save_file
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def save_checkpoint(self, weights_path: str, *args: Any, **kwargs: Any) -> None:
-            from safetensors.torch import save_file
-
-            super().save_checkpoint(weights_path, *args, **kwargs)
-            save_file(dict(self.engine.gather_weights(self.engine.weight_specs())), f"{weights_path}/base.safetensors")
-
-    return Broken
+    call(weights_path, *args, **options)
+    save_file(whole_weights(worker.engine), f"{weights_path}/base.safetensors")
 
 
 @mutant("lora_generates_with_the_base", "Samples are drawn from the base model without the adapters.", GENERATES)
-def generates_with_the_base(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def exchange(self, *args: Any, **kwargs: Any) -> Any:
-            with self.engine.without_adapters():
-                return super().exchange(*args, **kwargs)
-
-    return Broken
+@around(PolicyWorker.exchange)
+def _generates_with_the_base(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    with worker.engine.without_adapters():
+        return call(*args, **options)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from rlframework.policy.engine import Engine
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, module_of
+from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.policy_worker.engine_access import module_of
 
 EXPERTS = Layout(data=2, expert=2)
 LEARN = "test_experts_learn_as_the_oracles"
@@ -16,21 +17,17 @@ NAMES = "test_experts_are_saved_by_the_names_of_files"
 RESUMES = "test_experts_go_on_from_a_checkpoint"
 
 
-def _scaled_gradients(fragment: str, factor: float) -> Any:
+def _scaled_gradients(fragment: str, factor: float) -> Callable[[Any], Any]:
     """Multiply the gradients of parameters whose name contains `fragment` by `factor`."""
 
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-                for name, parameter in module_of(self).named_parameters():
-                    if fragment in name and parameter.grad is not None:
-                        parameter.grad.mul_(factor)
-                return super().clip_and_step(max_grad_norm, lr)
+    @around(Engine.clip_and_step)
+    def clip_and_step(call: Any, engine: Any, *args: Any) -> Any:
+        for name, parameter in module_of(engine).named_parameters():
+            if fragment in name and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return call(*args)
 
-        return Broken
-
-    return break_it
+    return clip_and_step
 
 
 experts_gradient_of_each_rank = mutant(
@@ -46,17 +43,10 @@ routers_that_do_not_learn = mutant(
 
 
 @mutant("router_loss_left_out", "The configured weight of the load-balancing loss is ignored.", ROUTERS)
-@in_engine
-def router_loss_left_out(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def build(self, *, init_optimizer: bool) -> None:
-            engine: Any = self
-            engine.config = engine.config.model_copy(update={"router_aux_loss_coef": 0.0})
-            super().build(init_optimizer=init_optimizer)
-
-    return Broken
+@around(Engine.build)
+def _router_loss_left_out(call: Any, engine: Any, **how: Any) -> None:
+    engine.config = engine.config.model_copy(update={"router_aux_loss_coef": 0.0})
+    call(**how)
 
 
 @mutant(
@@ -64,24 +54,17 @@ def router_loss_left_out(engine_class: Any) -> Any:
     "The load-balancing loss uses the expert shares of the first microbatch only.",
     ROUTERS,
 )
-@in_engine
-def router_loss_of_a_microbatch(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
+@around(Engine.build)
+def _router_loss_of_a_microbatch(call: Any, engine: Any, **how: Any) -> None:
+    call(**how)
+    if (routers := engine.router_loss) is not None:
+        whole = routers.measure_load
 
-    class Broken(engine_class):  # type: ignore[misc]
-        def build(self, *, init_optimizer: bool) -> None:
-            super().build(init_optimizer=init_optimizer)
-            routers = self.router_loss
-            if routers is not None:
-                whole = routers.measure_load
+        def measure_load(microbatches: Any, forward: Any) -> Any:
+            first, all_ = whole(microbatches[:1], forward), whole(microbatches, forward)
+            return type(all_)(first.load, all_.tokens)
 
-                def measure_load(microbatches: Any, forward: Any) -> Any:
-                    first, all_ = whole(microbatches[:1], forward), whole(microbatches, forward)
-                    return type(all_)(first.load, all_.tokens)
-
-                routers.measure_load = measure_load
-
-    return Broken
+        routers.measure_load = measure_load
 
 
 def _exchanged(name: str) -> str:
@@ -94,16 +77,10 @@ def _exchanged(name: str) -> str:
 
 
 @mutant("gate_and_up_exchanged", "The gate and up projections of experts are saved under each other's names.", NAMES)
-@in_engine
-def gate_and_up_exchanged(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-            for name, weight in super().gather_weights([_exchanged(name) for name in names]):
-                yield _exchanged(name), weight
-
-    return Broken
+@around(Engine.gather_weights)
+def _gate_and_up_exchanged(call: Any, engine: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for name, weight in call([_exchanged(name) for name in names]):
+        yield _exchanged(name), weight
 
 
 @mutant(
@@ -111,13 +88,7 @@ def gate_and_up_exchanged(engine_class: Any) -> Any:
     "The moments of an expert's gate and up projections are saved under each other's names.",
     RESUMES,
 )
-@in_engine
-def moments_of_another_half(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def gather_moments(self) -> Iterator[tuple[str, Any]]:
-            for name, moments in super().gather_moments():
-                yield _exchanged(name), moments
-
-    return Broken
+@around(Engine.gather_moments)
+def _moments_of_another_half(call: Any, engine: Any) -> Iterator[tuple[str, Any]]:
+    for name, moments in call():
+        yield _exchanged(name), moments

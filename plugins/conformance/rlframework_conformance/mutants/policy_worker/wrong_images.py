@@ -10,15 +10,11 @@ import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
+from rlframework.policy.engine import Engine
+from rlframework.policy.microbatching import Microbatching
 from rlframework_conformance import cases
-from rlframework_conformance.mutants.mutant import Mutant, mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import (
-    STATE,
-    changed_updates,
-    in_engine,
-    in_service,
-    whole_weights,
-)
+from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.policy_worker.engine_access import STATE, changed_updates, whole_weights
 
 PICTURES = "test_rows_see_their_own_images"
 PATCHES = "test_images_of_different_sizes_keep_to_their_rows"
@@ -26,101 +22,67 @@ PARTS = "test_one_part_is_trained"
 WITHOUT = "test_parameters_without_a_gradient_are_left_alone"
 
 
-def _broken_rows(name: str, bug: str, change: Callable[[BatchedDataDict[Any]], BatchedDataDict[Any]]) -> Mutant:
-    """A mutant that computes `change(rows)` in place of the rows with images."""
+def _around_rows(change: Callable[[BatchedDataDict[Any], list[int]], None]) -> Callable[[Any], Any]:
+    """Decorate `change(rows, chosen)`, which changes a copy of rows; the `chosen` have an image of equal size."""
 
-    @in_service("microbatching_class")
-    def break_it(microbatching_class: Any) -> Any:
-        class Broken(microbatching_class):  # type: ignore[misc]
-            def split(self, data: Any, *args: Any, **options: Any) -> Any:
-                if "pixel_values" in data:
-                    data = change(data)
-                return super().split(data, *args, **options)
+    @around(Microbatching.split)
+    def split(call: Any, microbatching: Any, data: Any, *args: Any) -> Any:
+        if "pixel_values" in data:
+            data, images = data.slice(0, data.size), data["pixel_values"].tensors
+            change(data, [row for row, image in enumerate(images) if image is not None and image.shape[1] == 1])
+        return call(data, *args)
 
-        return Broken
-
-    return mutant(name, bug, PICTURES)(break_it)
+    return split
 
 
-def _with_images(rows: BatchedDataDict[Any], images: list[Any]) -> BatchedDataDict[Any]:
-    changed = rows.slice(0, rows.size)
-    changed["pixel_values"] = PackedTensor(images, rows["pixel_values"].dim_to_pack)
-    return changed
+def _give_images(rows: BatchedDataDict[Any], sources: dict[int, int]) -> None:
+    """Give each row of `sources` the images of another one."""
+    images = rows["pixel_values"]
+    tensors = [images.tensors[sources.get(row, row)] for row in range(len(images.tensors))]
+    rows["pixel_values"] = PackedTensor(tensors, images.dim_to_pack)
 
 
-def _same_sizes(rows: BatchedDataDict[Any]) -> list[int]:
-    """The rows with one image."""
-    return [row for row, image in enumerate(rows["pixel_values"].tensors) if image is not None and image.shape[1] == 1]
+@mutant("image_order_swapped", "The images of rows are passed to the model in another order than the rows.", PICTURES)
+@_around_rows
+def _image_order_swapped(rows: BatchedDataDict[Any], chosen: list[int]) -> None:
+    _give_images(rows, dict(zip(chosen, reversed(chosen), strict=True)))
 
 
-def _swapped(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    images, chosen = list(rows["pixel_values"].tensors), _same_sizes(rows)
-    for row, other in zip(chosen, reversed(chosen), strict=True):
-        images[row] = rows["pixel_values"].tensors[other]
-    return _with_images(rows, images)
+@mutant("features_of_another_row", "Rows get the features of the first image of their batch.", PICTURES)
+@_around_rows
+def _features_of_another_row(rows: BatchedDataDict[Any], chosen: list[int]) -> None:
+    _give_images(rows, dict.fromkeys(chosen, chosen[0]))
 
 
-def _of_another_row(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    images, chosen = list(rows["pixel_values"].tensors), _same_sizes(rows)
-    for row in chosen[1:]:
-        images[row] = images[chosen[0]]
-    return _with_images(rows, images)
-
-
-def _token_too_few(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """An image token of the first row with an image is one of the second's: the model sees the right number in all."""
-    changed, token = rows.slice(0, rows.size), cases.image_token()
-    ids = changed["input_ids"].clone()
-    row, other = _same_sizes(rows)[:2]
+@mutant("image_token_too_few", "A row has an image token too few, and another row one too many.", PICTURES)
+@_around_rows
+def _image_token_too_few(rows: BatchedDataDict[Any], chosen: list[int]) -> None:
+    """The model sees the right number in all."""
+    ids, token, (row, other) = rows["input_ids"].clone(), cases.image_token(), chosen[:2]
     ids[row, (ids[row] == token).nonzero()[-1]] = 3
     ids[other, (ids[other] == token).nonzero()[0] - 1] = token
-    changed["input_ids"] = ids
-    return changed
+    rows["input_ids"] = ids
 
 
-image_order_swapped = _broken_rows(
-    "image_order_swapped", "The images of rows are passed to the model in another order than the rows.", _swapped
-)
-features_of_another_row = _broken_rows(
-    "features_of_another_row", "Rows get the features of the first image of their batch.", _of_another_row
-)
-image_token_too_few = _broken_rows(
-    "image_token_too_few", "A row has an image token too few, and another row one too many.", _token_too_few
-)
+@around(Microbatching.split)
+def _number_one_by_one(call: Any, microbatching: Any, *args: Any) -> Any:
+    microbatches = list(call(*args))
+    for inputs in (microbatch.processed_inputs for microbatch in microbatches):
+        ids = inputs.input_ids
+        inputs.vlm_kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    return microbatches
 
 
-@mutant("patches_numbered_one_by_one", "Tokens of images are numbered like text.", PATCHES)
-@in_service("microbatching_class")
-def patches_numbered_one_by_one(microbatching_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(microbatching_class):  # type: ignore[misc]
-        def mode(self, data: Any = None) -> str:
-            return "padded"
-
-        def split(self, *args: Any, **options: Any) -> Any:
-            found = list(super().split(*args, **options))
-            for inputs in (microbatch.processed_inputs for microbatch in found):
-                ids = inputs.input_ids
-                inputs.vlm_kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-            return found
-
-    return Broken
+patches_numbered_one_by_one = mutant(
+    "patches_numbered_one_by_one", "Tokens of images are numbered like text.", PATCHES
+)(together(_number_one_by_one, around(Microbatching.mode)(lambda call, microbatching, data=None: "padded")))
 
 
 @mutant("freeze_ignored", "All parts are trained, whatever is configured.", PARTS)
-@in_engine
-def freeze_ignored(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        config: Any
-
-        def build(self, *, init_optimizer: bool) -> None:
-            self.config = self.config.model_copy(update={"freeze": None})
-            super().build(init_optimizer=init_optimizer)
-
-    return Broken
+@around(Engine.build)
+def _freeze_ignored(call: Any, engine: Any, **how: Any) -> None:
+    engine.config = engine.config.model_copy(update={"freeze": None})
+    call(**how)
 
 
 decays_without_a_gradient = mutant(
@@ -134,19 +96,13 @@ decays_without_a_gradient = mutant(
     WITHOUT,
     needs=STATE,
 )
-@in_engine
-def steps_counted_without_a_gradient(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            done = super().clip_and_step(max_grad_norm, lr)
-            moments = dict(self.gather_moments())
-            most = max(each.steps for each in moments.values())
-            self.load_moments({name: replace(each, steps=most) for name, each in moments.items()})
-            return done
-
-    return Broken
+@around(Engine.clip_and_step)
+def _steps_counted_without_a_gradient(call: Any, engine: Any, *args: Any) -> Any:
+    done = call(*args)
+    moments = dict(engine.gather_moments())
+    most = max(each.steps for each in moments.values())
+    engine.load_moments({name: replace(each, steps=most) for name, each in moments.items()})
+    return done
 
 
 @mutant(
@@ -155,19 +111,12 @@ def steps_counted_without_a_gradient(engine_class: Any) -> Any:
     WITHOUT,
     needs=STATE,
 )
-@in_engine
-def gradients_of_the_step_before(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def clip_and_step(self, max_grad_norm: Any, lr: float) -> Any:
-            before = whole_weights(self)
-            done = super().clip_and_step(max_grad_norm, lr)
-            after, last = whole_weights(self), getattr(self, "last_updates", {})
-            updates = {name: weight - before[name] for name, weight in after.items()}
-            stale = {name: one if one.any() else last.get(name, one) for name, one in updates.items()}
-            self.last_updates = stale
-            self.load_weights({name: before[name] + one for name, one in stale.items()})
-            return done
-
-    return Broken
+@around(Engine.clip_and_step)
+def _gradients_of_the_step_before(call: Any, engine: Any, *args: Any) -> Any:
+    before = whole_weights(engine)
+    done = call(*args)
+    last = vars(engine).setdefault("last_updates", {})
+    updates = {name: weight - before[name] for name, weight in whole_weights(engine).items()}
+    last.update({name: one for name, one in updates.items() if one.any() or name not in last})
+    engine.load_weights({name: before[name] + last[name] for name in updates})
+    return done

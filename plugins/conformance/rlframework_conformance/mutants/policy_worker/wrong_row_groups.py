@@ -6,55 +6,49 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.microbatches.on_demand import on_host
+from rlframework.policy.microbatching import Microbatching
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import in_service
+from rlframework_conformance.mutants.mutant import around, mutant
 
 _MODES = tuple(f"test_groups_share_a_{mode}_microbatch" for mode in ("padded", "dynamic", "packed"))
 
 
-def _broken_split(change: Callable[..., Any]) -> Any:
-    """Break the microbatches of a loss of groups: they become `change(sound, data, positions, rows, tokens)`."""
+def _around_split(change: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorate `change(call, data, positions, rows, tokens)`, in place of `split` for a loss of groups."""
 
-    @in_service("microbatching_class")
-    def break_it(microbatching_class: Any) -> Any:
-        class Broken(microbatching_class):  # type: ignore[misc]
-            def split(self, data: Any, positions: str, rows: int, tokens: Any, groups: bool = False) -> Any:
-                if groups:
-                    return change(super().split, data, positions, rows, tokens)
-                return super().split(data, positions, rows, tokens)
+    @around(Microbatching.split)
+    def split(call: Any, microbatching: Any, data: Any, *how: Any) -> Any:
+        *others, groups = how if len(how) == 4 else (*how, False)
+        return change(call, data, *others) if groups else call(data, *how)
 
-        return Broken
-
-    return break_it
+    return split
 
 
-groups_divided_by_the_packer = mutant(
-    "groups_divided_by_the_packer",
-    "Rows are assigned to microbatches one by one, whatever their group.",
-    *_MODES,
-)(_broken_split(lambda sound, data, *how: sound(data, *how, False)))
-
-order_within_groups_lost = mutant(
-    "order_within_groups_lost",
-    "The rows of a group are in another order than in the batch.",
-    *_MODES,
-)(_broken_split(lambda sound, data, *how: sound(data.select_indices(range(data.size - 1, -1, -1)), *how, True)))
+@mutant("groups_divided_by_the_packer", "Rows are assigned to microbatches one by one, whatever their group.", *_MODES)
+@_around_split
+def _groups_divided_by_the_packer(call: Any, data: Any, *how: Any) -> Any:
+    return call(data, *how, False)
 
 
-def _ids_of_the_first_rows(sound: Any, data: Any, *how: Any) -> Any:
-    made = sound(data, *how, True)
-    for microbatch in on_host(made):
-        microbatch.data_dict["group_ids"] = data["group_ids"][: len(microbatch.rows)]
-    return made
+@mutant("order_within_groups_lost", "The rows of a group are in another order than in the batch.", *_MODES)
+@_around_split
+def _order_within_groups_lost(call: Any, data: Any, *how: Any) -> Any:
+    return call(data.select_indices(range(data.size - 1, -1, -1)), *how, True)
 
 
-group_ids_of_other_rows = mutant(
+@mutant(
     "group_ids_of_other_rows",
     "`group_ids` are not sliced with the rows: each microbatch has those of the first rows.",
     *_MODES,
-)(_broken_split(_ids_of_the_first_rows))
+)
+@_around_split
+def _group_ids_of_other_rows(call: Any, data: Any, *how: Any) -> Any:
+    microbatches = call(data, *how, True)
+    for microbatch in on_host(microbatches):
+        microbatch.data_dict["group_ids"] = data["group_ids"][: len(microbatch.rows)]
+    return microbatches
 
 
 @mutant(
@@ -63,18 +57,13 @@ group_ids_of_other_rows = mutant(
     *_MODES,
     layout=Layout(data=2),
 )
-def groups_divided_over_ranks(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def train(self, data: Any, *args: Any, **options: Any) -> Any:
-            if "group_ids" in data:
-                group = self.engine.data_parallel_group()
-                whole: BatchedDataDict[Any] = BatchedDataDict(dict(data)).all_gather(group)
-                data = whole.select_indices(range(group.rank(), whole.size, group.size()))
-            return super().train(data, *args, **options)
-
-    return Broken
+@around(PolicyWorker.train)
+def _groups_divided_over_ranks(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
+    if "group_ids" in data:
+        group = worker.engine.data_parallel_group()
+        whole: BatchedDataDict[Any] = BatchedDataDict(dict(data)).all_gather(group)
+        data = whole.select_indices(range(group.rank(), whole.size, group.size()))
+    return call(data, *args, **options)
 
 
 @mutant(
@@ -83,16 +72,9 @@ def groups_divided_over_ranks(worker_class: Any) -> Any:
     *_MODES,
     layout=Layout(data=2),
 )
-@in_service("microbatching_class")
-def groups_counted_by_each_rank(microbatching_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(microbatching_class):  # type: ignore[misc]
-        def global_batch(self, *args: Any, **options: Any) -> Any:
-            found = super().global_batch(*args, **options)
-            batch = found["batch"]
-            if "group_ids" not in batch:
-                return found
-            return {**found, "global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)}
-
-    return Broken
+@around(Microbatching.global_batch)
+def _groups_counted_by_each_rank(call: Any, microbatching: Any, *args: Any) -> Any:
+    processed = call(*args)
+    batch = processed["batch"]
+    own = {"global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)} if "group_ids" in batch else {}
+    return {**processed, **own}

@@ -1,8 +1,8 @@
-"""Violations of contract 5 in sharded checkpoints, and in checkpoints of other layouts."""
+"""Violations of contract 5 in sharded checkpoints, of other layouts or in the engine's native format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,84 +10,69 @@ from typing import Any
 import torch
 
 from rlframework.base.errors import WriteError
+from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.policy.checkpoint_io import CheckpointIO
+from rlframework.policy.engine import Engine
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import in_engine, in_service
+from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.policy_worker.measured_gradients import copy_of
 
 RESUMES = "test_training_goes_on_to_the_bit_from_pieces"
 SAME = "test_both_forms_hold_the_same_numbers"
 BESIDE = "test_saving_beside_training_is_saving_before_it"
+NATIVE = "test_training_goes_on_to_the_bit_from_native_files"
 
 
-def _broken_sharded_state(change: Callable[[Any], Any]) -> Any:
-    """Break `sharded_state`: it returns `change(state)`."""
-
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def sharded_state(self) -> Any:
-                return change(super().sharded_state())
-
-        return Broken
-
-    return break_it
+@mutant("pieces_without_second_moments", "The shards of the second moments are saved as zeros.", RESUMES, SAME)
+@around(Engine.sharded_state)
+def _without_second_moments(call: Any, engine: Any) -> Any:
+    state = call()
+    for index, shard in enumerate(state.moments):
+        if shard.name.startswith("exp_avg_sq."):
+            state.moments[index] = replace(shard, local=torch.zeros_like(shard.local))
+    return state
 
 
-def _without_second_moments(state: Any) -> Any:
-    moments = [
-        replace(shard, local=torch.zeros_like(shard.local)) if shard.name.startswith("exp_avg_sq.") else shard
-        for shard in state.moments
-    ]
-    return replace(state, moments=moments)
+@mutant("pieces_without_steps", "The shards are saved with an optimizer step count of 0.", RESUMES, SAME)
+@around(Engine.sharded_state)
+def _without_steps(call: Any, engine: Any) -> Any:
+    state = call()
+    return replace(state, steps=dict.fromkeys(state.steps, 0))
 
 
-def _with_exchanged_offsets(state: Any) -> Any:
-    """Exchange the offsets of the two halves of each weight, so the shards still cover it."""
-
-    def moved(shard: Any) -> Any:
-        if not shard.shape or 2 * shard.local.shape[0] != shard.shape[0]:
-            return shard
-        return replace(shard, offset=(0 if shard.offset[0] else shard.local.shape[0], *shard.offset[1:]))
-
-    return replace(state, weights=[moved(shard) for shard in state.weights])
-
-
-shards_without_second_moments = mutant(
-    "pieces_without_second_moments", "The shards of the second moments are saved as zeros.", RESUMES, SAME
-)(_broken_sharded_state(_without_second_moments))
-shards_without_steps = mutant(
-    "pieces_without_steps", "The shards are saved with an optimizer step count of 0.", RESUMES, SAME
-)(_broken_sharded_state(lambda state: replace(state, steps=dict.fromkeys(state.steps, 0))))
-shards_elsewhere = mutant(
-    "pieces_elsewhere", "The shards are saved with each other's offsets.", SAME, layout=Layout(data=2)
-)(_broken_sharded_state(_with_exchanged_offsets))
+@mutant("pieces_elsewhere", "The shards are saved with each other's offsets.", SAME, layout=Layout(data=2))
+@around(Engine.sharded_state)
+def _elsewhere(call: Any, engine: Any) -> Any:
+    """The two halves of each weight have each other's offsets, so the shards still cover it."""
+    state = call()
+    for index, shard in enumerate(state.weights):
+        if shard.shape and 2 * shard.local.shape[0] == shard.shape[0]:
+            first = 0 if shard.offset[0] else shard.local.shape[0]
+            state.weights[index] = replace(shard, offset=(first, *shard.offset[1:]))
+    return state
 
 
-@mutant(
+@around(PolicyWorker.save_checkpoint)
+def _save_later(call: Any, worker: Any, *args: Any, asynchronous: bool = False, **options: Any) -> None:
+    if asynchronous:
+        worker.later = options["weights_path"], options["optimizer_path"]
+    else:
+        call(*args, **options)
+
+
+@around(PolicyWorker.finish_checkpoint)
+def _save_now(call: Any, worker: Any) -> None:
+    if paths := vars(worker).pop("later", None):
+        worker.save_checkpoint(*paths, form="sharded")
+    call()
+
+
+asynchronous_is_later = mutant(
     "asynchronous_is_later",
     "An asynchronous save writes the state at the time it finishes, not at the call.",
     RESUMES,
     BESIDE,
-)
-def asynchronous_is_later(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        later: tuple[str, ...] = ()
-
-        def save_checkpoint(self, *args: Any, asynchronous: bool = False, **kwargs: Any) -> None:
-            if asynchronous:
-                self.later = (kwargs["weights_path"], kwargs["optimizer_path"])
-            else:
-                super().save_checkpoint(*args, **kwargs)
-
-        def finish_checkpoint(self) -> None:
-            paths, self.later = self.later, ()
-            if paths:
-                super().save_checkpoint(*paths, form="sharded")
-            super().finish_checkpoint()
-
-    return Broken
+)(together(_save_later, _save_now))
 
 
 @mutant(
@@ -95,32 +80,22 @@ def asynchronous_is_later(worker_class: Any) -> Any:
     "Resuming with another number of workers drops the optimizer state.",
     "test_checkpoints_go_on_under_other_layouts",
 )
-def moments_of_one_layout(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
+@around(PolicyWorker.load_checkpoint)
+def _moments_of_one_layout(call: Any, worker: Any, weights_path: str, optimizer_path: str | None = None) -> None:
+    from safetensors.torch import load_file
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-            from safetensors.torch import load_file
-
-            if optimizer_path is not None:
-                states = load_file(Path(optimizer_path) / "random.safetensors")
-                if sum(name.startswith("cpu.") for name in states) != self.engine.context.world_size:
-                    optimizer_path = None
-            super().load_checkpoint(weights_path, optimizer_path)
-
-    return Broken
+    if optimizer_path is not None:
+        states = load_file(Path(optimizer_path) / "random.safetensors")
+        if sum(name.startswith("cpu.") for name in states) != worker.engine.context.world_size:
+            optimizer_path = None
+    call(weights_path, optimizer_path)
 
 
-@mutant("without_checksums", "The checksums of a checkpoint are not verified.", "test_damaged_pieces_are_refused")
-@in_service("checkpoints_class")
-def without_checksums(checkpoints_class: Any) -> Any:
-    """See the mutant's `bug`."""
+_unchecked = around(CheckpointIO.check)(lambda call, checkpoints, *folders: None)
 
-    class Broken(checkpoints_class):  # type: ignore[misc]
-        def check(self, *folders: str | None) -> None:
-            return
-
-    return Broken
+without_checksums = mutant(
+    "without_checksums", "The checksums of a checkpoint are not verified.", "test_damaged_pieces_are_refused"
+)(_unchecked)
 
 
 @mutant(
@@ -128,14 +103,41 @@ def without_checksums(checkpoints_class: Any) -> Any:
     "A failed checkpoint save raises no error.",
     "test_a_save_that_cannot_be_written_is_reported",
 )
-def failed_save_is_silent(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
+@around(PolicyWorker.save_checkpoint)
+def _failed_save_is_silent(call: Any, worker: Any, *args: Any, **options: Any) -> None:
+    with suppress(WriteError):
+        call(*args, **options)
 
-    class Broken(worker_class):  # type: ignore[misc]
-        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            try:
-                super().save_checkpoint(*args, **kwargs)
-            except WriteError:
-                return
 
-    return Broken
+@mutant("native_without_optimizer", "The optimizer state in native files is not loaded.", NATIVE)
+@around(Engine.load_native)
+def _native_without_optimizer(call: Any, engine: Any, folder: Path, *, optimizer: bool) -> None:
+    fresh = {name: copy_of(moments) for name, moments in engine.gather_moments()} if optimizer else {}
+    call(folder, optimizer=optimizer)
+    if optimizer:
+        engine.load_moments(fresh)
+
+
+@mutant("native_without_progress", "The schedule restarts after resuming from native files.", NATIVE)
+@around(PolicyWorker.load_checkpoint)
+def _native_without_progress(call: Any, worker: Any, *args: Any, **options: Any) -> None:
+    call(*args, **options)
+    worker.progress.train_calls = 0
+
+
+@mutant(
+    "native_stays_as_built",
+    "Loading only the weights from native files has no effect.",
+    "test_native_weights_are_those_that_are_saved",
+)
+@around(Engine.load_native)
+def _native_stays_as_built(call: Any, engine: Any, folder: Path, *, optimizer: bool) -> None:
+    before = engine.snapshot()
+    call(folder, optimizer=optimizer)
+    if not optimizer:
+        engine.restore(before)
+
+
+native_unchecked = mutant(
+    "native_unchecked", "The checksums of native files are not verified.", "test_native_files_are_whole_or_refused"
+)(_unchecked)

@@ -1,4 +1,4 @@
-"""Violations of contract 4: read-only operations that change state."""
+"""Violations of contract 4, read-only operations that change state, and of contract 2 in offloading and onloading."""
 
 from __future__ import annotations
 
@@ -7,93 +7,60 @@ from typing import Any
 
 import torch
 
+from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.policy.engine import Engine
 from rlframework.policy.reference import SnapshotReference
-from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import (
-    change_weights,
-    in_engine,
-    optimizer_of,
-    to_bfloat16,
-)
+from rlframework_conformance.measure import MutantNotApplicable
+from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, optimizer_of, to_bfloat16
+
+EVALUATING = "test_evaluating_gives_the_loss_and_changes_nothing"
+NOW = "test_scoring_is_with_the_weights_of_now"
+MOVES = "test_the_reference_moves_toward_the_policy"
+MOVING = "test_moving_away_and_back_changes_nothing"
 
 
-@mutant(
-    "evaluation_steps", "An evaluation takes an optimizer step.", "test_evaluating_gives_the_loss_and_changes_nothing"
-)
-def evaluation_steps(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
-            result = super().train(data, loss_fn, False, gbs, mbs)
-            return {**result, "grad_norm": None} if eval_mode else result
-
-    return Broken
+@mutant("evaluation_steps", "An evaluation takes an optimizer step.", EVALUATING)
+@around(PolicyWorker.train)
+def _evaluation_steps(
+    call: Any, worker: Any, data: Any, loss_fn: Any, eval_mode: bool = False, *sizes: Any, **options: Any
+) -> Any:
+    result = call(data, loss_fn, False, *sizes, **options)
+    return {**result, "grad_norm": None} if eval_mode else result
 
 
-@mutant(
-    "evaluation_moves_the_schedule",
-    "An evaluation advances the learning-rate schedule.",
-    "test_evaluating_gives_the_loss_and_changes_nothing",
-)
-def evaluation_moves_the_schedule(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None) -> Any:
-            result = super().train(data, loss_fn, eval_mode, gbs, mbs)
-            self.progress.train_calls += eval_mode
-            return result
-
-    return Broken
+@mutant("evaluation_moves_the_schedule", "An evaluation advances the learning-rate schedule.", EVALUATING)
+@around(PolicyWorker.train)
+def _evaluation_moves_the_schedule(
+    call: Any, worker: Any, data: Any, loss_fn: Any, eval_mode: bool = False, *sizes: Any, **options: Any
+) -> Any:
+    result = call(data, loss_fn, eval_mode, *sizes, **options)
+    worker.progress.train_calls += eval_mode
+    return result
 
 
-@mutant(
-    "scoring_rounds_weights",
-    "Scoring rounds the weights to bfloat16.",
-    "test_scoring_changes_nothing",
-    "test_scoring_is_with_the_weights_of_now",
-)
-def scoring_rounds_weights(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-            scored = super().get_logprobs(*args, **kwargs)
-            change_weights(self.engine, to_bfloat16)
-            return scored
-
-    return Broken
+@mutant("scoring_rounds_weights", "Scoring rounds the weights to bfloat16.", "test_scoring_changes_nothing", NOW)
+@around(PolicyWorker.get_logprobs)
+def _scoring_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    scored = call(*args, **options)
+    change_weights(worker.engine, to_bfloat16)
+    return scored
 
 
-@mutant(
-    "scores_from_a_cache",
-    "Scoring returns cached log-probabilities from before the last step.",
-    "test_scoring_is_with_the_weights_of_now",
-)
-def scores_from_a_cache(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-            if not hasattr(self, "cached"):
-                self.cached = super().get_logprobs(*args, **kwargs)
-            return self.cached
-
-    return Broken
+@mutant("scores_from_a_cache", "Scoring returns cached log-probabilities from before the last step.", NOW)
+@around(PolicyWorker.get_logprobs)
+def _scores_from_a_cache(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    if not hasattr(worker, "cached"):
+        worker.cached = call(*args, **options)
+    return worker.cached
 
 
 @mutant("data_changed_in_place", "Training clears the masks of the caller's batch.", "test_data_is_not_changed")
-def data_changed_in_place(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def train(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-            result = super().train(data, *args, **kwargs)
-            data["token_mask"].zero_()
-            return result
-
-    return Broken
+@around(PolicyWorker.train)
+def _data_changed_in_place(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
+    result = call(data, *args, **options)
+    data["token_mask"].zero_()
+    return result
 
 
 @mutant(
@@ -101,54 +68,29 @@ def data_changed_in_place(worker_class: Any) -> Any:
     "The reference model is updated at each step.",
     "test_the_reference_is_the_model_of_the_start",
 )
-def reference_follows(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def train(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().train(*args, **kwargs)
-            self.scoring.reference = SnapshotReference(self.engine)
-            return result
-
-    return Broken
+@around(PolicyWorker.train)
+def _reference_follows(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    result = call(*args, **options)
+    worker.scoring.reference = SnapshotReference(worker.engine)
+    return result
 
 
-MOVES = "test_the_reference_moves_toward_the_policy"
-
-
-@mutant("reference_never_moves", "`sync_reference` does nothing.", MOVES)
-def reference_never_moves(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def sync_reference(self, alpha: float) -> None:
-            pass
-
-    return Broken
+reference_never_moves = mutant("reference_never_moves", "`sync_reference` does nothing.", MOVES)(
+    around(PolicyWorker.sync_reference)(lambda call, worker, alpha: None)
+)
 
 
 @mutant("reference_keeps_the_share_of_the_policy", "`sync_reference` mixes with alpha and 1 - alpha swapped.", MOVES)
-@in_engine
-def reference_keeps_the_share_of_the_policy(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def mix(self, snapshot: Any, other: Any, alpha: float) -> None:
-            super().mix(snapshot, other, 1 - alpha if alpha < 1 else alpha)
-
-    return Broken
+@around(Engine.mix)
+def _reference_keeps_the_share(call: Any, engine: Any, snapshot: Any, other: Any, alpha: float) -> None:
+    call(snapshot, other, 1 - alpha if alpha < 1 else alpha)
 
 
 @mutant("policy_moves_with_the_reference", "`sync_reference` leaves the mixed weights in the policy.", MOVES)
-def policy_moves_with_the_reference(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def sync_reference(self, alpha: float) -> None:
-            super().sync_reference(alpha)
-            self.engine.restore(self.scoring.reference.weights)
-
-    return Broken
+@around(PolicyWorker.sync_reference)
+def _policy_moves_with_the_reference(call: Any, worker: Any, alpha: float) -> None:
+    call(alpha)
+    worker.engine.restore(worker.scoring.reference.weights)
 
 
 @mutant(
@@ -156,18 +98,13 @@ def policy_moves_with_the_reference(worker_class: Any) -> Any:
     "An exception inside `use_reference_model` leaves the reference weights in place.",
     "test_the_reference_gives_way_after_an_exception",
 )
-def reference_stays_after_an_exception(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        @contextmanager
-        def use_reference_model(self) -> Any:
-            current = self.engine.snapshot()
-            self.engine.restore(self.scoring.reference.weights)
-            yield
-            self.engine.restore(current)
-
-    return Broken
+@around(PolicyWorker.use_reference_model)
+@contextmanager
+def _reference_stays_after_an_exception(call: Any, worker: Any) -> Any:
+    current = worker.engine.snapshot()
+    worker.engine.restore(worker.scoring.reference.weights)
+    yield
+    worker.engine.restore(current)
 
 
 @mutant(
@@ -175,30 +112,19 @@ def reference_stays_after_an_exception(worker_class: Any) -> Any:
     "Switching to the reference model discards the optimizer's moments.",
     "test_training_goes_on_after_the_reference",
 )
-def swap_forgets_moments(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        @contextmanager
-        def use_reference_model(self) -> Any:
-            with super().use_reference_model():
-                yield
-            optimizer_of(self.engine).state.clear()
-
-    return Broken
+@around(PolicyWorker.use_reference_model)
+@contextmanager
+def _swap_forgets_moments(call: Any, worker: Any) -> Any:
+    with call():
+        yield
+    optimizer_of(worker.engine).state.clear()
 
 
 @mutant("reseeds", "The engine seeds the process-wide random state.", "test_random_state_of_the_caller_is_left_alone")
-@in_engine
-def reseeds(engine_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(engine_class):  # type: ignore[misc]
-        def build(self, *, init_optimizer: bool) -> None:
-            torch.manual_seed(0)
-            super().build(init_optimizer=init_optimizer)
-
-    return Broken
+@around(Engine.build)
+def _reseeds(call: Any, engine: Any, **how: Any) -> None:
+    torch.manual_seed(0)
+    call(**how)
 
 
 @mutant(
@@ -206,16 +132,11 @@ def reseeds(engine_class: Any) -> Any:
     "`prepare_for_training` rounds the weights to bfloat16.",
     "test_preparing_changes_nothing",
 )
-def preparing_rounds_weights(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-            moved = super().prepare_for_training(*args, **kwargs)
-            change_weights(self.engine, to_bfloat16)
-            return moved
-
-    return Broken
+@around(PolicyWorker.prepare_for_training)
+def _preparing_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    moved = call(*args, **options)
+    change_weights(worker.engine, to_bfloat16)
+    return moved
 
 
 @mutant(
@@ -223,17 +144,65 @@ def preparing_rounds_weights(worker_class: Any) -> Any:
     "The reference is scored at temperature 1, the policy at the sampling temperature.",
     "test_the_reference_is_scored_like_the_policy",
 )
-def reference_at_temperature_one(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
+@around(PolicyWorker.use_reference_model)
+@contextmanager
+def _reference_at_temperature_one(call: Any, worker: Any) -> Any:
+    configured = worker.scoring.temperature
+    with call():
+        worker.scoring.temperature = 1.0
+        try:
+            yield
+        finally:
+            worker.scoring.temperature = configured
 
-    class Broken(worker_class):  # type: ignore[misc]
-        @contextmanager
-        def use_reference_model(self) -> Any:
-            with super().use_reference_model():
-                configured, self.scoring.temperature = self.scoring.temperature, 1.0
-                try:
-                    yield
-                finally:
-                    self.scoring.temperature = configured
 
-    return Broken
+@mutant("moments_left_behind", "The optimizer's state is not onloaded again.", MOVING)
+@around(PolicyWorker.offload_after_refit)
+def _moments_left_behind(call: Any, worker: Any) -> Any:
+    moved = call()
+    optimizer_of(worker.engine).state.clear()
+    return moved
+
+
+@mutant("weights_of_before_come_back", "Onloading restores the copy made by the first offload.", MOVING)
+@around(PolicyWorker.offload_after_refit)
+def _weights_of_before_come_back(call: Any, worker: Any) -> Any:
+    first = vars(worker).setdefault("first", worker.engine.snapshot())
+    moved = call()
+    worker.engine.restore(first)
+    return moved
+
+
+@mutant("moved_bytes_not_told", "The transitions do not report how many bytes they moved.", MOVING)
+@around(Engine.move)
+def _moved_bytes_not_told(call: Any, engine: Any, *args: Any, **options: Any) -> int:
+    call(*args, **options)
+    return -1
+
+
+@mutant(
+    "offloaded_weights_stay",
+    "The step updates a copy on the device; the weights in CPU memory stay unchanged.",
+    "test_what_lies_in_cpu_memory_learns_alike",
+)
+@around(Engine.clip_and_step)
+def _offloaded_weights_stay(call: Any, engine: Any, *args: Any) -> Any:
+    before = engine.snapshot()
+    done = call(*args)
+    if engine.config.offload.parameters:
+        engine.restore(before)
+    return done
+
+
+@mutant(
+    "evaluation_wants_an_optimizer",
+    "Evaluation reads the learning rate from the optimizer and so requires one.",
+    "test_evaluating_needs_no_optimizer",
+)
+@around(PolicyWorker.train)
+def _evaluation_wants_an_optimizer(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    try:
+        optimizer_of(worker.engine)
+    except MutantNotApplicable as error:
+        raise AttributeError("optimizer") from error
+    return call(*args, **options)

@@ -1,98 +1,103 @@
-"""Sets of tokens: violations of contracts 1 to 3."""
+"""Sets of tokens, and tokens that the engine did not sample from the policy: violations of contracts 1 to 3 and 11."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import in_engine
-from rlframework_conformance.mutants.policy_worker.tensor import TENSOR, with_head
+from rlframework.interfaces.policy_worker import SAMPLED_NOW, PolicyWorker
+from rlframework.policy.engine import Engine
+from rlframework.policy.head.patch import HeadPatch
+from rlframework.policy.training_step import Training
+from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.policy_worker.engine_access import changed_output
+from rlframework_conformance.mutants.policy_worker.tensor import TENSOR
 
+_WITHHELD = "test_a_step_on_other_tokens_than_sampled_is_withheld"
 _STEP = "test_losses_may_ask_for_sets_of_tokens"
 _TRAINED = (_STEP, "test_sets_do_not_depend_on_the_grouping", "test_sets_of_packed_rows_are_the_same")
 _SCORED = "test_sets_are_scored_at_the_temperature_of_sampling"
 
 
-def _broken_output(change: Any) -> Any:
-    """Break the head's output in training and scoring: it becomes `change(output)` where sets are computed."""
+@mutant("bound_after_the_step", "The bound on sampled tokens is looked at after the optimizer step.", _WITHHELD)
+@around(Training.global_batch)
+def _bound_after_the_step(call: Any, training: Any, *args: Any) -> Any:
+    *others, bound = args
+    if bound is not None:
+        call(*others, None)
+    return call(*args)
 
-    @in_engine
-    def break_it(engine_class: Any) -> Any:
-        class Broken(engine_class):  # type: ignore[misc]
-            def forward_backward(self, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
-                def broken(output: Any, microbatch: Any) -> Any:
-                    return step(change(output) if output.set_logprobs is not None else output, microbatch)
 
-                return super().forward_backward(microbatches, head, broken, forward_only=forward_only)
+@around(Engine.forward_backward)
+def _train_pending_again(call: Any, engine: Any, microbatches: Any, *args: Any, forward_only: bool) -> Any:
+    batches = list(microbatches)
+    again = getattr(engine, "pending", False) and not forward_only
+    results = call(batches * 2 if again else batches, *args, forward_only=forward_only)
+    engine.pending = not forward_only
+    return results[: len(batches)]
 
-        return Broken
 
-    return break_it
+@around(Engine.clip_and_step)
+def _forget_pending(call: Any, engine: Any, *args: Any) -> Any:
+    engine.pending = False
+    return call(*args)
+
+
+withheld_gradient_is_kept = mutant(
+    "withheld_gradient_is_kept", "The gradient of a step that was withheld is part of the next.", _WITHHELD
+)(together(_train_pending_again, _forget_pending))
+
+
+@mutant(
+    "all_tokens_are_compared",
+    "Tokens of earlier weights are compared with those that are trained now.",
+    "test_tokens_of_other_versions_are_not_compared",
+)
+@around(Training.train)
+def _all_tokens_are_compared(call: Any, training: Any, data: Any, *args: Any, **options: Any) -> Any:
+    if SAMPLED_NOW in data:
+        data[SAMPLED_NOW] = torch.ones_like(data[SAMPLED_NOW])
+    return call(data, *args, **options)
 
 
 sets_without_gradient = mutant(
     "sets_without_gradient", "Only the token of the row has a gradient; those of its set are constants.", *_TRAINED
-)(_broken_output(lambda output: replace(output, set_logprobs=output.set_logprobs.detach())))
+)(changed_output("set_logprobs", lambda logprobs: logprobs.detach()))
 
 sets_of_the_position_before = mutant(
     "sets_of_the_position_before",
     "Log-probabilities of a set are those of the position before it.",
     *_TRAINED,
     _SCORED,
-)(_broken_output(lambda output: replace(output, set_logprobs=output.set_logprobs.roll(-1, 0))))
+)(changed_output("set_logprobs", lambda logprobs: logprobs.roll(-1, 0)))
 
 sets_renormalized = mutant(
     "sets_renormalized", "The tokens of a set are normalized among themselves.", *_TRAINED, _SCORED
-)(_broken_output(lambda output: replace(output, set_logprobs=output.set_logprobs.log_softmax(-1))))
+)(changed_output("set_logprobs", lambda logprobs: logprobs.log_softmax(-1)))
 
 
 @mutant("set_weights_twice", "The loss gets the weights of sets squared, as where they are applied twice.", *_TRAINED)
-def set_weights_twice(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def train(self, data: Any, *args: Any, **options: Any) -> Any:
-            if "set_weights" in data:
-                data = BatchedDataDict({**data, "set_weights": data["set_weights"].square()})
-            return super().train(data, *args, **options)
-
-    return Broken
+@around(PolicyWorker.train)
+def _set_weights_twice(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
+    if "set_weights" in data:
+        data = BatchedDataDict({**data, "set_weights": data["set_weights"].square()})
+    return call(data, *args, **options)
 
 
-def _own_rows_only(head: Any) -> None:
-    shard, sound_values = head.shard, head.values
-
-    def values(request: Any, rows: Tensor, weight: Tensor, bias: Any, targets: Tensor) -> Any:
-        if request.token_sets is not None:
-            own = (targets >= shard.start) & (targets < shard.start + shard.rows)
-            own[:, 0] = True
-            targets = torch.where(own, targets, shard.start)
-        return sound_values(request, rows, weight, bias, targets)
-
-    head.values = values
+@mutant("sets_of_own_rows", "Tokens of a set are looked up in this rank's rows of the head only.", _STEP, layout=TENSOR)
+@around(HeadPatch.values)
+def _sets_of_own_rows(call: Any, head: Any, request: Any, rows: Any, weight: Any, bias: Any, targets: Any) -> Any:
+    if request.token_sets is not None:
+        own = (targets >= head.shard.start) & (targets < head.shard.start + head.shard.rows)
+        own[:, 0] = True
+        targets = torch.where(own, targets, head.shard.start)
+    return call(request, rows, weight, bias, targets)
 
 
-sets_of_own_rows = mutant(
-    "sets_of_own_rows", "Tokens of a set are looked up in this rank's rows of the head only.", _STEP, layout=TENSOR
-)(with_head(_own_rows_only))
-
-
-@mutant(
-    "normalizers_of_the_top",
-    "Normalizers of the most likely tokens are sums over these alone.",
-    _SCORED,
-)
-def normalizers_of_the_top(worker_class: Any) -> Any:
-    """See the mutant's `bug`."""
-
-    class Broken(worker_class):  # type: ignore[misc]
-        def get_topk_logits(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().get_topk_logits(*args, **kwargs)
-            return BatchedDataDict({**found, "topk_normalizers": found["topk_logits"].logsumexp(-1)})
-
-    return Broken
+@mutant("normalizers_of_the_top", "Normalizers of the most likely tokens are sums over these alone.", _SCORED)
+@around(PolicyWorker.get_topk_logits)
+def _normalizers_of_the_top(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    scored = call(*args, **options)
+    return BatchedDataDict({**scored, "topk_normalizers": scored["topk_logits"].logsumexp(-1)})
