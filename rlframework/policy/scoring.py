@@ -94,7 +94,9 @@ class Scoring:
         }
         if head.token_sets is not None:
             scored["set_logprobs"] = torch.zeros(data[head.token_sets].shape)
-        for microbatch, outputs in self._outputs(data, head, values_step, micro_batch_size, positions):
+        with self.residency.memory.during("scoring"):
+            outputs_of = self._outputs(data, head, values_step, micro_batch_size, positions)
+        for microbatch, outputs in outputs_of:
             for name, part in outputs.items():
                 scored[name][microbatch.rows, : part.shape[1]] = part
         return BatchedDataDict(scored)

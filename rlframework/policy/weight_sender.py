@@ -62,10 +62,11 @@ class WeightSender:
     def _gathering_weights(self, names: Iterable[str]) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield the weights; on exit, also after an exception, gather the remaining ones too."""
         self.residency.require_policy("a refit")
-        self.residency.onload("model")
-        weights = iter(self.weights.gather(names))
-        with exhausting(weights):
-            yield weights
+        with self.residency.memory.during("refit"):
+            self.residency.onload("model")
+            weights = iter(self.weights.gather(names))
+            with exhausting(weights):
+                yield weights
 
     def prepare_ipc(
         self, receive_buffers: Mapping[str, Any] | None = None, devices: Collection[str] | None = None

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rlframework.base.errors import DeadlineExceeded, EngineLost, RefitError, UserError, WorkerError, WorkerLost
-from rlframework.base.logs import debug_span
 from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
-
-_LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,19 +61,6 @@ class StartedCall:
         if error:
             raise RefitError(f"{self.engine.name}: {error}")
         return result
-
-
-def attempt(worker: object, method: str, arguments: Mapping[str, Any]) -> Attempt:
-    """Call `method` of `worker`; return its result, or the message of the error it raised.
-
-    Applies to a `RefitError` and a `UserError`, such as `NotSupported` or `EngineNotReady`. An exception would end the
-    whole worker group, but a failed refit can be repeated.
-    """
-    try:
-        with debug_span(_LOG, "attempt of %s", method):
-            return Attempt(getattr(worker, method)(**arguments))
-    except (RefitError, UserError) as error:
-        return Attempt(None, str(error), isinstance(error, UserError))
 
 
 class RefitCalls:
