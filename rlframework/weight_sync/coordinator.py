@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from rlframework.base.errors import ConfigError, EngineNotReady, RefitError, UserError
@@ -256,45 +257,46 @@ class Refitter:
     # -- collective ---------------------------------------------------------------------------------------------------
 
     def _by_collective(self, now: _Round) -> None:
-        engines = tuple(now.calls.engines)
+        calls, engines = now.calls, tuple(now.calls.engines)
         joined = now.trainer[0]["joined"] and all(state["joined"] for state in now.engines)
         if not joined or engines != self._joined:
             self._join_process_group(now)
             self._joined = engines
-        receive = GenerationEngine.update_weights_from_collective
-        self._run_both(now.calls, PolicyWorker.broadcast_weights_for_collective, {}, receive, [{} for _ in engines])
+        self._run_both(
+            calls,
+            partial(calls.start_trainer, PolicyWorker.broadcast_weights_for_collective),
+            partial(calls.start_engines, GenerationEngine.update_weights_from_collective),
+        )
 
     def _join_process_group(self, now: _Round) -> None:
         """Form one process group of the trainer, as rank 0, and all engines."""
-        engines = now.calls.engines
+        calls, engines = now.calls, now.calls.engines
         if isinstance(self._trainer.worker_group, InlineWorkerGroup) and any(each.in_driver for each in engines):
             raise ConfigError(
                 "generation.refit.transport=collective needs the trainer and the engines in different processes: set "
                 "worker_group.name or generation.workers.group to processes or ray"
             )
         _require_own_gpus(now)
-        address, port = now.calls.on_rank_0(PolicyWorker.reserve_refit_address)
-        place = {"ip": address, "port": port, "world_size": 1 + len(engines)}
-        ranks = [{**place, "rank": rank} for rank in range(1, 1 + len(engines))]
-        self._run_both(now.calls, PolicyWorker.init_collective, place, GenerationEngine.init_collective, ranks)
+        address, port = calls.on_rank_0(PolicyWorker.reserve_refit_address)
+        place: dict[str, Any] = {"ip": address, "port": port, "world_size": 1 + len(engines)}
+        join = GenerationEngine.init_collective
+
+        def start_engines() -> list[StartedCall]:
+            ranks = enumerate(engines, 1)
+            return [call for rank, each in ranks for call in calls.of([each]).start_engines(join, **place, rank=rank)]
+
+        self._run_both(calls, partial(calls.start_trainer, PolicyWorker.init_collective, **place), start_engines)
 
     def _run_both(
         self,
         calls: RefitCalls,
-        trainer_method: Callable[..., None],
-        trainer_arguments: dict[str, Any],
-        engine_method: Callable[..., Any],
-        engine_arguments: Sequence[dict[str, Any]],
+        start_trainer: Callable[[], MultiWorkerFuture],
+        start_engines: Callable[[], list[StartedCall]],
     ) -> None:
         """Start a call on both sides, the one in this process last if there is one, and wait for both."""
-
-        def start_engines() -> list[StartedCall]:
-            given = zip(calls.engines, engine_arguments, strict=True)
-            return [StartedCall(engine, engine_method.__name__, arguments) for engine, arguments in given]
-
         in_driver = any(engine.in_driver for engine in calls.engines)
         started = [] if in_driver else start_engines()
-        sending = calls.start_trainer(trainer_method, **trainer_arguments)
+        sending = start_trainer()
         started = start_engines() if in_driver else started
         failed: RefitError | UserError | None = None
         try:
