@@ -43,14 +43,6 @@ class Trainer(Protocol):
     worker_group: WorkerGroup
     capabilities: frozenset[str]
 
-    @property
-    def offload_before_refit(self) -> Callable[[], Any]:
-        """See `PolicyWorker.offload_before_refit`."""
-
-    @property
-    def offload_after_refit(self) -> Callable[[], Any]:
-        """See `PolicyWorker.offload_after_refit`."""
-
 
 @dataclass(frozen=True)
 class RefitReport:
@@ -168,7 +160,7 @@ class Refitter:
         _LOG.debug("refit: version %s; the engines prepare for it", now.version)
         info = calls.on_rank_0(PolicyWorker.prepare_info_for_collective)
         if offload:
-            self._trainer.offload_before_refit()
+            calls.on_trainer(PolicyWorker.offload_before_refit)
         restored = calls.start_engines(GenerationEngine.restore, tags=_WEIGHTS)
         begun = calls.start_engines(GenerationEngine.begin_weight_update, version=now.version, specs=info)
         for each in (restored, begun):
@@ -195,7 +187,7 @@ class Refitter:
         """Let the engines serve, and probe them; on a shared GPU, trainer and caches take turns in memory."""
         calls = now.calls
         if offload:
-            self._trainer.offload_after_refit()
+            calls.on_trainer(PolicyWorker.offload_after_refit)
         calls.on_engines(GenerationEngine.restore, tags=_CACHE)
         if self._probes is None:
             return None
@@ -204,7 +196,7 @@ class Refitter:
             calls.on_engines(GenerationEngine.release, tags=_CACHE)
         scored = calls.on_trainer(PolicyWorker.get_logprobs, data=answers.rows, positions="token_mask")
         if offload:
-            self._trainer.offload_after_refit()
+            calls.on_trainer(PolicyWorker.offload_after_refit)
             calls.on_engines(GenerationEngine.restore, tags=_CACHE)
         return answers.compare(scored[0]["logprobs"])
 
