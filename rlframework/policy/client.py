@@ -52,10 +52,12 @@ def _moved(moved: list[BytesMoved]) -> BytesMoved:
 
 
 def _paths(of_ranks: list[str | None]) -> list[str]:
+    """The paths of the ranks that wrote one."""
     return [path for path in of_ranks if path is not None]
 
 
 def _joined(shards: list[Rows]) -> Rows:
+    """The rows of all shards."""
     rows: Rows = BatchedDataDict.from_batches(shards)
     return rows
 
@@ -214,6 +216,7 @@ class Policy:
     get_values = remote(PolicyWorker.get_values, _joined)
     get_reference_policy_logprobs = remote(PolicyWorker.get_reference_policy_logprobs, _joined)
     score = remote(PolicyWorker.score, _joined)
+    """Return `scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
 
     def _split(
         self, method: Callable[..., Rows], data: Rows, options: Mapping[str, Any]
@@ -256,12 +259,14 @@ class Policy:
     load_checkpoint = remote(PolicyWorker.load_checkpoint)
     finish_checkpoint = remote(PolicyWorker.finish_checkpoint)
     checkpoint_written = remote(PolicyWorker.checkpoint_written, all)
+    """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""
     get_info = remote(PolicyWorker.get_info)
     get_gpu_info = remote(PolicyWorker.get_gpu_info)
     report_device_ids = remote(PolicyWorker.report_device_id)
     reset_peak_memory_stats = remote(PolicyWorker.reset_peak_memory_stats)
     start_profiling = remote(PolicyWorker.start_profiling)
     stop_profiling = remote(PolicyWorker.stop_profiling, _paths)
+    """Write the traces to `folder`, shared by workers and driver, and return their paths, by rank."""
     start_gpu_profiling = remote(PolicyWorker.start_gpu_profiling)
     stop_gpu_profiling = remote(PolicyWorker.stop_gpu_profiling)
     prepare_for_training = remote(PolicyWorker.prepare_for_training, _moved)
