@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ class EngineHandle(ABC):
             self.notify()
             self.watch()
             wait([self._exchanging])
-        with _Watch(self):
+        with self._noting_loss():
             return self.group.run_all_workers_single_data(method, **arguments)
 
     def results(self, future: MultiWorkerFuture, deadline: float | None = None) -> list[Any]:
@@ -77,7 +77,7 @@ class EngineHandle(ABC):
         Raises like `WorkerGroup.get_all_worker_results`; a group in another process is `lost` afterwards.
         """
         future.deadline = deadline
-        with _Watch(self):
+        with self._noting_loss():
             return self.group.get_all_worker_results(future)
 
     def call(self, method: str, /, deadline: float | None = None, **arguments: Any) -> list[Any]:
@@ -106,13 +106,22 @@ class EngineHandle(ABC):
         """Wait for an exchange in progress if others call the same workers, and do not know of it."""
 
     def _exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> list[Incoming]:
-        with _Watch(self):
+        with self._noting_loss():
             call = self._start_exchange(outgoing, timeout)
-        return self._results_of(call)
+        return self.results(call)
 
-    def _results_of(self, call: MultiWorkerFuture) -> list[Incoming]:
-        with _Watch(self):
-            return self.group.get_all_worker_results(call)
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Context of a call, whose failure ends a worker group outside the driver's process."""
+        try:
+            yield
+        except (TypeError, ValueError):  # an argument that cannot be sent
+            raise
+        except Exception as error:
+            if not self.in_driver:
+                self.lost = True
+                self.loss = self.loss or str(error).partition("\n")[0]
+            raise
 
     def _in_thread(self, call: Callable[[], list[Incoming]]) -> Future[list[Incoming]]:
         """Run `call` in the thread of this handle."""
@@ -163,9 +172,9 @@ class RemoteEngine(EngineHandle):
         """See `EngineHandle.exchange`; without a thread, if the worker group calls back."""
         if self.in_driver:
             return super().exchange(outgoing, timeout)
-        with _Watch(self):
+        with self._noting_loss():
             call = self._start_exchange(outgoing, timeout)
-        exchange = self._exchanging = _Exchange(partial(self._in_thread, partial(self._results_of, call)))
+        exchange = self._exchanging = _Exchange(partial(self._in_thread, partial(self.results, call)))
         if not self.group.when_done(call, exchange.arrived):
             exchange.wait()
         return exchange
@@ -247,18 +256,3 @@ class _Exchange(Future[list[Incoming]]):
                 self.set_exception(outcome)
             else:
                 self.set_result(outcome)
-
-
-class _Watch:
-    """Context that notes on a handle that its worker group has failed."""
-
-    def __init__(self, handle: EngineHandle) -> None:
-        self._handle = handle
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        failed = kind is not None and issubclass(kind, Exception) and not issubclass(kind, (TypeError, ValueError))
-        if failed and not self._handle.in_driver:
-            self._handle.lost = True
-            self._handle.loss = self._handle.loss or str(error).partition("\n")[0]

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlframework.interfaces.generation import (
@@ -17,10 +17,9 @@ from rlframework.interfaces.generation import (
     Tag,
     submit_each,
 )
-from rlframework.interfaces.policy_worker import Attempt
+from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.discovery import load_target
-from rlframework.weight_sync.calls import attempt
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
 from rlframework.workers.device import prepare_device
 
@@ -107,9 +106,7 @@ class GenerationWorker:
             return self.engine.get_refit_state()
         return {"device": "", "joined": False}
 
-    def attempt(self, method: str, arguments: Mapping[str, Any]) -> Attempt:
-        """See `calls.attempt`."""
-        return attempt(self, method, arguments)
+    attempt = PolicyWorker.attempt
 
     def get_info(self) -> dict[str, Any]:
         """Return the engine's `index`, and the `pid` and `python` executable of this process."""

@@ -6,12 +6,15 @@ on the engine, around the primitives of a backend's `rlframework.policy.engine.E
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypeAlias, TypedDict
 
-from rlframework.base.errors import NotSupported
+from rlframework.base.errors import NotSupported, RefitError, UserError
+from rlframework.base.logs import debug_span
+from rlframework.interfaces.remote_calls import sharded
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.generation import GenerationRequest, Incoming
     from rlframework.interfaces.loss import LossFunction
+
+_LOG = logging.getLogger(__name__)
 
 Rows: TypeAlias = "BatchedDataDict[Any]"
 
@@ -159,6 +164,7 @@ class PolicyWorker(ABC):
     declare raise `NotSupported`.
     """
 
+    @sharded
     @abstractmethod
     def train(
         self,
@@ -182,6 +188,7 @@ class PolicyWorker(ABC):
         sampling temperature. A global batch that is beyond the bound takes no step, and the call ends with it.
         """
 
+    @sharded
     @abstractmethod
     def get_logprobs(
         self, data: Rows, micro_batch_size: int | None = None, positions: str = "all", entropy: bool = False
@@ -194,6 +201,7 @@ class PolicyWorker(ABC):
         them in rows with nonzero `sample_mask`; the others are 0.
         """
 
+    @sharded
     @abstractmethod
     def get_topk_logits(self, data: Rows, k: int, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `topk_logits [B, S, k]` fp32, largest first, and their token ids, `topk_indices [B, S, k]` int64.
@@ -203,6 +211,7 @@ class PolicyWorker(ABC):
         `get_logprobs`. Entries are 0 at position 0, at padding, and where `positions` excludes them.
         """
 
+    @sharded
     @abstractmethod
     def get_reference_policy_logprobs(
         self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
@@ -319,6 +328,7 @@ class PolicyWorker(ABC):
         """
         raise _undeclared(self, "change its reference", "reference_model")
 
+    @sharded
     def get_token_set_logprobs(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `set_logprobs [B, S, K]` fp32 of the tokens `data["token_sets"] [B, S, K]`.
 
@@ -326,6 +336,7 @@ class PolicyWorker(ABC):
         """
         raise NotSupported(f"{type(self).__name__} does not compute log-probabilities of sets of tokens")
 
+    @sharded
     def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
         """Return `scores [B]` fp32: the output of a reward model's head (`policy.head=score`) at each row's last token.
 
@@ -334,6 +345,7 @@ class PolicyWorker(ABC):
         """
         raise _undeclared(self, "give scores", "scoring")
 
+    @sharded
     def get_values(self, data: Rows, micro_batch_size: int | None = None, positions: str = "all") -> Rows:
         """Return `values [B, S]` fp32 of a value head (`policy.head=value`); 0 at position 0 and at padding.
 
@@ -406,7 +418,11 @@ class PolicyWorker(ABC):
 
         An exception would stop the worker group, but a failed refit leaves the trainer intact.
         """
-        raise _undeclared(self, "send weights", "collective_refit or ipc_refit")
+        try:
+            with debug_span(_LOG, "attempt of %s", method):
+                return Attempt(getattr(self, method)(**arguments))
+        except (RefitError, UserError) as error:
+            return Attempt(None, str(error), isinstance(error, UserError))
 
     def reserve_refit_address(self) -> tuple[str, int]:
         """Return this machine's address and a port reserved for `init_collective`. Called on rank 0 only."""

@@ -24,12 +24,12 @@ from rlframework.policy.checkpoint.pretrained import open_saved, write_config, w
 from rlframework.policy.checkpoint.saved import FIRST, SECOND, SavedMoments, is_native, is_sharded, native_files
 from rlframework.policy.checkpoint.shared_directory import save_native
 from rlframework.policy.engine import Engine, Moments
+from rlframework.policy.reference import BaseReference, SnapshotReference, require_copy
 from rlframework.policy.shared_state import Part, Residency, TrainingProgress
 from rlframework.policy.trained_weights import TrainedWeights
 
 if TYPE_CHECKING:
     from rlframework.policy.checkpoint.sharded import CheckpointSave
-    from rlframework.policy.reference import BaseReference, SnapshotReference
 
 FORMS = ("portable", "sharded", "native")
 FORMAT = 1
@@ -101,8 +101,6 @@ class CheckpointIO:
 
     def _save_reference(self, path: str, *, sharded: bool) -> None:
         """Write the weights of the reference; complete when the call returns, as the model has them only within it."""
-        from rlframework.policy.reference import require_copy
-
         reference = require_copy(self.reference, "save_checkpoint with a reference_path")
         self.residency.onload("model")
         with reference.use():
@@ -180,8 +178,6 @@ class CheckpointIO:
 
     def load(self, weights_path: str, optimizer_path: str | None = None, reference_path: str | None = None) -> None:
         """See `PolicyWorker.load_checkpoint`."""
-        from rlframework.policy.reference import require_copy
-
         self.residency.require_policy("load_checkpoint")
         self.finish()
         engine, optimizer = self.engine, optimizer_path is not None

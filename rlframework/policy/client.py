@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
-from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +21,7 @@ from rlframework.huggingface.replaceable import check_replaceable
 from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows, SamplingBound
+from rlframework.interfaces.remote_calls import WorkerCalls, remote
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
@@ -35,7 +35,6 @@ from rlframework.policy.batch_checks import (
 )
 from rlframework.policy.engine import require_head, require_head_of
 from rlframework.policy.optimization import resolve_total_steps
-from rlframework.workers.dispatch import WorkerCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,49 +43,23 @@ if TYPE_CHECKING:
     from rlframework.interfaces.loss import LossFunction
     from rlframework.plugins.manager import PluginManager
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 
 
-def _on_all(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], list[R]]:
-    """A method of the driver's handle that calls `method` on all workers, and returns the results by rank."""
-    signature = inspect.signature(method)
-
-    @wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        _, *given = signature.bind(self, *args, **kwargs).arguments.items()
-        on_all: Any = self._calls.on_all  # takes keywords only
-        results: list[R] = on_all(method, **dict(given))
-        return results
-
-    return call
+def _moved(moved: list[BytesMoved]) -> BytesMoved:
+    """The bytes moved by all workers."""
+    return {"model": sum(each["model"] for each in moved), "optimizer": sum(each["optimizer"] for each in moved)}
 
 
-def _scored(method: Callable[Concatenate[Any, P], Rows]) -> Callable[Concatenate[Any, P], Rows]:
-    """A method that calls `method` on shards of what scoring reads of `data`, and joins the results in row order."""
-    signature = inspect.signature(method)
-
-    @wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Rows:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        _, (_, data), *options = bound.arguments.items()
-        rows: Rows = self._score(method, data, dict(options))
-        return rows
-
-    return call
+def _paths(of_ranks: list[str | None]) -> list[str]:
+    """The paths of the ranks that wrote one."""
+    return [path for path in of_ranks if path is not None]
 
 
-def _moved(method: Callable[[Any], BytesMoved]) -> Callable[[Any], BytesMoved]:
-    """A method of the driver's handle that calls `method` on all workers, and returns the bytes moved by all."""
-
-    @wraps(method)
-    def call(self: Any, /) -> BytesMoved:
-        moved: list[BytesMoved] = self._calls.on_all(method)
-        return {"model": sum(each["model"] for each in moved), "optimizer": sum(each["optimizer"] for each in moved)}
-
-    return call
+def _joined(shards: list[Rows]) -> Rows:
+    """The rows of all shards."""
+    rows: Rows = BatchedDataDict.from_batches(shards)
+    return rows
 
 
 class Policy:
@@ -237,19 +210,21 @@ class Policy:
         flops = {"flops": sum(each["flops"] for each in results)} if counted else {}
         return {**results[0], **flops, "times": times, "loss": float(results[0]["global_loss"].mean())}
 
-    get_logprobs = _scored(PolicyWorker.get_logprobs)
-    get_topk_logits = _scored(PolicyWorker.get_topk_logits)
-    get_token_set_logprobs = _scored(PolicyWorker.get_token_set_logprobs)
-    get_values = _scored(PolicyWorker.get_values)
-    get_reference_policy_logprobs = _scored(PolicyWorker.get_reference_policy_logprobs)
+    get_logprobs = remote(PolicyWorker.get_logprobs, _joined)
+    get_topk_logits = remote(PolicyWorker.get_topk_logits, _joined)
+    get_token_set_logprobs = remote(PolicyWorker.get_token_set_logprobs, _joined)
+    get_values = remote(PolicyWorker.get_values, _joined)
+    get_reference_policy_logprobs = remote(PolicyWorker.get_reference_policy_logprobs, _joined)
+    score = remote(PolicyWorker.score, _joined)
+    """Return `scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
 
-    def score(self, data: Rows, micro_batch_size: int | None = None) -> Rows:
-        """Return `scores [B]` of a reward model, in order: see `PolicyWorker.score`."""
-        require(self.record, Capability.SCORING, "score was called")
-        return self._score(PolicyWorker.score, data, {"micro_batch_size": micro_batch_size})
-
-    def _score(self, method: Callable[..., Rows], data: Rows, options: Mapping[str, Any]) -> Rows:
+    def _split(
+        self, method: Callable[..., Rows], data: Rows, options: Mapping[str, Any]
+    ) -> tuple[Sequence[Rows], Callable[[Rows], Rows]]:
+        """Check `data` and return the shards of what scoring reads of it, and a function that restores their order."""
         head = {PolicyWorker.score: "score", PolicyWorker.get_values: "value"}.get(method, "language")
+        if head == "score":
+            require(self.record, Capability.SCORING, "score was called")
         require_head(self.config.policy, head, method.__name__)
         if method is PolicyWorker.get_reference_policy_logprobs and not self.has_reference:
             raise NotSupported("this policy keeps no reference weights; build it with init_reference_model=True")
@@ -270,28 +245,34 @@ class Policy:
         positions, batching = options.get("positions", "last"), self.config.policy.batching
         tokens = batching.logprob_tokens or batching.tokens
         shards, order = self._balancer.shard(inputs, batch_size=None, positions=positions, tokens=tokens)
-        on_shards: Any = self._calls.on_shards
-        scored: Rows = BatchedDataDict.from_batches(on_shards(method, shards, **options))
-        if order is not None:
-            scored.reorder_data(order)
-        return scored.slice(0, rows)
+
+        def restored(scored: Rows) -> Rows:
+            if order is not None:
+                scored.reorder_data(order)
+            return scored.slice(0, rows)
+
+        return shards, restored
 
     # -- calls of all workers at once: see `PolicyWorker` -------------------------------------------------------------
 
-    load_adapter = _on_all(PolicyWorker.load_adapter)
-    load_checkpoint = _on_all(PolicyWorker.load_checkpoint)
-    finish_checkpoint = _on_all(PolicyWorker.finish_checkpoint)
-    get_info = _on_all(PolicyWorker.get_info)
-    get_gpu_info = _on_all(PolicyWorker.get_gpu_info)
-    report_device_ids = _on_all(PolicyWorker.report_device_id)
-    reset_peak_memory_stats = _on_all(PolicyWorker.reset_peak_memory_stats)
-    start_profiling = _on_all(PolicyWorker.start_profiling)
-    start_gpu_profiling = _on_all(PolicyWorker.start_gpu_profiling)
-    stop_gpu_profiling = _on_all(PolicyWorker.stop_gpu_profiling)
-    prepare_for_training = _moved(PolicyWorker.prepare_for_training)
-    prepare_for_lp_inference = _moved(PolicyWorker.prepare_for_lp_inference)
-    offload_before_refit = _moved(PolicyWorker.offload_before_refit)
-    offload_after_refit = _moved(PolicyWorker.offload_after_refit)
+    load_adapter = remote(PolicyWorker.load_adapter)
+    load_checkpoint = remote(PolicyWorker.load_checkpoint)
+    finish_checkpoint = remote(PolicyWorker.finish_checkpoint)
+    checkpoint_written = remote(PolicyWorker.checkpoint_written, all)
+    """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""
+    get_info = remote(PolicyWorker.get_info)
+    get_gpu_info = remote(PolicyWorker.get_gpu_info)
+    report_device_ids = remote(PolicyWorker.report_device_id)
+    reset_peak_memory_stats = remote(PolicyWorker.reset_peak_memory_stats)
+    start_profiling = remote(PolicyWorker.start_profiling)
+    stop_profiling = remote(PolicyWorker.stop_profiling, _paths)
+    """Write the traces to `folder`, shared by workers and driver, and return their paths, by rank."""
+    start_gpu_profiling = remote(PolicyWorker.start_gpu_profiling)
+    stop_gpu_profiling = remote(PolicyWorker.stop_gpu_profiling)
+    prepare_for_training = remote(PolicyWorker.prepare_for_training, _moved)
+    prepare_for_lp_inference = remote(PolicyWorker.prepare_for_lp_inference, _moved)
+    offload_before_refit = remote(PolicyWorker.offload_before_refit, _moved)
+    offload_after_refit = remote(PolicyWorker.offload_after_refit, _moved)
 
     def save_pretrained(self, path: str, *, replace: bool = False) -> None:
         """Write a Hugging Face directory; see `PolicyWorker.save_pretrained`.
@@ -343,18 +324,10 @@ class Policy:
             raise NotSupported("this policy keeps no reference weights; build it with init_reference_model=True")
         self._calls.on_all(PolicyWorker.sync_reference, alpha=alpha)
 
-    def checkpoint_written(self) -> bool:
-        """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""
-        return all(self._calls.on_all(PolicyWorker.checkpoint_written))
-
     def rest(self) -> None:
         """Offload the model until the next call needs it, if its section has `offload_when_idle`."""
         if getattr(self.config.policy, "offload_when_idle", False):
             self.offload_after_refit()
-
-    def stop_profiling(self, folder: str | None) -> list[str]:
-        """Write the traces to `folder`, shared by workers and driver, and return their paths, by rank."""
-        return [path for path in self._calls.on_all(PolicyWorker.stop_profiling, folder=folder) if path is not None]
 
     def shutdown(self) -> bool:
         """Stop the workers; return False if one did not shut down cleanly."""

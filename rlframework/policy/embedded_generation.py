@@ -56,12 +56,13 @@ class EmbeddedGeneration:
         """See `PolicyWorker.exchange`."""
         require_head(self._engine.config, "language", "generate")
         self._residency.require_policy("generate")
-        self._residency.onload("model")
-        generator = self.updated()
-        with self._engine.generating(), trace_span(GENERATE):
-            rejected = submit_each(generator, requests, abort_ids)
-            self._unfinished |= {request.request_id for request in requests} - rejected.keys()
-            return Incoming(self._served(generator, timeout), rejected)
+        with self._residency.memory.during("generation"):
+            self._residency.onload("model")
+            generator = self.updated()
+            with self._engine.generating(), trace_span(GENERATE):
+                rejected = submit_each(generator, requests, abort_ids)
+                self._unfinished |= {request.request_id for request in requests} - rejected.keys()
+                return Incoming(self._served(generator, timeout), rejected)
 
     def _served(self, generator: GenerationEngine, timeout: float | None) -> list[GenerationResult]:
         """Serve until `timeout`; a single rank returns the first results, others would have to wait for each other."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.microbatches.model_inputs import with_token_sets
 from rlframework.policy.microbatches.on_demand import on_host
 from rlframework.policy.microbatching import Microbatching, require_results, values_step
+from rlframework.policy.reference import BaseReference, SnapshotReference, require_copy
 from rlframework.policy.shared_state import Residency
-
-if TYPE_CHECKING:
-    from rlframework.policy.reference import BaseReference, SnapshotReference
 
 
 @dataclass
@@ -79,8 +76,6 @@ class Scoring:
 
     def sync_reference(self, alpha: float) -> None:
         """See `PolicyWorker.sync_reference`."""
-        from rlframework.policy.reference import require_copy
-
         self.residency.require_policy("sync_reference")
         reference = require_copy(self.reference, "sync_reference")
         self.residency.onload("model")
@@ -94,7 +89,9 @@ class Scoring:
         }
         if head.token_sets is not None:
             scored["set_logprobs"] = torch.zeros(data[head.token_sets].shape)
-        for microbatch, outputs in self._outputs(data, head, values_step, micro_batch_size, positions):
+        with self.residency.memory.during("scoring"):
+            outputs_of = self._outputs(data, head, values_step, micro_batch_size, positions)
+        for microbatch, outputs in outputs_of:
             for name, part in outputs.items():
                 scored[name][microbatch.rows, : part.shape[1]] = part
         return BatchedDataDict(scored)

@@ -1,4 +1,4 @@
-"""State that a worker's services share: how far it has trained, and where its model and optimizer are.
+"""State that a worker's services share: how far it has trained, where its model and optimizer are, and its memory.
 
 Model and optimizer are on the device or in CPU memory, depending on the phase of a step. A call that needs an offloaded
 part onloads it first; the transitions make the moves explicit. On a CPU nothing moves. Not supported: offloading to
@@ -16,6 +16,7 @@ import torch
 
 from rlframework.base.errors import UserError
 from rlframework.interfaces.policy_worker import BytesMoved
+from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine
 
 Part = Literal["model", "optimizer"]
@@ -40,6 +41,8 @@ class Residency:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.memory = DeviceMemory(engine.device)
+        """The memory of the engine's device, whose peaks each service counts to its phase."""
         self._offloaded: set[Part] = set()
         self._reference_in_use = False
 

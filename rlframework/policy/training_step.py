@@ -108,20 +108,21 @@ class Training:
         if not eval_mode:
             self.residency.require_policy("train")
         config = self.engine.config
-        self.residency.onload(*(("model",) if eval_mode else ("model", "optimizer")))
-        self.memory.training_begins()
-        rows, count = self.global_batches(data, gbs or config.train_global_batch_size)
-        lr = learning_rate(config.optimizer.lr, config.scheduler, self.progress.train_calls)
-        mbs = mbs or config.train_micro_batch_size
-        started = time.perf_counter()
-        results: list[GlobalBatchResult] = []
-        while len(results) < count and not (results and results[-1].withheld):
-            step_lr = None if eval_mode else lr
-            results.append(self.global_batch(data, len(results), rows, loss_fn, mbs, step_lr, sampling_bound))
-        if not eval_mode:
-            self.progress.train_calls += 1
-            if config.offload.optimizer:
-                self.residency.offload("optimizer")
+        with self.memory.during("training"):
+            self.residency.onload(*(("model",) if eval_mode else ("model", "optimizer")))
+            self.memory.training_begins()
+            rows, count = self.global_batches(data, gbs or config.train_global_batch_size)
+            lr = learning_rate(config.optimizer.lr, config.scheduler, self.progress.train_calls)
+            mbs = mbs or config.train_micro_batch_size
+            started = time.perf_counter()
+            results: list[GlobalBatchResult] = []
+            while len(results) < count and not (results and results[-1].withheld):
+                step_lr = None if eval_mode else lr
+                results.append(self.global_batch(data, len(results), rows, loss_fn, mbs, step_lr, sampling_bound))
+            if not eval_mode:
+                self.progress.train_calls += 1
+                if config.offload.optimizer:
+                    self.residency.offload("optimizer")
         self.malloc_trimmer.trim()
         result = self.summary(results, lr, time.perf_counter() - started)
         if self._model_flops is None:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,12 +21,10 @@ from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.engine import Engine
 from rlframework.policy.shared_state import Residency, TrainingProgress
 from rlframework.policy.trained_weights import TrainedWeights
+from rlframework.weight_sync import collective
 from rlframework.weight_sync.buffers import WeightInfo, bytes_of
+from rlframework.weight_sync.ipc import GroupHandles, IpcSender, device_id, free_bytes, group_bytes
 from rlframework.workers.machine import bind_free_port
-
-if TYPE_CHECKING:
-    from rlframework.weight_sync.collective import RefitGroup
-    from rlframework.weight_sync.ipc import GroupHandles, IpcSender
 
 _OF_CALL = 0.8  # of worker_group.deadlines.call, after which the driver ends the workers with an error that says less
 
@@ -41,15 +39,13 @@ class WeightSender:
     progress: TrainingProgress
     config: RefitConfig
     ipc: IpcSender | None = None
-    _group: RefitGroup | None = None
+    _group: collective.RefitGroup | None = None
     _port: socket.socket | None = None
     _joined: bool = False
     _sent: dict[str, int] = field(default_factory=dict)  # checksums, by name
 
     def state(self) -> RefitState:
         """See `PolicyWorker.get_refit_state`."""
-        from rlframework.weight_sync.ipc import device_id
-
         self.residency.require_policy("a refit")
         joined = self._joined and (self.engine.context.rank > 0 or self._group is not None)
         return {"version": self.progress.weights_version, "device": device_id(self.engine.device), "joined": joined}
@@ -62,17 +58,16 @@ class WeightSender:
     def _gathering_weights(self, names: Iterable[str]) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield the weights; on exit, also after an exception, gather the remaining ones too."""
         self.residency.require_policy("a refit")
-        self.residency.onload("model")
-        weights = iter(self.weights.gather(names))
-        with exhausting(weights):
-            yield weights
+        with self.residency.memory.during("refit"):
+            self.residency.onload("model")
+            weights = iter(self.weights.gather(names))
+            with exhausting(weights):
+                yield weights
 
     def prepare_ipc(
         self, receive_buffers: Mapping[str, Any] | None = None, devices: Collection[str] | None = None
     ) -> tuple[list[tuple[str, int]], float]:
         """See `PolicyWorker.prepare_weights_for_ipc`."""
-        from rlframework.weight_sync.ipc import IpcSender, device_id, free_bytes
-
         self._require_transport("ipc")
         device, self._sent = self.engine.device, {}
         self.ipc = self.ipc or IpcSender(device)
@@ -82,8 +77,6 @@ class WeightSender:
 
     def ipc_handles(self, keys: Iterable[str]) -> dict[str, GroupHandles]:
         """See `PolicyWorker.get_weights_ipc_handles`."""
-        from rlframework.weight_sync.ipc import device_id
-
         self._require_transport("ipc")
         if self.ipc is None or not self.ipc.refit:
             raise RefitNotPrepared(
@@ -109,8 +102,6 @@ class WeightSender:
 
     def join(self, ip: str, port: int, world_size: int) -> None:
         """See `PolicyWorker.init_collective`."""
-        from rlframework.weight_sync.collective import RefitGroup
-
         self._require_transport("collective")
         self._close_group()
         self._joined = True
@@ -121,7 +112,7 @@ class WeightSender:
             reserved.close()
             reserved = None
         deadline = min(self.config.deadline, _OF_CALL * self.engine.context.deadline)
-        self._group = RefitGroup(ip, port, 0, world_size, self.engine.device, deadline, reserved)
+        self._group = collective.RefitGroup(ip, port, 0, world_size, self.engine.device, deadline, reserved)
 
     def collective_info(self) -> WeightInfo:
         """See `PolicyWorker.prepare_info_for_collective`."""
@@ -130,9 +121,6 @@ class WeightSender:
 
     def broadcast(self) -> None:
         """See `PolicyWorker.broadcast_weights_for_collective`."""
-        from rlframework.weight_sync import collective
-        from rlframework.weight_sync.ipc import group_bytes
-
         self._require_transport("collective")
         if not self._joined or (self.engine.context.rank == 0 and self._group is None):
             raise RefitNotPrepared(

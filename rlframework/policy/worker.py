@@ -8,10 +8,8 @@ A backend supplies an `Engine`, and its worker class names it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,11 +17,11 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.interfaces.policy_worker import Attempt, BytesMoved, PolicyWorker, Rows
+from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
+from rlframework.interfaces.remote_calls import of_service
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.discovery import load_target
 from rlframework.policy.checkpoint_io import CheckpointIO
-from rlframework.policy.device_memory import DeviceMemory, Phase
 from rlframework.policy.embedded_generation import EmbeddedGeneration
 from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
@@ -33,16 +31,12 @@ from rlframework.policy.shared_state import Residency, TrainingProgress
 from rlframework.policy.trained_weights import Adapters, TrainedWeights, require_adapters
 from rlframework.policy.training_step import Training
 from rlframework.policy.weight_sender import WeightSender
-from rlframework.weight_sync.calls import attempt
 from rlframework.workers.device import prepare_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.policy.reference import BaseReference, SnapshotReference
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def _prepared_device(config: PolicyConfig, context: WorkerContext) -> torch.device:
@@ -56,20 +50,6 @@ def _prepared_device(config: PolicyConfig, context: WorkerContext) -> torch.devi
         expandable_segments=config.expandable_segments,
     )
     return device
-
-
-def _answered_by(
-    service: str, method: Callable[Concatenate[Any, P], R], phase: Phase | None = None
-) -> Callable[Concatenate[Any, P], R]:
-    """A method of the worker that calls `method` of its attribute `service`; its peak memory counts to `phase`."""
-
-    @wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        bound: Callable[P, R] = getattr(getattr(self, service), method.__name__)
-        with nullcontext() if phase is None else self.memory.during(phase):
-            return bound(*args, **kwargs)
-
-    return call
 
 
 class PolicyWorkerBase(PolicyWorker):
@@ -108,17 +88,17 @@ class PolicyWorkerBase(PolicyWorker):
         self.progress = TrainingProgress()
         self.residency = Residency(engine)
         self.generation = EmbeddedGeneration(engine, self.residency, self.progress, generation, generation_target)
-        self._build(device, init_optimizer)
+        self._build(init_optimizer)
         self._add_services(generation, processor_target, init_optimizer, init_reference_model)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
-    def _build(self, device: torch.device, init_optimizer: bool) -> None:
+    def _build(self, init_optimizer: bool) -> None:
         """Build the model; sets the threads and seeds of this process."""
         engine, context = self.engine, self.engine.context
         if context.threads:
             torch.set_num_threads(context.threads)
-        self.memory = DeviceMemory(device)
+        self.memory = self.residency.memory
         engine.build(init_optimizer=init_optimizer)
         self.memory.model_built()
         if context.master_port:  # a process of its own, which torch has seeded differently from any other
@@ -150,37 +130,37 @@ class PolicyWorkerBase(PolicyWorker):
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.engine.context.rank}]"
 
-    train = _answered_by("training", Training.train, "training")
-    get_logprobs = _answered_by("scoring", Scoring.get_logprobs, "scoring")
-    get_topk_logits = _answered_by("scoring", Scoring.get_topk_logits, "scoring")
-    get_token_set_logprobs = _answered_by("scoring", Scoring.get_token_set_logprobs, "scoring")
-    use_reference_model = _answered_by("scoring", Scoring.use_reference_model)
-    sync_reference = _answered_by("scoring", Scoring.sync_reference)
-    score = _answered_by("scoring", Scoring.score, "scoring")
-    get_values = _answered_by("scoring", Scoring.get_values, "scoring")
-    exchange = _answered_by("generation", EmbeddedGeneration.exchange, "generation")
-    finish_generation = _answered_by("generation", EmbeddedGeneration.finish)
-    prepare_for_lp_inference = _answered_by("residency", Residency.prepare_for_lp_inference)
-    save_checkpoint = _answered_by("checkpoints", CheckpointIO.save)
-    checkpoint_written = _answered_by("checkpoints", CheckpointIO.written)
-    finish_checkpoint = _answered_by("checkpoints", CheckpointIO.finish)
-    load_checkpoint = _answered_by("checkpoints", CheckpointIO.load)
-    get_refit_state = _answered_by("sender", WeightSender.state)
-    get_sent_checksums = _answered_by("sender", WeightSender.sent_checksums)
-    prepare_weights_for_ipc = _answered_by("sender", WeightSender.prepare_ipc)
-    get_weights_ipc_handles = _answered_by("sender", WeightSender.ipc_handles, "refit")
-    reserve_refit_address = _answered_by("sender", WeightSender.reserve_address)
-    init_collective = _answered_by("sender", WeightSender.join)
-    prepare_info_for_collective = _answered_by("sender", WeightSender.collective_info)
-    broadcast_weights_for_collective = _answered_by("sender", WeightSender.broadcast, "refit")
-    get_info = _answered_by("reporting", Reporting.info)
-    get_gpu_info = _answered_by("reporting", Reporting.gpu_info)
-    report_device_id = _answered_by("reporting", Reporting.device_id)
-    reset_peak_memory_stats = _answered_by("reporting", Reporting.reset_peak_memory)
-    start_profiling = _answered_by("reporting", Reporting.start_profiling)
-    stop_profiling = _answered_by("reporting", Reporting.stop_profiling)
-    start_gpu_profiling = _answered_by("reporting", Reporting.start_gpu_profiling)
-    stop_gpu_profiling = _answered_by("reporting", Reporting.stop_gpu_profiling)
+    train = of_service("training", Training.train)
+    get_logprobs = of_service("scoring", Scoring.get_logprobs)
+    get_topk_logits = of_service("scoring", Scoring.get_topk_logits)
+    get_token_set_logprobs = of_service("scoring", Scoring.get_token_set_logprobs)
+    use_reference_model = of_service("scoring", Scoring.use_reference_model)
+    sync_reference = of_service("scoring", Scoring.sync_reference)
+    score = of_service("scoring", Scoring.score)
+    get_values = of_service("scoring", Scoring.get_values)
+    exchange = of_service("generation", EmbeddedGeneration.exchange)
+    finish_generation = of_service("generation", EmbeddedGeneration.finish)
+    prepare_for_lp_inference = of_service("residency", Residency.prepare_for_lp_inference)
+    save_checkpoint = of_service("checkpoints", CheckpointIO.save)
+    checkpoint_written = of_service("checkpoints", CheckpointIO.written)
+    finish_checkpoint = of_service("checkpoints", CheckpointIO.finish)
+    load_checkpoint = of_service("checkpoints", CheckpointIO.load)
+    get_refit_state = of_service("sender", WeightSender.state)
+    get_sent_checksums = of_service("sender", WeightSender.sent_checksums)
+    prepare_weights_for_ipc = of_service("sender", WeightSender.prepare_ipc)
+    get_weights_ipc_handles = of_service("sender", WeightSender.ipc_handles)
+    reserve_refit_address = of_service("sender", WeightSender.reserve_address)
+    init_collective = of_service("sender", WeightSender.join)
+    prepare_info_for_collective = of_service("sender", WeightSender.collective_info)
+    broadcast_weights_for_collective = of_service("sender", WeightSender.broadcast)
+    get_info = of_service("reporting", Reporting.info)
+    get_gpu_info = of_service("reporting", Reporting.gpu_info)
+    report_device_id = of_service("reporting", Reporting.device_id)
+    reset_peak_memory_stats = of_service("reporting", Reporting.reset_peak_memory)
+    start_profiling = of_service("reporting", Reporting.start_profiling)
+    stop_profiling = of_service("reporting", Reporting.stop_profiling)
+    start_gpu_profiling = of_service("reporting", Reporting.start_gpu_profiling)
+    stop_gpu_profiling = of_service("reporting", Reporting.stop_gpu_profiling)
 
     def get_reference_policy_logprobs(
         self, data: Rows, micro_batch_size: int | None = None, positions: str = "all"
@@ -221,10 +201,6 @@ class PolicyWorkerBase(PolicyWorker):
         self.residency.onload("model")
         adapters.read(path)
         self.progress.weights_version += 1
-
-    def attempt(self, method: str, arguments: Mapping[str, Any]) -> Attempt:
-        """See `PolicyWorker.attempt`."""
-        return attempt(self, method, arguments)
 
     def is_alive(self) -> bool:
         """See `PolicyWorker.is_alive`."""

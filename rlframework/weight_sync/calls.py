@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rlframework.base.errors import DeadlineExceeded, EngineLost, RefitError, UserError, WorkerError, WorkerLost
-from rlframework.base.logs import debug_span
 from rlframework.interfaces.policy_worker import Attempt
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
-
-_LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,25 +33,19 @@ class RefitEngine(Protocol):
         """Wait for a call, up to `deadline` seconds, and return its results."""
 
 
+@dataclass(frozen=True)
 class StartedCall:
-    """A call of an engine, or the error with which it could not be started."""
+    """A call of an engine: its future, or the error with which it could not be started."""
 
-    def __init__(self, engine: RefitEngine, method: str, arguments: Mapping[str, Any]) -> None:
-        self.engine = engine
-        self._future: MultiWorkerFuture | None = None
-        self._error: WorkerError | None = None
-        try:
-            self._future = engine.start("attempt", method=method, arguments=arguments)
-        except WorkerError as error:
-            self._error = error
+    engine: RefitEngine
+    started: MultiWorkerFuture | WorkerError
 
     def result(self, deadline: float) -> Any:
         """Wait up to `deadline` seconds; raise `EngineLost` if the engine is gone or late, `RefitError` if it fails."""
         try:
-            if self._error is not None:
-                raise self._error
-            assert self._future is not None
-            ((result, error, *_),) = self.engine.results(self._future, deadline)
+            if isinstance(self.started, WorkerError):
+                raise self.started
+            ((result, error, *_),) = self.engine.results(self.started, deadline)
         except DeadlineExceeded as late:
             raise EngineLost(
                 f"{self.engine.name} did not finish its part of a refit within generation.refit.deadline: {late}"
@@ -67,19 +58,6 @@ class StartedCall:
         return result
 
 
-def attempt(worker: object, method: str, arguments: Mapping[str, Any]) -> Attempt:
-    """Call `method` of `worker`; return its result, or the message of the error it raised.
-
-    Applies to a `RefitError` and a `UserError`, such as `NotSupported` or `EngineNotReady`. An exception would end the
-    whole worker group, but a failed refit can be repeated.
-    """
-    try:
-        with debug_span(_LOG, "attempt of %s", method):
-            return Attempt(getattr(worker, method)(**arguments))
-    except (RefitError, UserError) as error:
-        return Attempt(None, str(error), isinstance(error, UserError))
-
-
 class RefitCalls:
     """Calls of the workers of `trainer` and of `engines`, each of which has `deadline` seconds for a call.
 
@@ -88,6 +66,10 @@ class RefitCalls:
 
     def __init__(self, trainer: WorkerGroup, engines: Sequence[RefitEngine], deadline: float) -> None:
         self._trainer, self.engines, self._deadline = trainer, engines, deadline
+
+    def of(self, engines: Sequence[RefitEngine]) -> RefitCalls:
+        """Return the calls with only these engines."""
+        return RefitCalls(self._trainer, engines, self._deadline)
 
     def on_rank_0(self, method: Callable[[Any], R]) -> R:
         """Call the trainer's first worker."""
@@ -124,7 +106,14 @@ class RefitCalls:
         self, method: Callable[Concatenate[Any, P], Any], *_: P.args, **arguments: P.kwargs
     ) -> list[StartedCall]:
         """Start a call of all engines."""
-        return [StartedCall(engine, method.__name__, arguments) for engine in self.engines]
+        calls = list[StartedCall]()
+        for engine in self.engines:
+            try:
+                future = engine.start("attempt", method=method.__name__, arguments=arguments)
+                calls.append(StartedCall(engine, future))
+            except WorkerError as error:
+                calls.append(StartedCall(engine, error))
+        return calls
 
     def of_engines(self, started: Sequence[StartedCall], more: float = 0.0) -> list[Any]:
         """Wait for calls of the engines, with `more` seconds than the deadline; raise the errors of all that fail."""

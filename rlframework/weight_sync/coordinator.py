@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from rlframework.base.errors import ConfigError, EngineNotReady, RefitError, UserError
@@ -41,14 +42,6 @@ class Trainer(Protocol):
 
     worker_group: WorkerGroup
     capabilities: frozenset[str]
-
-    @property
-    def offload_before_refit(self) -> Callable[[], Any]:
-        """See `PolicyWorker.offload_before_refit`."""
-
-    @property
-    def offload_after_refit(self) -> Callable[[], Any]:
-        """See `PolicyWorker.offload_after_refit`."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +160,7 @@ class Refitter:
         _LOG.debug("refit: version %s; the engines prepare for it", now.version)
         info = calls.on_rank_0(PolicyWorker.prepare_info_for_collective)
         if offload:
-            self._trainer.offload_before_refit()
+            calls.on_trainer(PolicyWorker.offload_before_refit)
         restored = calls.start_engines(GenerationEngine.restore, tags=_WEIGHTS)
         begun = calls.start_engines(GenerationEngine.begin_weight_update, version=now.version, specs=info)
         for each in (restored, begun):
@@ -194,7 +187,7 @@ class Refitter:
         """Let the engines serve, and probe them; on a shared GPU, trainer and caches take turns in memory."""
         calls = now.calls
         if offload:
-            self._trainer.offload_after_refit()
+            calls.on_trainer(PolicyWorker.offload_after_refit)
         calls.on_engines(GenerationEngine.restore, tags=_CACHE)
         if self._probes is None:
             return None
@@ -203,7 +196,7 @@ class Refitter:
             calls.on_engines(GenerationEngine.release, tags=_CACHE)
         scored = calls.on_trainer(PolicyWorker.get_logprobs, data=answers.rows, positions="token_mask")
         if offload:
-            self._trainer.offload_after_refit()
+            calls.on_trainer(PolicyWorker.offload_after_refit)
             calls.on_engines(GenerationEngine.restore, tags=_CACHE)
         return answers.compare(scored[0]["logprobs"])
 
@@ -256,45 +249,46 @@ class Refitter:
     # -- collective ---------------------------------------------------------------------------------------------------
 
     def _by_collective(self, now: _Round) -> None:
-        engines = tuple(now.calls.engines)
+        calls, engines = now.calls, tuple(now.calls.engines)
         joined = now.trainer[0]["joined"] and all(state["joined"] for state in now.engines)
         if not joined or engines != self._joined:
             self._join_process_group(now)
             self._joined = engines
-        receive = GenerationEngine.update_weights_from_collective
-        self._run_both(now.calls, PolicyWorker.broadcast_weights_for_collective, {}, receive, [{} for _ in engines])
+        self._run_both(
+            calls,
+            partial(calls.start_trainer, PolicyWorker.broadcast_weights_for_collective),
+            partial(calls.start_engines, GenerationEngine.update_weights_from_collective),
+        )
 
     def _join_process_group(self, now: _Round) -> None:
         """Form one process group of the trainer, as rank 0, and all engines."""
-        engines = now.calls.engines
+        calls, engines = now.calls, now.calls.engines
         if isinstance(self._trainer.worker_group, InlineWorkerGroup) and any(each.in_driver for each in engines):
             raise ConfigError(
                 "generation.refit.transport=collective needs the trainer and the engines in different processes: set "
                 "worker_group.name or generation.workers.group to processes or ray"
             )
         _require_own_gpus(now)
-        address, port = now.calls.on_rank_0(PolicyWorker.reserve_refit_address)
-        place = {"ip": address, "port": port, "world_size": 1 + len(engines)}
-        ranks = [{**place, "rank": rank} for rank in range(1, 1 + len(engines))]
-        self._run_both(now.calls, PolicyWorker.init_collective, place, GenerationEngine.init_collective, ranks)
+        address, port = calls.on_rank_0(PolicyWorker.reserve_refit_address)
+        place: dict[str, Any] = {"ip": address, "port": port, "world_size": 1 + len(engines)}
+        join = GenerationEngine.init_collective
+
+        def start_engines() -> list[StartedCall]:
+            ranks = enumerate(engines, 1)
+            return [call for rank, each in ranks for call in calls.of([each]).start_engines(join, **place, rank=rank)]
+
+        self._run_both(calls, partial(calls.start_trainer, PolicyWorker.init_collective, **place), start_engines)
 
     def _run_both(
         self,
         calls: RefitCalls,
-        trainer_method: Callable[..., None],
-        trainer_arguments: dict[str, Any],
-        engine_method: Callable[..., Any],
-        engine_arguments: Sequence[dict[str, Any]],
+        start_trainer: Callable[[], MultiWorkerFuture],
+        start_engines: Callable[[], list[StartedCall]],
     ) -> None:
         """Start a call on both sides, the one in this process last if there is one, and wait for both."""
-
-        def start_engines() -> list[StartedCall]:
-            given = zip(calls.engines, engine_arguments, strict=True)
-            return [StartedCall(engine, engine_method.__name__, arguments) for engine, arguments in given]
-
         in_driver = any(engine.in_driver for engine in calls.engines)
         started = [] if in_driver else start_engines()
-        sending = calls.start_trainer(trainer_method, **trainer_arguments)
+        sending = start_trainer()
         started = start_engines() if in_driver else started
         failed: RefitError | UserError | None = None
         try:

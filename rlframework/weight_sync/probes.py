@@ -25,8 +25,8 @@ from rlframework.base.errors import RefitError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming, SamplingParams
-from rlframework.interfaces.policy_worker import Rows
-from rlframework.weight_sync.calls import RefitCalls, StartedCall
+from rlframework.interfaces.policy_worker import PolicyWorker, Rows
+from rlframework.weight_sync.calls import RefitCalls
 from rlframework.weight_sync.noise_bound import NoiseBound
 
 if TYPE_CHECKING:
@@ -168,8 +168,9 @@ class ProbeRequests:
                     f"{waiting[0].name} did not complete the probes of version {self.version} within {deadline:g} s "
                     "(generation.refit.deadline)"
                 )
-            arguments = {"requests": tuple(outgoing), "abort_ids": (), "timeout": min(left, _POLL)}
-            started = [StartedCall(engine, "exchange", arguments) for engine in waiting]
+            started = calls.of(waiting).start_engines(
+                PolicyWorker.exchange, requests=tuple(outgoing), abort_ids=(), timeout=min(left, _POLL)
+            )
             for call, incoming in zip(started, calls.of_engines(started), strict=True):
                 self.check(call.engine.name, incoming, requests)
                 for error in incoming.rejected.values():

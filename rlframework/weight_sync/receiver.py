@@ -9,18 +9,15 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from rlframework.base.errors import EngineNotReady, RefitError, RefitNotPrepared, UserError
 from rlframework.interfaces.generation import GenerationEngine, WeightReport
+from rlframework.weight_sync import collective, ipc
 from rlframework.weight_sync.buffers import Slot, WeightInfo, as_bytes, checksum, layout_checksum, read_weight
-
-if TYPE_CHECKING:
-    from rlframework.weight_sync import ipc
-    from rlframework.weight_sync.collective import RefitGroup
 
 _MAX_LISTED = 8  # names listed in an error message
 
@@ -202,7 +199,7 @@ class ReceivesWeights(GenerationEngine, ABC):
     """`generation.refit.deadline` in seconds; set by the engine."""
 
     _update: WeightUpdate | None = None
-    _refit_group: RefitGroup | None = None
+    _refit_group: collective.RefitGroup | None = None
     _refit_offered: ipc.SharedMemory | None = None  # as a receive buffer
     _weight_state: WeightState | None = None
 
@@ -284,14 +281,10 @@ class ReceivesWeights(GenerationEngine, ABC):
 
     def get_refit_state(self) -> EngineState:
         """Return what the driver needs before a refit."""
-        from rlframework.weight_sync import ipc
-
         return {"device": ipc.device_id(self.refit_device), "joined": self._refit_group is not None}
 
     def offer_refit_memory(self) -> dict[str, ipc.ReceiveBuffer]:
         """See `GenerationEngine.offer_refit_memory`; offers the sink's memory on a CPU, nothing on a GPU."""
-        from rlframework.weight_sync import ipc
-
         if self.refit_device.type != "cpu":
             return {}
         with self._receiving() as update:
@@ -304,8 +297,6 @@ class ReceivesWeights(GenerationEngine, ABC):
 
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, ipc.GroupHandles]) -> bool:
         """See `GenerationEngine.update_weights_from_ipc_handles`."""
-        from rlframework.weight_sync import ipc
-
         device = ipc.device_id(self.refit_device)
         if device not in ipc_handles:
             raise UserError(
@@ -324,8 +315,6 @@ class ReceivesWeights(GenerationEngine, ABC):
 
     def _open_memory(self, handle: ipc.MemoryHandle | ipc.CudaHandle) -> Tensor:
         """Return the memory of a group of weights, 1-D uint8."""
-        from rlframework.weight_sync import ipc
-
         if isinstance(handle, ipc.CudaHandle):
             return handle.open(self.refit_device)
         offered = self._refit_offered
@@ -333,16 +322,12 @@ class ReceivesWeights(GenerationEngine, ABC):
 
     def init_collective(self, ip: str, port: int, world_size: int, rank: int = 1) -> None:
         """See `GenerationEngine.init_collective`."""
-        from rlframework.weight_sync.collective import RefitGroup
-
         if self._refit_group is not None:
             self._refit_group.close()
-        self._refit_group = RefitGroup(ip, port, rank, world_size, self.refit_device, self.refit_deadline)
+        self._refit_group = collective.RefitGroup(ip, port, rank, world_size, self.refit_device, self.refit_deadline)
 
     def update_weights_from_collective(self) -> bool:
         """See `GenerationEngine.update_weights_from_collective`."""
-        from rlframework.weight_sync import collective
-
         if self._refit_group is None:
             raise RefitNotPrepared("init_collective must be called before update_weights_from_collective")
         try:

@@ -1,28 +1,17 @@
-"""Dispatch of calls over a `NamedSharding`: which worker gets which arguments, and whose results are returned.
-
-`WorkerCalls` adds types: instead of the name of a method it takes a function of the workers' interface, so that a type
-checker knows the arguments and the result:
-
-    calls = WorkerCalls(group)
-    calls.on_all(PolicyWorker.save_pretrained, path="model")
-"""
+"""Dispatch of calls over a `NamedSharding`: which worker gets which arguments, and whose results are returned."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from rlframework.base.errors import BatchError, ConfigError, UserError
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup, WorkerSpec
-
-P = ParamSpec("P")
-R = TypeVar("R")
-Data = TypeVar("Data")
 
 
 @dataclass(frozen=True)
@@ -182,28 +171,3 @@ def _check_shards(name: str, value: Any, sharding: NamedSharding, axes: Sequence
         raise BatchError(f"argument {name!r} has {len(value)} entries; axis '{axes[0]}' needs {size}")
     for entry in value:
         _check_shards(name, entry, sharding, axes[1:])
-
-
-class WorkerCalls:
-    """Calls of the workers in `group`; arguments are keywords, since workers take no positional ones."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def on_all(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call `method` on all workers with the same arguments; return the results by rank."""
-        run: Any = self._group.run_all_workers_single_data
-        return self._group.get_all_worker_results(run(method.__name__, *args, **kwargs))
-
-    def on_shards(
-        self, method: Callable[Concatenate[Any, Data, P], R], data: Sequence[Data], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
-        """Call `method` on all workers, with the argument `data` sharded over the data-parallel ranks.
-
-        `data` has one shard per rank, and so does the result. All other arguments are the same everywhere.
-        """
-        others = [axis for axis in self._group.sharding.names if axis != "data_parallel"]
-        axes = {"in_sharded_axes": ["data_parallel"], "replicate_on_axes": others, "output_is_replicated": others}
-        run: Any = self._group.run_all_workers_sharded_data
-        future = run(method.__name__, *args, data=data, common_kwargs=kwargs, **axes)
-        return self._group.get_all_worker_results(future)

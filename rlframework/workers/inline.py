@@ -52,6 +52,6 @@ class InlineWorkerGroup(dispatch.DispatchingWorkerGroup):
     def _run(self, method_name: str, plan: dispatch.Dispatch) -> MultiWorkerFuture:
         if self._worker is None:
             raise WorkerError(f"{method_name} was called on a worker group that has been shut down")
-        method = getattr(self._worker, method_name)
-        results = [method(**kwargs) for kwargs in plan.kwargs]
-        return MultiWorkerFuture(results, return_from_workers=plan.returned, called_workers=plan.called)
+        (kwargs,) = plan.kwargs
+        result = getattr(self._worker, method_name)(**kwargs)
+        return MultiWorkerFuture([result], return_from_workers=plan.returned, called_workers=plan.called)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlframework.algorithms.losses import NLLLoss
+from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.plugins.discovery import load_target
 from rlframework.policy.device_memory import DeviceMemory
 
 
@@ -101,3 +105,43 @@ def test_a_cpu_has_neither_phases_nor_parts():
     assert memory.parts() == {}
     assert list(memory.peaks()) == ["other"]
     assert memory.peak()[0] > 2**20
+
+
+def test_the_calls_of_a_worker_are_in_their_phases(tiny_llama, monkeypatch):
+    events = []
+    worker = load_target("rlframework_dtensor.worker:DTensorPolicyWorker")(
+        {"model_name": str(tiny_llama), "train_global_batch_size": 2},
+        load_tokenizer(str(tiny_llama)),
+        generation_target="rlframework_transformers.engine:TransformersEngine",
+    )
+    monkeypatch.setattr(DeviceMemory, "_enter", lambda self, phase: events.append(phase))
+
+    def noted(name):
+        method = getattr(worker.engine, name)
+
+        def call(*given, **named):
+            events.append(name)
+            return method(*given, **named)
+
+        return call
+
+    for name in ("forward_backward", "whole_model", "gather_weights"):
+        monkeypatch.setattr(worker.engine, name, noted(name))
+    ones = torch.ones(2, 4)
+    rows = BatchedDataDict(
+        input_ids=torch.full((2, 4), 3), input_lengths=torch.tensor([4, 4]), token_mask=ones, sample_mask=ones[:, 0]
+    )
+    names = list(worker.prepare_info_for_collective())
+    for call, expected in {
+        lambda: worker.train(rows, NLLLoss()): ["training", "forward_backward", "other"],
+        lambda: worker.get_logprobs(rows): ["scoring", "forward_backward", "other"],
+        lambda: worker.get_topk_logits(rows, 2): ["scoring", "forward_backward", "other"],
+        lambda: worker.exchange([], [], 0.0): ["generation", "whole_model", "other"],
+        lambda: (worker.prepare_weights_for_ipc(), worker.get_weights_ipc_handles(names)): [
+            "refit", "gather_weights", "other"
+        ],
+    }.items():  # fmt: skip
+        events.clear()
+        call()
+        assert list(dict.fromkeys(events)) == expected
+    worker.shutdown()

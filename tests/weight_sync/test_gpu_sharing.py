@@ -64,12 +64,7 @@ def refit(
 ) -> list[tuple[str, Any]]:
     """The calls that `times` refits make, in order, with their arguments."""
     calls: list[tuple[str, Any]] = []
-    policy: Any = SimpleNamespace(
-        worker_group=Workers(trainer, calls),
-        capabilities=frozenset(capabilities),
-        offload_before_refit=lambda: calls.append(("offload_before_refit", {})),
-        offload_after_refit=lambda: calls.append(("offload_after_refit", {})),
-    )
+    policy: Any = SimpleNamespace(worker_group=Workers(trainer, calls), capabilities=frozenset(capabilities))
     answers = SimpleNamespace(rows=None, compare=lambda _: 0.0)
     of_version = SimpleNamespace(ask=lambda *_: calls.append(("probes", {})) or answers)
     probes: Any = SimpleNamespace(of_version=lambda _: of_version)
