@@ -19,8 +19,8 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import SFTConfig
 from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
+from rlframework.datasets.chat.rendering import Rendered, has_answer, render_samples
 from rlframework.datasets.loader import PromptLoader
-from rlframework.datasets.rendering import Rendered, has_answer, render_samples
 from rlframework.datasets.teacher_data import TeacherData
 from rlframework.datasets.tokens import pad_rendered
 from rlframework.interfaces.environment import Environment, Sample

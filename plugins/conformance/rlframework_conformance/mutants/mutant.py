@@ -57,7 +57,9 @@ def around(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
     def decorate(change: Callable[..., Any]) -> Callable[[Any], Any]:
         def break_it(part: Any) -> Any:
-            return type(part)(f"Broken{part.__name__}", (part,), {m.__name__: _override(part, m, change) for m in methods})
+            return type(part)(
+                f"Broken{part.__name__}", (part,), {m.__name__: _override(part, m, change) for m in methods}
+            )
 
         return break_it
 
