@@ -39,8 +39,8 @@ def characters_of(messages: Iterable[Message]) -> int:
 class ChatFormat:
     """Converts between messages and tokens for the chat template of `tokenizer`. Sampled tokens are never rendered.
 
-    Special tokens that users or tools spell stay text, as in `chat_text`. `images`: makes tokens and inputs from images;
-    None if messages have none.
+    Special tokens that users or tools spell stay text, as in `chat_text`. `images`: makes tokens and inputs of the
+    model from images; None if messages have none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None = None) -> None:
