@@ -132,7 +132,7 @@ def single_turns(parts: Any, turns: Turns) -> list[list[list[int]]]:
 def kept_turns(parts: Any, turns: Turns) -> list[list[list[int]]]:
     """Sample each turn as one batch of requests with sessions."""
     from rlframework.generation.driver import run_in_loop
-    from rlframework.generation.tasks import gather_or_cancel
+    from rlframework.rollout.episode_thread import gather_or_cancel
 
     async def sample() -> list[list[list[int]]]:
         async with parts.generation.completions() as completions:

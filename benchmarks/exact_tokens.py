@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "fixtures
 
 from chat_formats import NAMES, TOOLS, Turn, result, sampled, tokenizer, written
 
+from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.messages import Message
-from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.trajectory import Trajectory
 
 EPISODES, TURNS = 8, 4

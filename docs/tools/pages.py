@@ -18,6 +18,7 @@ import commands_page
 import configuration_page
 import interface_pages
 import memory_page
+import moving_pages
 import mutants_page
 import parity_page
 import peers_page
@@ -41,6 +42,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "results/soak.md": soak_page.page,
     **{f"pictures/{name}.svg": draw for name, draw in pictures.PICTURES.items()},
     **interface_pages.pages(),
+    **moving_pages.pages(),
     **sdk_pages.pages(),
 }
 """Path below docs/ to the function that generates the text."""

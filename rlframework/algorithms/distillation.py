@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import floor
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
 from rlframework.algorithms.losses import ClippedPGLoss, DistillationLoss
-from rlframework.algorithms.stored_teacher import open_teacher_data
-from rlframework.algorithms.student_rows import student_rows
+from rlframework.algorithms.sft import open_token_data
 from rlframework.algorithms.teacher_targets import Rows, add_sft_weights, add_targets, open_teacher
+from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.config.algorithms import SFTConfig
 from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
+from rlframework.datasets.chat.rendering import Rendered, has_answer, render_samples
 from rlframework.datasets.loader import PromptLoader
-from rlframework.datasets.rendering import Rendered, has_answer, render_samples
 from rlframework.datasets.teacher_data import TeacherData
 from rlframework.datasets.tokens import pad_rendered
 from rlframework.interfaces.environment import Environment, Sample
@@ -149,3 +152,35 @@ class Distillation(StepLoop):
     def render(self, samples: Sequence[Sample]) -> list[Rendered]:
         """Return the token ids and mask of each sample, as configured."""
         return render_samples(self.parts.tokenizer, samples, self.config.train_on, self.config.max_tokens)
+
+
+def open_teacher_data(config: DistillationConfig, parts: Parts) -> TeacherData:
+    """Open `algorithm.teacher_data` and verify everything in it, before any work.
+
+    Raises a `DataError` if it is damaged, and a `ConfigError` if its rows were made with another tokenizer or other
+    settings (see `open_token_data`), or if the teacher scored them at another temperature than that of the run.
+    """
+    assert config.teacher_data is not None
+    stored = TeacherData(config.teacher_data)
+    rows: dict[str, Any] = {"token_data": stored.tokens.path, "train_on": config.train_on}
+    open_token_data(SFTConfig(**rows, max_tokens=config.max_tokens), parts)
+    stored.verify()
+    temperature = parts.config.generation.temperature or 1.0
+    if stored.meta.temperature != temperature:
+        raise ConfigError(
+            f"algorithm.teacher_data={str(config.teacher_data)!r} has log-probabilities at temperature "
+            f"{stored.meta.temperature:g}, but generation.temperature={temperature:g}; set it to that, or score again"
+        )
+    return stored
+
+
+def student_rows(config: DistillationConfig, batch_size: int, seed: int, step: int) -> int:
+    """Return how many rows of the batch of `step`, counted from 1, the student generates; the first ones.
+
+    It depends on nothing else, so that a resumed run goes on with the same mixture. Over steps, `rows` has the fraction
+    of all rows, less than one row off.
+    """
+    if config.mixing == "batches":
+        return batch_size if np.random.default_rng([seed, step, 1]).random() < config.student_fraction else 0
+    share = config.student_fraction * batch_size
+    return floor(share * step + 1e-6) - floor(share * (step - 1) + 1e-6)  # so that 0.1 * 10 * 3 is 3

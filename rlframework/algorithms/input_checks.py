@@ -11,8 +11,8 @@ import numpy as np
 
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.config.sections import EnvironmentConfig
-from rlframework.datasets.rendering import Rendered, has_answer, render_prompt
-from rlframework.datasets.template_checks import require_contents, warn_of_template
+from rlframework.datasets.chat.rendering import Rendered, has_answer, render_prompt
+from rlframework.datasets.chat.template_checks import require_contents, warn_of_template
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, Split, has_episodes, runs_agents
 from rlframework.interfaces.messages import pictures_of, text_of
@@ -197,8 +197,8 @@ class InputCheck:
 
 def _require_tool_calls(parts: Parts) -> None:
     """Raise a `DataError` if the environment has tools, but calls in the form of the chat template cannot be parsed."""
+    from rlframework.datasets.chat.call_formats import reader_of
     from rlframework.environments.tool_environment import ToolDataEnvironment
-    from rlframework.rollout.call_formats import reader_of
 
     if isinstance(parts.environment, ToolDataEnvironment):
         reader_of(parts.tokenizer).require_calls()

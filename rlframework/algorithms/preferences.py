@@ -20,9 +20,9 @@ from rlframework.algorithms.losses.preference import REFERENCE, KTOLoss, PairLos
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.preference_algorithms import KTOConfig, PairwiseConfig, PreferenceConfig
 from rlframework.config.sections import RunConfig
+from rlframework.datasets.chat.rendering import Rendered
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.preferences import PreferencePairs, media_of_pairs, mismatched_rows, pair_of
-from rlframework.datasets.rendering import Rendered
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import pictures_of
 from rlframework.rollout.parts import Parts

@@ -16,7 +16,7 @@ from rlframework.base.errors import DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.preference_algorithms import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
-from rlframework.datasets.rendering import Rendered, render_steps
+from rlframework.datasets.chat.rendering import Rendered, render_steps
 from rlframework.datasets.tokens import pad_rows
 from rlframework.interfaces.environment import Sample
 

@@ -17,8 +17,8 @@ from rlframework.base.secrets import hide_secrets
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import SFTConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
+from rlframework.datasets.chat.rendering import render_samples
 from rlframework.datasets.loader import PromptLoader
-from rlframework.datasets.rendering import render_samples
 from rlframework.datasets.tokens import TokenData, TokenRows, pad_rendered
 from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.interfaces.environment import Environment, Sample, Split

@@ -28,6 +28,7 @@ MOVED = {
     "rlframework.conformance.parity.report": "rlframework_conformance.parity.parity_report",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
     "rlframework.datasets.pair_checks": "rlframework.datasets.preference_rows",
+    "rlframework.datasets.rendering": "rlframework.datasets.chat.rendering",
     "rlframework.datasets.sources.splits": "rlframework.datasets.sources.opening",
     "rlframework.datasets.step_rows": "rlframework.datasets.preference_rows",
     "rlframework.doctor": "rlframework_tools.doctor",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
-from rlframework.datasets.chat_template import apply_template
+from rlframework.datasets.chat.chat_template import apply_template
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, text_of
 

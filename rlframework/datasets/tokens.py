@@ -28,7 +28,7 @@ from typing_extensions import TypedDict  # pydantic requires it before Python 3.
 
 from rlframework.base.errors import DataError
 from rlframework.base.files import replacing_directory
-from rlframework.datasets.rendering import Rendered
+from rlframework.datasets.chat.rendering import Rendered
 
 _FORMAT, _VERSION = "rlframework token rows", 1
 _File = Literal["tokens.bin", "mask.bin", "offsets.bin"]

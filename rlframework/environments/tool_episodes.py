@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from rlframework.interfaces.environment import Episode, Sample, StepOutcome
-from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, text_of
+from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, encodable, text_of
 
 MAX_ARGUMENT_CHARACTERS = 1_000_000
 """Arguments longer than this are refused unread."""
@@ -28,11 +28,6 @@ def answer(call: ToolCall, text: str, limit: int | None = None) -> Message:
         text = f"{text[:limit]}\n[cut: the first {limit} of {len(text)} characters]"
     name = encodable(call["function"]["name"])
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": encodable(text)}
-
-
-def encodable(text: str) -> str:
-    """Return `text` with surrogates, which no tokenizer can encode, replaced."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def refusal(call: ToolCall, reason: object, limit: int | None = None) -> Message:

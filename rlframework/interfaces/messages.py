@@ -121,3 +121,8 @@ def pictures_of(messages: Iterable[Message]) -> tuple[Picture, ...]:
     contents = (message["content"] for message in messages)
     parts = (part for content in contents if not isinstance(content, str) for part in content)
     return tuple(part["image"] for part in parts if part["type"] == "image")
+
+
+def encodable(text: str) -> str:
+    """Return `text` with surrogates, which no tokenizer can encode, replaced."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

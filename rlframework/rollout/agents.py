@@ -9,12 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rlframework.config.environments import AttemptsConfig
+from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.generation.driver import run_in_loop
-from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample
 from rlframework.plugins.manager import load_from_plugin
-from rlframework.rollout.chat_format import ChatFormat
-from rlframework.rollout.episode_thread import Bridge, run_beside
+from rlframework.rollout.episode_thread import Bridge, gather_or_cancel, run_beside
 from rlframework.rollout.episodes import report_failures
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 

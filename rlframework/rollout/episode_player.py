@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlframework.base.errors import DataError, ImageError, UserError
+from rlframework.datasets.chat.chat_format import ChatFormat, characters_of, is_large
 from rlframework.datasets.pictures import PictureReader
 from rlframework.environments.threads import failing_alone
-from rlframework.environments.tool_episodes import encodable, is_malformed
+from rlframework.environments.tool_episodes import is_malformed
 from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
-from rlframework.interfaces.messages import FunctionCall, Message, ToolSpec, pictures_of, text_of
+from rlframework.interfaces.messages import FunctionCall, Message, ToolSpec, encodable, pictures_of, text_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
-from rlframework.rollout.chat_format import ChatFormat, characters_of, is_large
 from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.outcomes import EpisodeChecks
 from rlframework.rollout.result import Limit, PlayedEpisode

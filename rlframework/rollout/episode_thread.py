@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rlframework.base.errors import UserError
 from rlframework.generation.completions import Completions
-from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams
 
 R = TypeVar("R")
@@ -211,3 +210,15 @@ class _LoopThread:
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else ()
         return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "its thread has ended"
+
+
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+    """Run all, and return their results in order. After an error, cancel and await the others, then raise it."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

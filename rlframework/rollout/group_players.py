@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from rlframework.base.errors import UserError
-from rlframework.datasets.rendering import render_prompt
+from rlframework.datasets.chat.chat_format import ChatFormat
+from rlframework.datasets.chat.rendering import render_prompt
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.generation.batch import batch_of
-from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.environment import Sample, StepOutcome, has_episodes, runs_agents
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import pictures_of
 from rlframework.rollout.agents import agent_runner
-from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_player import EpisodePlayer
-from rlframework.rollout.episode_thread import Bridge
+from rlframework.rollout.episode_thread import Bridge, gather_or_cancel
 from rlframework.rollout.episodes import report_failures
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 from rlframework.rollout.seeds import task_seeds

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlframework.base.errors import BatchTypeError, NotSupported
 from rlframework.batch.batch_rows import is_integral
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.datasets.rendering import render_prompt
+from rlframework.datasets.chat.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
 from rlframework.interfaces.messages import Message, pictures_of
 from rlframework.observers.timeline import ENVIRONMENT, timed

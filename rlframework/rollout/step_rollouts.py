@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from rlframework.base.errors import DataError
+from rlframework.config.further_policies import RewardModelConfig
 from rlframework.datasets.curriculum import Curriculum
 from rlframework.datasets.loader import PromptLoader
 from rlframework.interfaces.environment import Sample, has_episodes, runs_agents
+from rlframework.observers.timeline import ENVIRONMENT, Timeline, timed
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.single_turn import single_turns
 
 if TYPE_CHECKING:
+    from rlframework.policy.client import Policy
     from rlframework.rollout.parts import Parts
 
 
@@ -40,9 +44,30 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperatu
 def add_rewards_of_models(parts: Parts, result: Rollout) -> None:
     """Make the scores of the run's reward model, if it has one, part of the rewards of `result`."""
     if (model := parts.models.get("reward_model")) is not None:
-        from rlframework.rollout.model_rewards import add_model_rewards
-
         add_model_rewards(result, model, parts.timeline)
+
+
+def add_model_rewards(result: Rollout, model: Policy, timeline: Timeline | None = None) -> None:
+    """Make the scores of `model` part of the rewards of `result`, whose last row of each episode it scores.
+
+    The reward becomes `environment_weight` times that of the environment plus `weight` times the score, at the end of
+    the row. Failed episodes keep the reward 0. Adds the means of both, `environment_reward` and `model_score`, to the
+    metrics, and the time of the scores to `timeline`.
+    """
+    section = model.config.policy
+    assert isinstance(section, RewardModelConfig)
+    last = torch.searchsorted(result.episode_of, torch.arange(len(result.samples)), right=True) - 1
+    with timed(timeline, ENVIRONMENT, "reward model"):
+        scores = model.score(result.data.select_indices(last))["scores"]
+    model.rest()
+    counted = ~result.failed
+    combined = section.environment_weight * result.rewards + section.weight * scores
+    result.metrics |= {
+        "environment_reward": float(result.rewards[counted].mean()),
+        "model_score": float(scores[counted].mean()),
+        "reward": float(combined[counted].mean()),
+    }
+    result.rewards = combined * counted
 
 
 class StepRollouts(ABC):

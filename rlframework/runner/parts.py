@@ -126,7 +126,7 @@ def build_generation(
     Of a model that a run has trained, nothing is logged about its chat template: the run has logged it.
     """
     require_models(config)
-    from rlframework.datasets.chat_template import without_template_warnings
+    from rlframework.datasets.chat.chat_template import without_template_warnings
 
     manager, tokenizer = manager or create_manager(config.plugins), open_tokenizer(config.policy)
     with (

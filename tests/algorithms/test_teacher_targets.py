@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlframework.algorithms.student_rows import student_rows
+from rlframework.algorithms.distillation import student_rows
 from rlframework.algorithms.teacher_targets import add_rewards, add_sft_weights, add_token_sets
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation_algorithms import DistillationConfig

@@ -12,9 +12,9 @@ import torch
 from scripted_episodes import END, Counter, samples
 
 from rlframework.base.errors import RefitError
+from rlframework.datasets.chat.chat_format import ChatFormat, characters_of
 from rlframework.environments.tool_episodes import answer, refusal
 from rlframework.interfaces.environment import StepOutcome
-from rlframework.rollout.chat_format import ChatFormat, characters_of
 from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.result import PlayedEpisode, Rollout
 from rlframework.rollout.seeds import task_seeds, turn_seed
@@ -370,10 +370,10 @@ def test_tool_calls_are_counted(make_parts: Any, monkeypatch: pytest.MonkeyPatch
             return StepOutcome(0.0, self.turn == 3, answers)
 
     monkeypatch.setattr(
-        "rlframework.rollout.chat_format.ChatFormat.parse",
+        "rlframework.datasets.chat.chat_format.ChatFormat.parse",
         calls(("add", "{}"), ("add", "not json"), ("add", "[1]"), ("sub", "{}")),
     )
-    chat = "rlframework.rollout.chat_format.ChatFormat"  # the tiny tokenizer has no letters to render tools with
+    chat = "rlframework.datasets.chat.chat_format.ChatFormat"  # the tiny tokenizer has no letters to render tools with
     monkeypatch.setattr(f"{chat}.prompt", lambda self, messages, tools=(): [5])
     monkeypatch.setattr(f"{chat}.extend", lambda self, history, messages, new, tools=(): [*history, 6])
     result = rollout(make_parts(WithTool), samples(2), torch.arange(2))

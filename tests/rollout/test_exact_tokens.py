@@ -11,9 +11,9 @@ import pytest
 import torch
 from chat_formats import MARKS, NAMES, SPACES, SPECIAL, TOOLS, Turn, result, sampled, tokenizer, written
 
+from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.interfaces.messages import Message
-from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.trajectory import Trajectory
 
 WORDS = ["the", "answer", "is", "12", "sum", "né", "日本", "{x}", "a\nb", "  two", "😀", "</tool", '"', "assistant"]

@@ -336,7 +336,7 @@ def test_wrong_outcomes(make_parts: Any, outcome: Any, says: str) -> None:
 def test_each_call_is_answered_once(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     monkeypatch.setattr(
-        "rlframework.rollout.chat_format.ChatFormat.parse",
+        "rlframework.datasets.chat.chat_format.ChatFormat.parse",
         lambda self, ids, tools=(), position=0: {"role": "assistant", "content": "1", "tool_calls": [call]},
     )
 

@@ -13,10 +13,10 @@ from PIL import Image
 from rlframework import load_config
 from rlframework.algorithms.sft import SFT
 from rlframework.base.errors import UserError
+from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import pictures_of
 from rlframework.models.loading import auto_class
-from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.step_rollouts import rollout
 from rlframework.runner.parts import build_parts

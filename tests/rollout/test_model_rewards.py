@@ -15,10 +15,9 @@ from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.further_policies import RewardModelConfig
 from rlframework.rollout.asynchronous import AsynchronousRollouts
-from rlframework.rollout.model_rewards import add_model_rewards
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import row_seeds
-from rlframework.rollout.step_rollouts import rollout
+from rlframework.rollout.step_rollouts import add_model_rewards, rollout
 
 
 class FirstToken:

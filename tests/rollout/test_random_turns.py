@@ -10,9 +10,9 @@ import pytest
 from chat_formats import TOOLS
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.chat_template import apply_template
+from rlframework.datasets.chat.chat_format import ChatFormat
+from rlframework.datasets.chat.chat_template import apply_template
 from rlframework.interfaces.messages import Message
-from rlframework.rollout.chat_format import ChatFormat
 
 ASK: Message = {"role": "user", "content": "1+2?"}
 PIECES = (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlframework import load_config, resume, run
 from rlframework.base.errors import ConfigError, DataError
-from rlframework.datasets.chat_template import apply_template
+from rlframework.datasets.chat.chat_template import apply_template
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.rollout.seeds import row_seeds

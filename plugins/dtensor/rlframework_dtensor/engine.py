@@ -43,10 +43,10 @@ from rlframework.engine import (
 )
 from rlframework_dtensor import gradients, offload
 from rlframework_dtensor.config import DTensorConfig
+from rlframework_dtensor.gradients import GradientReduction
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.model_builder import build_model
 from rlframework_dtensor.optimizer import make_optimizer
-from rlframework_dtensor.reduction import GradientReduction
 from rlframework_dtensor.state import ModelState
 
 

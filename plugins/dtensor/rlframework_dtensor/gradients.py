@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients whose tensors are on different meshes.
+"""Gradients: when FSDP sums them over the workers, and their norm and clipping where tensors are on different meshes.
 
 Torch's `get_total_norm` fails if tensor parallelism shards some parameters and not others.
 """
@@ -10,8 +10,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from rlframework_dtensor.config import MEMORY_SHARE
 from rlframework_dtensor.mesh import Mesh
 from rlframework_dtensor.shards import local_tensor
 
@@ -60,3 +62,31 @@ def clip(gradients: Sequence[Tensor], max_norm: float, norm: float) -> None:
     factor = min(1.0, max_norm / (norm + 1e-6))
     if gradients:
         torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], factor)
+
+
+class GradientReduction:
+    """Tells the FSDP modules of a model, before each backward, what to do with gradients.
+
+    Reducing once per step saves a reduce-scatter of all gradients for each further microbatch; until then FSDP keeps
+    them unsharded, in fp32. Replicas (HSDP) exchange only shards, so they do it once in any case.
+    """
+
+    def __init__(self, model: FSDPModule, when: str, device: torch.device, tensor: int) -> None:
+        """`when`: `policy.dtensor.reduce_gradients`; `tensor`: the number of workers that share each weight."""
+        self._model = model
+        self._once = when == "step" or (when == "auto" and _fits(model, device, tensor))
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare the backward of a microbatch; `last`: of the last one of the step."""
+        if self._once:
+            self._model.set_requires_gradient_sync(last)
+        else:
+            self._model.set_requires_all_reduce(last)
+        self._model.set_is_last_backward(last)
+
+
+def _fits(model: FSDPModule, device: torch.device, tensor: int) -> bool:
+    if device.type != "cuda":
+        return False
+    whole = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # type: ignore[attr-defined]
+    return bool(MEMORY_SHARE * whole // tensor <= torch.cuda.get_device_properties(device).total_memory)

@@ -9,10 +9,9 @@ from typing import Any
 
 from rlframework.base.errors import ConfigError
 from rlframework.environments import threads
-from rlframework.environments.tool_episodes import encodable
 from rlframework.environments.verifiable import prompt_messages
 from rlframework.interfaces.environment import Environment, Episode, Sample, Split, StepOutcome
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.messages import Message, encodable, text_of
 from rlframework.plugins.discovery import make_current_directory_importable
 from rlframework_environments.config import GymnasiumConfig
 from rlframework_environments.seeded_tasks import SeededTasks

@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlframework.base.errors import ConfigError, RLFrameworkError
-from rlframework.environments.tool_episodes import encodable
 from rlframework.environments.verifiable import prompt_messages
 from rlframework.interfaces.environment import LARGEST_REWARD, Environment, Episode, Sample, Split, StepOutcome
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.messages import Message, encodable, text_of
 from rlframework_environments.config import OpenEnvConfig
 from rlframework_environments.seeded_tasks import SeededTasks
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult
+from rlframework.rollout.episode_thread import gather_or_cancel
 from rlframework_serve.errors import ApiError
 from rlframework_serve.prompt_logprobs import PromptScorer, TokenScores, token_ids_of
 from rlframework_serve.request_bodies import (

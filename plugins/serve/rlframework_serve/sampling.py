@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from rlframework.base.errors import DataError, RequestError
+from rlframework.datasets.chat.chat_format import ChatFormat, characters_of, is_large
 from rlframework.environments.tool_episodes import is_malformed, is_whole
-from rlframework.generation.tasks import gather_or_cancel
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
 from rlframework.interfaces.messages import Message, Picture, pictures_of
-from rlframework.rollout.chat_format import ChatFormat, characters_of, is_large
+from rlframework.rollout.episode_thread import gather_or_cancel
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
 from rlframework_serve.conversations import Turn

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.generation.driver import run_in_loop
-from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework_serve.engine_sessions import EngineSessions
 from rlframework_serve.prompt_logprobs import PromptScorer

@@ -17,10 +17,10 @@ from transformers import AutoConfig
 
 from rlframework import load_config
 from rlframework.config.sections import ImagesConfig
+from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.datasets.image_inputs import ImageInputs
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.messages import pictures_of
-from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.step_rollouts import rollout
 from rlframework.runner.parts import build_parts

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlframework.rollout import chat_format
+from rlframework.datasets.chat import chat_format
 from rlframework_serve import bodies
 from rlframework_serve.server import Endpoint
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rlframework.generation.sdk import cache_argument
+from rlframework.generation.sdk import cache_argument, scaled_logits
 from rlframework_transformers.attention import decoding_attention
 from rlframework_transformers.cache import PreallocatedLayer, decoding_cache
-from rlframework_transformers.head import logits_in_fp32
 
 Prefix = Sequence[tuple[Tensor, Tensor]]
 """The keys and values `[heads, m, D]` of the first `m` tokens of a row, for each layer."""
@@ -190,3 +190,27 @@ class WholeRows(RowForward):
 def _cache(model: Any, device: torch.device, capacity: int) -> Any:
     """An empty cache; on a GPU memory is planned for the longest rows, a CPU's grows with those that there are."""
     return decoding_cache(model.config, None if device.type == "cpu" else capacity)
+
+
+@contextmanager
+def logits_in_fp32(model: Any, device: torch.device) -> Iterator[None]:
+    """Have the linear head of a half-precision `model` return the fp32 products of its factors, as the trainer does.
+
+    Rounded to bfloat16, a logit of 20 is off by up to 0.06, and so are log-probabilities: the trainer would see a
+    policy other than the one that sampled. Leaves a model on a CPU as it is.
+    """
+    head = model.get_output_embeddings()
+    if device.type == "cpu" or type(head) is not nn.Linear or head.weight.dtype == torch.float32:
+        yield
+        return
+    handle = head.register_forward_hook(_product)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _product(head: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The hook: the product once more; a token's is small, because the head sees a row's last position only."""
+    rows = inputs[0].reshape(-1, inputs[0].shape[-1])
+    return scaled_logits(rows, head.weight, head.bias, 1.0).view(output.shape)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rlframework.base.files import replacing_directory
 from rlframework.config.sections import EnvironmentConfig
+from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.environment import Environment, Episode, Sample, StepOutcome
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import Message, text_of
-from rlframework.rollout.chat_format import ChatFormat
 from rlframework.rollout.episode_player import EpisodePlayer
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 from rlframework_conformance.cases import randomize

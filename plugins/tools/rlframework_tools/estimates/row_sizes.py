@@ -8,7 +8,7 @@ from typing import Any
 from rlframework.algorithms.input_checks import evenly_spaced, longest
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.config.sections import RunConfig
-from rlframework.datasets.rendering import render_prompt, render_samples
+from rlframework.datasets.chat.rendering import render_prompt, render_samples
 from rlframework.datasets.tokens import TokenData
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample, has_episodes, runs_agents

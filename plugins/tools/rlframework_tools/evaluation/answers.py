@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rlframework.base.errors import DataError, UserError
 from rlframework.base.logs import printable
 from rlframework.config.environments import ColumnsConfig
+from rlframework.datasets.chat.rendering import render_prompt
 from rlframework.datasets.conversations import conversation_of, with_texts
-from rlframework.datasets.rendering import render_prompt
 from rlframework.datasets.sources.opening import open_rows
 from rlframework.huggingface.model_directories import model_positions
 from rlframework.rollout.result import with_special_tokens

@@ -1,1 +1,1 @@
-"""Keys and values of TRL, peft, verl, OpenRLHF and NeMo-RL, and what they are here; `docs/moving/` explains them."""
+"""Hints for people who come from TRL, peft, verl, OpenRLHF or NeMo-RL, from the keys and values in `keys.yaml`."""

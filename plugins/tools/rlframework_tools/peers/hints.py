@@ -1,8 +1,4 @@
-"""Hints for the keys that other libraries call differently, as `rlframework.config.hints.Hints` asks for them.
-
-`docs/moving/` explains the differences in meaning from TRL, peft, verl, OpenRLHF and NeMo-RL; a test holds the table of
-their words to those pages.
-"""
+"""Hints for the keys that other libraries call differently, as `rlframework.config.hints.Hints` asks for them."""
 
 from __future__ import annotations
 
@@ -15,14 +11,12 @@ from rlframework.config.further_policies import FURTHER_POLICIES, in_section
 from rlframework.config.hints import Path, key_paths, models_in
 from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import shortened
-from rlframework_tools.peers.keys import OF_PAIRS, OF_SECTIONS_TOO, PEER_KEYS, REMARKS, WITHOUT_COUNTERPART
+from rlframework_tools.peers.frameworks import IS, vocabulary
 from rlframework_tools.peers.values import value_hint
 
-_IS = "In rlframework this is "
-_HINTS = {
-    **{word: f"{_IS}`{key}`. {REMARKS.get(word, '')}".rstrip() for word, key in PEER_KEYS.items()},
-    **WITHOUT_COUNTERPART,
-}
+OF_SECTIONS_TOO = ("optim", "model")
+"""Keys that are the name of another framework's section, which has keys of its own."""
+
 _MOST = 40
 _MOST_NAMES = 12
 
@@ -40,10 +34,10 @@ def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = Non
         return ""
     found = _hint_of(path, value, of_pairs=of_pairs)
     hints, others = _hints_inside(path, value, model, of_pairs=of_pairs)
-    if others and not hints and model and _is_section(_word(path, PEER_KEYS), model):
+    if others and not hints and model and _is_section(_word(path, vocabulary().keys), model):
         found += _without(others)
     if hints:
-        lines = [f"\n    `{'.'.join(key)}`: {hint.removeprefix(_IS)}" for key, hint in hints.items()]
+        lines = [f"\n    `{'.'.join(key)}`: {hint.removeprefix(IS)}" for key, hint in hints.items()]
         more = f"\n    and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
         found = f"{found} Its keys in rlframework:{''.join(lines[:_MOST])}{more}{_without(others)}".lstrip()
     return in_section(found, path[0]) if path[0] in FURTHER_POLICIES else found
@@ -72,7 +66,7 @@ def _hints_inside(
 
 def _is_section(word: str, model: type[BaseModel]) -> bool:
     """Whether the key that a peer calls `word` is a section of `model`."""
-    info = key_paths(model).get(tuple(PEER_KEYS.get(word, "").split(".")))
+    info = key_paths(model).get(tuple(vocabulary().keys.get(word, "").split(".")))
     return info is not None and bool(models_in(info.annotation))
 
 
@@ -83,7 +77,7 @@ def _of_the_same_name(path: Path, value: Any, ours: Collection[Path]) -> str:
     """
     same = [key for key in ours if key[-1] == path[-1] and ("_" in path[-1] or key[-2:] == path[-2:])]
     key = ".".join(same[0]) if len(same) == 1 else ""
-    return f"{_IS}`{key}`. {value_hint(key, value)}".rstrip() if key else ""
+    return f"{IS}`{key}`. {value_hint(key, value)}".rstrip() if key else ""
 
 
 def _without(keys: Sequence[Path]) -> str:
@@ -97,17 +91,13 @@ def _without(keys: Sequence[Path]) -> str:
 
 def _hint_of(path: Path, value: Any, *, of_pairs: bool) -> str:
     """The hint for the longest end of `path` that is a peer's word, and for its value; "" if there is none."""
-    word = _word(path, PEER_KEYS)
-    if word in OF_SECTIONS_TOO and isinstance(value, Mapping) and _word(path, _HINTS) == word:
+    known = vocabulary()
+    word = _word(path, known.hints)
+    if word in OF_SECTIONS_TOO and isinstance(value, Mapping):
         return ""
-    if hint := (of_pairs and _longest(path, OF_PAIRS)) or _longest(path, _HINTS):
-        return f"{hint} {value_hint(PEER_KEYS.get(word, ''), value, word)}".rstrip()
+    if hint := (of_pairs and known.of_pairs.get(_word(path, known.of_pairs))) or known.hints.get(word):
+        return f"{hint} {value_hint(known.keys.get(word, ''), value, word)}".rstrip()
     return ""
-
-
-def _longest(path: Path, table: Mapping[str, str]) -> str:
-    """The entry for the longest end of `path`; "" if there is none."""
-    return table.get(_word(path, table), "")
 
 
 def _word(path: Path, table: Mapping[str, str]) -> str:
@@ -119,6 +109,6 @@ def _word(path: Path, table: Mapping[str, str]) -> str:
 def keys_inside(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """Each key within `value`, sections too, with its value; not those of a section that has no counterpart."""
     yield path, value
-    if isinstance(value, Mapping) and not _longest(path, WITHOUT_COUNTERPART):
+    if isinstance(value, Mapping) and vocabulary().keys.get(_word(path, vocabulary().keys)) != "":
         for key, item in value.items():
             yield from keys_inside((*path, str(key)), item)

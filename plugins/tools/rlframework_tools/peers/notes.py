@@ -10,51 +10,10 @@ from pydantic import BaseModel
 
 from rlframework.config.algorithm_presets import PRESETS
 from rlframework.config.algorithms import GRPOConfig, PPOConfig
+from rlframework_tools.peers.frameworks import Framework, frameworks
 from rlframework_tools.peers.hints import keys_inside
 
 _LEAVE_ONE_OUT = "use_leave_one_out_baseline"
-_SYSTEMS: Mapping[str, tuple[str, str, str]] = {
-    "trl": (
-        "TRL",
-        "normalization, which groups count",
-        (
-            "num_generations per_device_train_batch_size steps_per_generation scale_rewards max_completion_length "
-            "reward_funcs num_train_epochs"
-        ),
-    ),
-    "nemo_rl": (
-        "NeMo-RL",
-        "leave-one-out baseline, normalization, which groups count, KL term",
-        (
-            f"loss_fn num_prompts_per_step num_generations_per_prompt normalize_rewards {_LEAVE_ONE_OUT} dtensor_cfg "
-            "megatron_cfg"
-        ),
-    ),
-    "verl": (
-        "verl",
-        "which groups count, bounds of the loss",
-        (
-            "actor_rollout_ref adv_estimator ppo_mini_batch_size ppo_micro_batch_size_per_gpu use_kl_in_reward "
-            "norm_adv_by_std_in_grpo"
-        ),
-    ),
-}
-"""Presets, with the name of the system, the formulas of its GRPO that differ, and keys that only it has."""
-
-_OF_ANY_ALGORITHM = {
-    "per_device_train_batch_size",
-    "max_completion_length",
-    "num_train_epochs",
-    "dtensor_cfg",
-    "megatron_cfg",
-}
-"""Those of the keys that say nothing about the algorithm; others are of GRPO, or of PPO."""
-
-_TRL_DEFAULTS: Mapping[str, str] = {
-    "weight_decay": "`policy.optimizer.weight_decay: 0.0`",
-    "lr_scheduler_type": "`policy.scheduler.name: linear`",
-}
-"""TRL's keys to its defaults that are not ours, which no preset has."""
 
 
 def peer_notes(
@@ -78,15 +37,15 @@ def peer_notes(
         given, algorithm = {**given, "name": name}, PPOConfig if name == "ppo" else GRPOConfig
         if not name:
             return _end_note(words)
-    preset = _preset_of(words, given, algorithm)
-    note = "" if f"algorithm.preset={preset}" in told else _preset_note(preset, words, given, unnamed=bool(name))
+    theirs, note = _framework_of(words, given, algorithm), ""
+    if theirs and f"algorithm.preset={theirs.preset}" not in told:
+        note = _preset_note(theirs, words, given, unnamed=bool(name))
     return " ".join(filter(None, (note, _batches_note(words, given, algorithm), _end_note(words))))
 
 
 def _meant_algorithm(words: Mapping[str, Any]) -> str:
     """The name of the algorithm that `words` are of: grpo unless they name another; "" if they do not say."""
-    of_grpo = {key for _, _, keys in _SYSTEMS.values() for key in keys.split()} - _OF_ANY_ALGORITHM
-    if words.keys().isdisjoint(of_grpo):
+    if all(words.keys().isdisjoint(framework.words_of_grpo) for framework in frameworks().values()):
         return ""
     said = words.get("adv_estimator", words.get("loss_type"))
     said = said.get("name") if isinstance(said, Mapping) else said
@@ -95,27 +54,24 @@ def _meant_algorithm(words: Mapping[str, Any]) -> str:
     return "grpo" if "adv_estimator" not in words else said if isinstance(said, str) and said in PRESETS else ""
 
 
-def _preset_of(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:
-    """The preset with the formulas of the framework whose words `words` are; "" if one is set or none fits."""
+def _framework_of(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> Framework | None:
+    """The framework whose words `words` are, if its preset could be set; None if one is set or none fits."""
     field = algorithm.model_fields.get("preset")
     if field is None or "preset" in given or words.get(_LEAVE_ONE_OUT) is False:
-        return ""
+        return None
     own = PRESETS.get(str(given.get("name")))
-    known = own or {name for part in (field.annotation, *get_args(field.annotation)) for name in get_args(part)}
-    theirs = (preset for preset, (_, _, keys) in _SYSTEMS.items() if not words.keys().isdisjoint(keys.split()))
-    return next((preset for preset in theirs if preset in known), "")
+    presets = own or {name for part in (field.annotation, *get_args(field.annotation)) for name in get_args(part)}
+    theirs = (each for each in frameworks().values() if not words.keys().isdisjoint((*each.words_of_grpo, *each.words)))
+    return next((each for each in theirs if each.preset in presets), None)
 
 
-def _preset_note(preset: str, words: Mapping[str, Any], given: Mapping[str, Any], *, unnamed: bool) -> str:
-    """Say how to set `preset`, with the name of the algorithm if it is `unnamed`, and what it does not set."""
-    if not preset:
-        return ""
-    system, about, _ = _SYSTEMS[preset]
-    differing = f" ({about})" if given.get("name") in PRESETS and given.get("name") != "ppo" else ""
+def _preset_note(theirs: Framework, words: Mapping[str, Any], given: Mapping[str, Any], *, unnamed: bool) -> str:
+    """Say how to set the preset of `theirs`, with the algorithm's name if it is `unnamed`, and what it does not set."""
+    differing = f" ({theirs.formulas})" if given.get("name") in PRESETS and given.get("name") != "ppo" else ""
     name = f"`algorithm.name: {given['name']}` and " if unnamed else ""
-    note = f"For the formulas of {system}{differing}, add {name}`algorithm.preset: {preset}`."
-    defaults = [ours for word, ours in _TRL_DEFAULTS.items() if word not in words] if preset == "trl" else []
-    return f"{note} TRL's defaults, not set by it: {', '.join(defaults)}." if defaults else note
+    note = f"For the formulas of {theirs.name}{differing}, add {name}`algorithm.preset: {theirs.preset}`."
+    defaults = [ours for word, ours in theirs.defaults.items() if word not in words]
+    return f"{note} {theirs.name}'s defaults, not set by it: {', '.join(defaults)}." if defaults else note
 
 
 def _batches_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from probe_hints import MINIMAL, error_of
@@ -13,17 +12,16 @@ from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.algorithms import GRPOConfig, PPOConfig, SFTConfig
 from rlframework.config.base import Section
 from rlframework.config.environments import DatasetConfig
+from rlframework.config.further_policies import as_of_policy
 from rlframework.config.hints import key_paths, models_in, nearest_key
 from rlframework.config.models import run_model
 from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.configure import load_config
 from rlframework_ray.config import RayGroupConfig
-from rlframework_tools.peers.hints import PEER_KEYS, WITHOUT_COUNTERPART, peer_hint
-from rlframework_tools.peers.keys import OF_PAIRS, REMARKS
-from rlframework_tools.peers.values import PEER_VALUES
+from rlframework_tools.peers.frameworks import Framework, frameworks, vocabulary, word_of
+from rlframework_tools.peers.hints import peer_hint
 
-MOVING = Path(__file__).resolve().parents[4] / "docs" / "moving"
 PARTS = (("environment", DatasetConfig), ("worker_group", RayGroupConfig))
 KEYS = {
     ".".join(path)
@@ -32,13 +30,32 @@ KEYS = {
 }
 
 
+KNOWN = vocabulary()
+
+
 def test_hints_name_keys_of_the_schema_and_no_peer_word_hides_one() -> None:
-    assert set(PEER_KEYS.values()) <= KEYS
-    assert set(re.findall(r"`([a-z_.]+)`", " ".join([*WITHOUT_COUNTERPART.values(), *REMARKS.values()]))) <= KEYS
+    assert {key for key in KNOWN.keys.values() if key} <= KEYS
+    assert set(re.findall(r"`([a-z_.]+)`", " ".join(KNOWN.hints.values()))) <= KEYS
     pairs = {".".join(path) for path in key_paths(run_model((*PARTS, ("algorithm", DPOConfig)), ()))}
-    assert set(re.findall(r"`([a-z_.]+)`", " ".join(OF_PAIRS.values()))) - {"algorithm.gamma"} <= pairs
-    assert not {word for word in PEER_KEYS if word in KEYS}
-    assert set(PEER_VALUES) <= KEYS
+    assert set(re.findall(r"`([a-z_.]+)`", " ".join(KNOWN.of_pairs.values()))) - {"algorithm.gamma"} <= pairs
+    assert not {word for word in KNOWN.keys if word in KEYS}
+    assert set(KNOWN.values) <= KEYS
+
+
+@pytest.mark.parametrize("framework", frameworks().values(), ids=frameworks())
+def test_each_key_of_a_page_has_a_hint_that_names_our_key(framework: Framework) -> None:
+    """The pages are generated from these rows. A key of `critic` is named as that of `policy`, from which it follows.
+
+    What a row says of a word is of one of its keys.
+    """
+    for name, table in framework.tables.items():
+        of_pairs = KNOWN.of_pairs if name in framework.tables_of_pairs else {}
+        for row in table:
+            for word, ours in row.words():
+                hint = of_pairs.get(word) or KNOWN.hints.get(word, "")
+                assert (as_of_policy(ours) if name == "critic" else ours) in hint, word
+                assert hint.endswith("."), word
+            assert {*row.hints, *row.values} <= {word_of(key) for key in (*row.keys, *row.also)}
 
 
 @pytest.mark.parametrize(
@@ -333,6 +350,12 @@ def test_keys_of_a_section_get_their_hints_before_its_name_is_known(name: dict[s
     assert message.endswith("`lam`: `algorithm.gae_lambda`. It is a key of `algorithm.name` ppo.")
 
 
+def test_a_configuration_without_unknown_keys_does_not_read_the_words() -> None:
+    vocabulary.cache_clear()
+    load_config(MINIMAL)
+    assert vocabulary.cache_info().currsize == 0
+
+
 def test_a_misspelled_sibling_is_preferred_to_a_peer_word() -> None:
     assert "Did you mean `policy.optimizer.betas`?" in error_of("policy.optimizer.beta=0.9")
 
@@ -342,38 +365,6 @@ def test_the_longest_matching_path_counts() -> None:
     assert "ratio_clip_min" in peer_hint(("algorithm", "epsilon"))
     assert "whole model" in peer_hint(("rollout", "tensor_model_parallel_size"))
     assert peer_hint(("zzz",), {"yyy": 1}) == ""
-
-
-def rows_of_the_pages() -> list[tuple[list[str], str]]:
-    """The rows of the tables of keys in docs/moving: the words of the peer, and the rest of the row.
-
-    Keys of `critic` are as those of `policy`, which a hint has before it names the section.
-    """
-    rows = []
-    for page in sorted(MOVING.glob("*.md")):
-        keys, *_ = page.read_text(encoding="utf-8").split("\n## An example, translated\n")
-        for line in keys.splitlines():
-            cells = line.strip("|").split(" | ", 1)
-            if line.startswith("| `") and len(cells) == 2:
-                rows.append((re.findall(r"`(?:--)?([\w.]+)[ `]", cells[0]), cells[1].replace("`critic.", "`policy.")))
-    return rows
-
-
-def longest_word(key: str) -> str:
-    """The word of the table that counts for the peer's `key`; "" if there is none."""
-    return max((word for word in PEER_KEYS if f".{key}".endswith(f".{word}")), key=len, default="")
-
-
-def test_the_table_agrees_with_the_pages() -> None:
-    rows = rows_of_the_pages()
-    compared = 0
-    for word, key in PEER_KEYS.items():
-        rest = [cell for words, cell in rows if any(longest_word(one) == word for one in words)]
-        rest = [cell for cell in rest if "no counterpart" not in cell]
-        if rest:
-            compared += 1
-            assert any(f"`{key}" in cell for cell in rest), (word, key, rest)
-    assert compared > 50
 
 
 class Inner(Section):

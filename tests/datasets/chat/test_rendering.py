@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt, render_samples
+from rlframework.datasets.chat.rendering import render_completion, render_conversation, render_prompt, render_samples
 from rlframework.datasets.tokens import pad_rendered, pad_rows
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample

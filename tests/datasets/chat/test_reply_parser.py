@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlframework.rollout.reply_parser import (
+from rlframework.datasets.chat.reply_parser import (
     PARSERS,
     Parser,
     parse_deepseek,
@@ -21,7 +21,7 @@ from rlframework.rollout.reply_parser import (
     parser_for,
     split_reasoning,
 )
-from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn
+from rlframework.datasets.chat.tool_calls import ParsedCall, ParsedTurn
 
 ADD = ParsedCall("add", '{"a": 1}')
 NOW = ParsedCall("now", "{}")

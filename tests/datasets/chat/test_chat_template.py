@@ -10,16 +10,16 @@ import pytest
 from chat_formats import NAMES, TOOLS, tokenizer
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.chat_template import (
+from rlframework.datasets.chat.chat_format import ChatFormat
+from rlframework.datasets.chat.chat_template import (
     apply_template,
     template_message,
     template_text,
     without_template_warnings,
 )
-from rlframework.datasets.rendering import render_conversation, render_prompt
+from rlframework.datasets.chat.rendering import render_conversation, render_prompt
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.messages import Message
-from rlframework.rollout.chat_format import ChatFormat
 
 ASK: Message = {"role": "user", "content": "1+2?"}
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.chat_template import apply_template
-from rlframework.datasets.rendering import end_of_turn
+from rlframework.datasets.chat.chat_template import apply_template
+from rlframework.datasets.chat.rendering import end_of_turn
 from rlframework.interfaces.messages import Message
 
 if TYPE_CHECKING:

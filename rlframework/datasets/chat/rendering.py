@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
 from rlframework.config.problems import shortened
-from rlframework.datasets.chat_turns import Chat, Segment, Vocabulary
+from rlframework.datasets.chat.chat_turns import Chat, Segment, Vocabulary
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolSpec, pictures_of
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlframework.datasets.chat.chat_text import ChatText
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
-from rlframework.rollout.chat_text import ChatText
 
 _OTHER = "\ue003"
 """A content that differs from any other in its first character."""

@@ -1,6 +1,6 @@
 """Conversations for chat templates that know no tools: their descriptions, calls and results as text.
 
-The text has the Hermes format, which `rlframework.rollout.reply_parser` reads where a template has none of its own.
+The text has the Hermes format, which `reply_parser` reads where a template has none of its own.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from chat_formats import NAMES, SPACES, TOOLS, Turn, sampled, tokenizer, written
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.messages import Message
-from rlframework.rollout.chat_format import ChatFormat
 
 ASK: Message = {"role": "user", "content": "1+2?"}
 CONTENT = "message['content']"

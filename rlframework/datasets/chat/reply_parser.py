@@ -12,9 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlframework.datasets.chat.tool_calls import ParsedCall, ParsedTurn, call_of, call_of_json, python_calls
 from rlframework.interfaces.messages import ToolSpec
-from rlframework.rollout.python_calls import python_calls
-from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn, call_of, call_of_json
 
 Parser = Callable[[str, Sequence[ToolSpec]], ParsedTurn]
 """Parses the text of a completion, special tokens included, without the token that ended the turn, given the tools."""

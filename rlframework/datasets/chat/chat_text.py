@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.chat_template import ASKED, PROBE, apply_template, template_text
-from rlframework.datasets.rendering import encode_texts
-from rlframework.datasets.tools_as_text import tools_as_text
+from rlframework.datasets.chat.chat_template import ASKED, PROBE, apply_template, template_text
+from rlframework.datasets.chat.rendering import encode_texts
+from rlframework.datasets.chat.tools_as_text import tools_as_text
 from rlframework.interfaces.messages import (
     Content,
     ContentPart,

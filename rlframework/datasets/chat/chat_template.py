@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.tools_as_text import tools_as_text
+from rlframework.datasets.chat.tools_as_text import tools_as_text
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec, pictures_of, text_of
 
 if TYPE_CHECKING:

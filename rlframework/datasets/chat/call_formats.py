@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.chat_template import (
+from rlframework.datasets.chat.chat_template import (
     ASKED,
     PROBE,
     apply_template,
@@ -21,11 +21,11 @@ from rlframework.datasets.chat_template import (
     template_text,
     without_template_warnings,
 )
+from rlframework.datasets.chat.chat_text import ChatText
+from rlframework.datasets.chat.continuation import common_prefix
+from rlframework.datasets.chat.reply_parser import PARSERS, Parser, parse_hermes, parser_for, splitter_for
+from rlframework.datasets.chat.tool_calls import ParsedCall, ParsedTurn, call_of
 from rlframework.interfaces.messages import Message, ToolSpec
-from rlframework.rollout.chat_text import ChatText
-from rlframework.rollout.continuation import common_prefix
-from rlframework.rollout.reply_parser import PARSERS, Parser, parse_hermes, parser_for, splitter_for
-from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn, call_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

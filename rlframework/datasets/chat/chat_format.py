@@ -9,11 +9,11 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 from rlframework.base.errors import DataError
+from rlframework.datasets.chat.call_formats import reader_of
+from rlframework.datasets.chat.chat_text import ChatText
+from rlframework.datasets.chat.continuation import continuation
+from rlframework.datasets.chat.tool_calls import ParsedCall, ParsedTurn
 from rlframework.interfaces.messages import Message, Picture, ToolSpec, pictures_of, text_of
-from rlframework.rollout.call_formats import reader_of
-from rlframework.rollout.chat_text import ChatText
-from rlframework.rollout.continuation import continuation
-from rlframework.rollout.tool_calls import ParsedCall, ParsedTurn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +39,8 @@ def characters_of(messages: Iterable[Message]) -> int:
 class ChatFormat:
     """Converts between messages and tokens for the chat template of `tokenizer`. Sampled tokens are never rendered.
 
-    Special tokens that users or tools spell stay text, as in `rlframework.rollout.chat_text`. `images`: makes tokens
-    and inputs of the model from images; None if messages have none.
+    Special tokens that users or tools spell stay text, as in `chat_text`. `images`: makes tokens and inputs of the
+    model from images; None if messages have none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None = None) -> None:

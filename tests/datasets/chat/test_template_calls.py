@@ -9,7 +9,7 @@ import pytest
 from chat_formats import TOOLS
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.chat_template import apply_template, knows_tools
+from rlframework.datasets.chat.chat_template import apply_template, knows_tools
 
 PROBE = "7305186249"
 ARGUMENTS = (

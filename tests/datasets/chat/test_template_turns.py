@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.rendering import render_completion, render_conversation, render_prompt, render_steps
-from rlframework.datasets.template_checks import end_of_turn_problem, require_contents, start_of_turn_problem
+from rlframework.datasets.chat.rendering import render_completion, render_conversation, render_prompt, render_steps
+from rlframework.datasets.chat.template_checks import end_of_turn_problem, require_contents, start_of_turn_problem
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message
