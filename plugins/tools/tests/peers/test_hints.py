@@ -15,9 +15,9 @@ from rlframework.config.base import Section
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.hints import key_paths, models_in, nearest_key
 from rlframework.config.models import run_model
-from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.configure import load_config
+from rlframework_preferences.config import DPOConfig
 from rlframework_ray.config import RayGroupConfig
 from rlframework_tools.peers.hints import PEER_KEYS, WITHOUT_COUNTERPART, peer_hint
 from rlframework_tools.peers.keys import OF_PAIRS, REMARKS
