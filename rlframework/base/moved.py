@@ -45,6 +45,8 @@ MOVED = {
     "rlframework.environments.answer_scores": "rlframework.environments.counted_failures",
     "rlframework.environments.empty_columns": "rlframework.environments.reward_arguments",
     "rlframework.environments.gymnasium": "rlframework_environments.gymnasium",
+    "rlframework.environments.judge": "rlframework_serve.judge",
+    "rlframework.environments.judge_replies": "rlframework_serve.judge_replies",
     "rlframework.environments.mcp": "rlframework_environments.mcp",
     "rlframework.environments.openenv": "rlframework_environments.openenv",
     "rlframework.environments.preference_samples": "rlframework_preferences.preference_samples",
