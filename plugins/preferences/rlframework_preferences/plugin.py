@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 
 from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.hookspec import hookimpl
-from rlframework.plugins.types import AlgorithmRecord, EnvironmentRecord, Problem
+from rlframework.plugins.types import AlgorithmRecord, Check, EnvironmentRecord, Problem
 from rlframework_preferences.config import (
     DPOConfig,
     IPOConfig,
@@ -40,42 +39,43 @@ def rlframework_environments() -> list[EnvironmentRecord]:
 @hookimpl
 def rlframework_algorithms() -> list[AlgorithmRecord]:
     """Return the algorithms, selected by `algorithm.name`."""
-    target = "rlframework_preferences.preference_training:PreferenceTraining"
-    record = partial(AlgorithmRecord, target=target, api_version=1, check=check_preferences)
-    dpo = "direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)"
-    ipo = "identity preference optimization (Azar et al. 2023, arXiv:2310.12036)"
-    simpo = "simple preference optimization (Meng et al. 2024, arXiv:2405.14734)"
-    orpo = "odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691)"
-    kto = "Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306)"
     return [
-        record("dpo", summary=dpo, config_model=DPOConfig),
-        record("ipo", summary=ipo, config_model=IPOConfig),
-        record("simpo", summary=simpo, config_model=SimPOConfig),
-        record("orpo", summary=orpo, config_model=ORPOConfig),
-        record("kto", summary=kto, config_model=KTOConfig),
-        *_reward_models(),
-    ]
-
-
-def _reward_models() -> list[AlgorithmRecord]:
-    module, record = "rlframework_preferences.reward_model_training", partial(AlgorithmRecord, api_version=1)
-    pairs = "a reward model from preference pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155)"
-    steps = "a reward model of the steps of an answer (Lightman et al. 2023, arXiv:2305.20050)"
-    return [
-        record(
+        *(
+            _record(name, "preference_training:PreferenceTraining", *described, check_preferences)
+            for name, described in _PREFERENCES.items()
+        ),
+        _record(
             "reward_model",
-            f"{module}:RewardModelTraining",
-            summary=pairs,
-            config_model=RewardModelTrainingConfig,
-            check=check_reward_model,
+            "reward_model_training:RewardModelTraining",
+            "a reward model from preference pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155)",
+            RewardModelTrainingConfig,
+            check_reward_model,
         ),
-        record(
+        _record(
             "process_reward_model",
-            f"{module}:ProcessRewardModelTraining",
-            summary=steps,
-            config_model=ProcessRewardModelTrainingConfig,
+            "reward_model_training:ProcessRewardModelTraining",
+            "a reward model of the steps of an answer (Lightman et al. 2023, arXiv:2305.20050)",
+            ProcessRewardModelTrainingConfig,
         ),
     ]
+
+
+_PREFERENCES: Mapping[str, tuple[str, type[PreferenceConfig]]] = {
+    "dpo": ("direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)", DPOConfig),
+    "ipo": ("identity preference optimization (Azar et al. 2023, arXiv:2310.12036)", IPOConfig),
+    "simpo": ("simple preference optimization (Meng et al. 2024, arXiv:2405.14734)", SimPOConfig),
+    "orpo": ("odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691)", ORPOConfig),
+    "kto": ("Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306)", KTOConfig),
+}
+"""The algorithms that differ in their losses alone: summary and section of each."""
+
+
+def _record(
+    name: str, target: str, summary: str, model: type[PreferenceConfig], check: Check | None = None
+) -> AlgorithmRecord:
+    return AlgorithmRecord(
+        name, f"rlframework_preferences.{target}", api_version=1, summary=summary, config_model=model, check=check
+    )
 
 
 def check_pairs(config: RunConfig, device: str) -> list[Problem]:
