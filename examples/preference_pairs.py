@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from rlframework.base.errors import UserError
 
 if TYPE_CHECKING:
-    from rlframework.datasets.gsm8k_preferences import GradedQuestion
-    from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
+    from rlframework_preferences.gsm8k_preferences import GradedQuestion
+    from rlframework_preferences.pairs import PreferencePairs, PreferenceRow
 
 
 def main() -> int:
@@ -46,8 +46,8 @@ def main() -> int:
 
 
 def make_pairs(arguments: argparse.Namespace) -> None:
-    from rlframework.datasets.gsm8k_preferences import pair_solutions, read_graded_solutions
-    from rlframework.datasets.preferences import PreferencePairs
+    from rlframework_preferences.gsm8k_preferences import pair_solutions, read_graded_solutions
+    from rlframework_preferences.pairs import PreferencePairs
 
     questions = read_graded_solutions(arguments.solutions)
     rows = pair_solutions(questions, pairs=arguments.pairs, seed=arguments.seed)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import ConfigError
 from rlframework.rollout.parts import Parts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlframework.config.sections import RunConfig
-    from rlframework.interfaces.environment import Environment
+    from rlframework.datasets.chat.rendering import Rendered
+    from rlframework.datasets.image_inputs import ImageInputs
+    from rlframework.interfaces.environment import Environment, Sample
 
 __all__ = ["Algorithm", "Parts", "RunResult"]
 
@@ -66,6 +71,20 @@ class Algorithm(ABC):
     def training_samples(cls, config: RunConfig, environment: Environment) -> int:
         """Return the number of samples that a run trains on: an epoch."""
         return len(environment.samples("train"))
+
+    @classmethod
+    def shown_rows(
+        cls,
+        config: RunConfig,
+        samples: Sequence[Sample],
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImageInputs | None,
+    ) -> list[tuple[str, Rendered]]:
+        """Return the training rows of `samples` with a name each, for `rlframework tokenize --show`."""
+        raise ConfigError(
+            f"algorithm.name is {config.algorithm.name!r}, whose rows cannot be shown; those of sft, of preference "
+            "pairs such as dpo, and the prompts of algorithms with rollouts such as grpo can"
+        )
 
     @abstractmethod
     def __init__(self, parts: Parts) -> None:

@@ -1,4 +1,4 @@
-"""The sections of the built-in environments: `environment: {name: addition | gsm8k | dataset | preferences, ...}`."""
+"""The sections of the built-in environments: `environment: {name: addition | gsm8k | dataset, ...}`."""
 
 import re
 import string
@@ -342,31 +342,6 @@ class DatasetConfig(SplitRowsConfig):
         judging = {"check", "reward", "reward_timeout", "reward_concurrency", "max_reward_failures", "failed_reward"}
         drawing = set() if drawn else {"environment.validation_fraction", "seed"}
         return super().unseen_by_training | {f"environment.{key}" for key in judging | weights} | drawing
-
-
-class PreferenceColumnsConfig(Section):
-    """Names of the columns of preference pairs."""
-
-    prompt: str = Field("prompt", description="column with the prompt: text, or a list of messages; may be absent")
-    chosen: str = Field("chosen", description="column with the chosen answer: text, or a list of messages")
-    rejected: str = Field("rejected", description="column with the rejected answer: text, or a list of messages")
-    image: str = Field("image", description="column with an image of the prompt, as in `dataset`")
-    images: str = Field("images", description="column with a list of images of the prompt, after that of `image`")
-
-
-class PreferencesConfig(SplitRowsConfig):
-    """Preference pairs from JSONL, Parquet, the output of `datasets.save_to_disk`, or the Hugging Face Hub.
-
-    All rows are read into memory. No prompt of the validation data is trained on, ignoring case and spacing.
-    """
-
-    name: str = Field("preferences", description="chosen and rejected answers to prompts")
-    columns: PreferenceColumnsConfig = PreferenceColumnsConfig()
-    pairs: Literal["all", "one"] = Field(
-        "all",
-        description="of rows with several graded solutions to a question: train on each right with each wrong one, or "
-        "on one pair per question. Validation has one pair per question, so that pairs are independent",
-    )
 
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
@@ -217,6 +217,12 @@ class EarlyStoppingConfig(Section):
 
 class AlgorithmConfig(Section):
     """Settings that all algorithms share."""
+
+    takes_images: ClassVar[bool] = False
+    """Whether an algorithm of a plugin trains on rows with images; those of core are known."""
+
+    on_preferences: ClassVar[bool] = False
+    """Whether the training data are answers that are preferred or graded, as the environment `preferences` has them."""
 
     name: str = Field(
         description="an algorithm (`rlframework plugins` lists them), or the import path `module:Class` of yours"

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from rlframework.config.algorithms import GRPOConfig, PPOConfig, SFTConfig, WithReferenceSync
 from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section
 from rlframework.config.hints import NO_HINTS, Hints, key_paths, models_in, section_example, unknown_key_hint
-from rlframework.config.preference_algorithms import PreferenceConfig, ProcessRewardModelTrainingConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
 from rlframework.config.sections import AlgorithmConfig, EarlyStoppingConfig, RunConfig
 from rlframework.config.yaml_text import Keys, Tree
@@ -393,8 +392,7 @@ def _image_conflicts(config: RunConfig) -> Iterator[Problem]:
     environment, algorithm = config.environment, config.algorithm
     if environment.images is None:
         return
-    pairs = isinstance(algorithm, PreferenceConfig) and not isinstance(algorithm, ProcessRewardModelTrainingConfig)
-    if type(algorithm) not in (SFTConfig, GRPOConfig, PPOConfig) and not pairs:
+    if type(algorithm) not in (SFTConfig, GRPOConfig, PPOConfig) and not algorithm.takes_images:
         allowed = "sft, grpo and its presets, ppo, and algorithms on preference pairs"
         yield Problem("environment.images", f"is for {allowed}, not for algorithm.name={algorithm.name}")
     if getattr(algorithm, "token_data", None) is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlframework.config.environments import DatasetConfig, WeightedReward
 from rlframework.environments.counted_failures import ABSENT
-from rlframework.environments.judge import Judge
 from rlframework.environments.own_reward import OwnReward
 from rlframework.environments.reward_calls import FAILURES
 from rlframework.interfaces.environment import Sample, StepOutcome
+from rlframework.plugins.manager import load_from_plugin
 
 _LOG = logging.getLogger(__name__)
 
@@ -135,7 +135,8 @@ class WeightedRewards:
 def _part_of(config: DatasetConfig, name: str, part: WeightedReward) -> Reward:
     key = f"environment.reward.{name}"
     if part.judge is not None:
-        return Judge(config, part.judge, name, f"{key}.judge")
+        judge = load_from_plugin((), "rlframework_judge", f"{key}.judge")
+        return cast(Reward, judge(config, part.judge, name, f"{key}.judge"))
     assert part.function is not None
     return OwnReward(config, part.function, f"{key}.function", optional=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,18 +14,7 @@ from rlframework.config.environments import (
     AdditionConfig,
     DatasetConfig,
     Gsm8kConfig,
-    PreferencesConfig,
     ToolsConfig,
-)
-from rlframework.config.preference_algorithms import (
-    DPOConfig,
-    IPOConfig,
-    KTOConfig,
-    ORPOConfig,
-    PreferenceConfig,
-    ProcessRewardModelTrainingConfig,
-    RewardModelTrainingConfig,
-    SimPOConfig,
 )
 from rlframework.config.sections import (
     RemoteGroupConfig,
@@ -75,13 +64,6 @@ def rlframework_environments() -> list[EnvironmentRecord]:
         core("gsm8k", "environments.gsm8k:Gsm8kEnvironment", math, Gsm8kConfig),
         core("dataset", "environments.dataset:DatasetEnvironment", own, DatasetConfig, check=check_dataset),
         core(
-            "preferences",
-            "environments.preference_samples:PreferencesEnvironment",
-            "chosen and rejected answers to prompts, for training on preferences",
-            PreferencesConfig,
-            check=check_pairs,
-        ),
-        core(
             "tools",
             "environments.tool_environment:ToolEnvironment",
             "the methods of a class of yours as tools, with rows of your data as tasks",
@@ -105,7 +87,6 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
             for name, summary in POLICY_GRADIENT.items()
         ),
         core("ppo", "algorithms.ppo:PPO", ppo, PPOConfig, check=check_grpo),
-        *_preference_algorithms(),
         core(
             "distillation",
             "algorithms.distillation:Distillation",
@@ -113,36 +94,6 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
             DistillationConfig,
             check=check_distillation,
         ),
-    ]
-
-
-def _preference_algorithms() -> list[AlgorithmRecord]:
-    target = "algorithms.preferences:PreferenceTraining"
-    core = partial(_core, AlgorithmRecord, target=target, check=check_preferences)
-    dpo = "direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)"
-    ipo = "identity preference optimization (Azar et al. 2023, arXiv:2310.12036)"
-    simpo = "simple preference optimization (Meng et al. 2024, arXiv:2405.14734)"
-    orpo = "odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691)"
-    kto = "Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306)"
-    return [
-        core("dpo", summary=dpo, model=DPOConfig),
-        core("ipo", summary=ipo, model=IPOConfig),
-        core("simpo", summary=simpo, model=SimPOConfig),
-        core("orpo", summary=orpo, model=ORPOConfig),
-        core("kto", summary=kto, model=KTOConfig),
-        *_reward_models(),
-    ]
-
-
-def _reward_models() -> list[AlgorithmRecord]:
-    core, module = partial(_core, AlgorithmRecord), "algorithms.reward_model"
-    pairs = "a reward model from preference pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155)"
-    steps = "a reward model of the steps of an answer (Lightman et al. 2023, arXiv:2305.20050)"
-    return [
-        core(
-            "reward_model", f"{module}:RewardModelTraining", pairs, RewardModelTrainingConfig, check=check_reward_model
-        ),
-        core("process_reward_model", f"{module}:ProcessRewardModelTraining", steps, ProcessRewardModelTrainingConfig),
     ]
 
 
@@ -201,43 +152,6 @@ def check_dataset(config: RunConfig, device: str) -> list[Problem]:
             "set environment.reward to a function that returns 0.0, and reward_model.environment_weight to 0."
         )
     return [Problem("environment.check", f"completions are not scored, so {missing}.", hint)]
-
-
-def check_pairs(config: RunConfig, device: str) -> list[Problem]:
-    """Reject algorithms that need rewards."""
-    if not isinstance(config.algorithm, GRPOConfig):
-        return []
-    message = "preferences has no rewards, which GRPO needs."
-    return [Problem("environment.name", message, "Choose an environment that scores, or algorithm.name=dpo.")]
-
-
-def check_preferences(config: RunConfig, device: str) -> list[Problem]:
-    """Check that batches have whole pairs, global ones of KTO at least two, and that scoring is at temperature 1."""
-    if not isinstance(config.algorithm, PreferenceConfig):
-        return []
-    is_kto = isinstance(config.algorithm, KTOConfig)
-    problems = list(_pair_problems(config, least=4 if is_kto else 2, pairwise=not is_kto))
-    temperature = config.generation.temperature
-    if temperature not in (0.0, 1.0):
-        message = f"log-probabilities would be those at temperature {temperature}; preferences are trained at 1."
-        problems.append(Problem("generation.temperature", message, "Set it to 1.0; nothing is sampled."))
-    return problems
-
-
-def check_reward_model(config: RunConfig, device: str) -> list[Problem]:
-    """Check that batches have whole pairs."""
-    return list(_pair_problems(config, least=2, pairwise=True))
-
-
-def _pair_problems(config: RunConfig, *, least: int, pairwise: bool) -> Iterator[Problem]:
-    """Yield conflicts of batch sizes: `least` rows in a global batch; `pairwise`: microbatches have whole pairs."""
-    policy, rows = config.policy, config.policy.train_global_batch_size
-    if rows % 2 or rows < least:
-        message = f"{rows} rows are not whole pairs of two rows, at least {least // 2}."
-        yield Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
-    if pairwise and policy.batching.mode == "padded" and policy.train_micro_batch_size < 2:
-        message = f"a padded microbatch of {policy.train_micro_batch_size} row has no room for a pair."
-        yield Problem("policy.train_micro_batch_size", message, "Set it to at least 2.")
 
 
 def check_tools(config: RunConfig, device: str) -> list[Problem]:

@@ -41,6 +41,7 @@ ON_FAILURE: Mapping[str, OnFailure] = {
     "rlframework_configuration_hint": OnFailure.GO_ON,
     "rlframework_agent_endpoint": OnFailure.STOP,
     "rlframework_teacher_endpoint": OnFailure.STOP,
+    "rlframework_judge": OnFailure.STOP,
     "rlframework_run_planned": OnFailure.USER_ERRORS_STOP,
     "rlframework_plan_elsewhere": OnFailure.STOP,
     "rlframework_state_layout": OnFailure.GO_ON,

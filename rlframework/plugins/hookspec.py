@@ -417,6 +417,21 @@ def rlframework_teacher_endpoint() -> str | None:
     """
 
 
+@hookspec(firstresult=True)
+def rlframework_judge() -> str | None:
+    """Return the import path `module:Class` of a model that scores; the first installed plugin that has one is used.
+
+    `Class(config, judge, name, key)` is a `rlframework.environments.weighted_rewards.Reward`; `judge` is the section
+    `environment.reward.NAME.judge`, `key` that key, `name` its NAME, and `config` the section `environment`. An
+    exception, or a path that cannot be imported, prevents the run.
+
+    >>> from rlframework.plugins.hookspec import hookimpl
+    >>> @hookimpl
+    ... def rlframework_judge():
+    ...     return "my_package.judge:JudgeAtMyService"
+    """
+
+
 @hookspec
 def rlframework_observers() -> Mapping[str, str]:
     """Return import paths `module:Class` of observers, by their keys in the section `observers`.

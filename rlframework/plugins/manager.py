@@ -267,11 +267,12 @@ class PluginManager:
                 yield "Choose another one, or remove the name from that variable."
                 return
         installed = self.registered(kind)
-        near = next(iter(difflib.get_close_matches(name, [*installed, *extras()], n=1)), "")
+        available = [*installed, *(extra.replace("-", "_") for extra in extras())]
+        near = next(iter(difflib.get_close_matches(name, available, n=1)), "")
         yield f"{key}: there is no {_NOUNS.get(kind, kind.replace('_', ' '))} {name!r}."
         meaning = self.hints.of_value(key, name)
         near = "" if meaning else near
-        if meaning or (near and extra_of(name) is None):
+        if meaning or (near and (near in installed or extra_of(name) is None)):
             yield meaning or f"Did you mean {near!r}?"
         of_each = dict[str, list[str]]()
         for known, entry in installed.items():

@@ -76,7 +76,7 @@ def python(folder: Path) -> None:
 def memory_map(folder: Path) -> None:
     import torch
 
-    from rlframework.datasets.reward_data import RewardData
+    from rlframework_preferences.reward_data import RewardData
 
     ids = torch.zeros(LIMIT, 1, dtype=torch.int64)
     RewardData.from_lengths(ids, torch.ones(LIMIT, dtype=torch.int64), end_scores=torch.zeros(LIMIT)).save(folder / "a")

@@ -18,14 +18,15 @@ from PIL import Image
 
 from rlframework import load_config
 from rlframework.base.errors import ConfigError, ImageError
-from rlframework.config.environments import DatasetConfig, PreferencesConfig
+from rlframework.config.environments import DatasetConfig
 from rlframework.config.sections import ImagesConfig
 from rlframework.datasets import image_addresses
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.pictures import PictureReader, decoded
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.environments.preference_samples import PreferencesEnvironment
 from rlframework.interfaces.messages import pictures_of
+from rlframework_preferences.config import PreferencesConfig
+from rlframework_preferences.preference_samples import PreferencesEnvironment
 
 
 def png(shade: int) -> bytes:

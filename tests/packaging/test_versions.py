@@ -18,6 +18,7 @@ from rlframework_tools.new_backend import core_range
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = (
+    "preferences",
     "report",
     "tools",
     "conformance",
@@ -98,9 +99,12 @@ OPTIONAL = (
 )
 """The extras of packages that one part each needs."""
 
-FIRST_RUN = ("dtensor", "transformers", "report", "tools")
+FIRST_RUN = ("dtensor", "transformers", "preferences", "report", "tools")
 
-ALIASES = ("agent", "doctor", "init", "new-backend", "parity")
+ALIASES = (
+    *("agent", "doctor", "init", "new-backend", "parity"),
+    *("dpo", "ipo", "kto", "orpo", "simpo", "reward-model", "process-reward-model"),
+)
 """The extras of a part or a command of a distribution with another name."""
 
 
@@ -116,9 +120,7 @@ def test_the_extras_pin_the_plugins_and_all_names_them_all():
 
 def test_the_extra_of_the_reference_backend_brings_what_the_first_run_needs():
     extras = project("core")["project"]["optional-dependencies"]
-    assert extras["dtensor"] == [
-        f"rlframework-{name}=={version(name)}" for name in ("dtensor", "transformers", "report", "tools")
-    ]
+    assert extras["dtensor"] == [f"rlframework-{name}=={version(name)}" for name in FIRST_RUN]
 
 
 def test_core_depends_on_no_plugin():
@@ -165,10 +167,8 @@ def test_a_page_for_plugin_authors_names_the_range_that_new_backend_writes(page)
 
 
 def test_the_quickstart_installs_core_and_the_reference_backend():
-    assert (
-        "install -e . -e plugins/dtensor -e plugins/transformers -e plugins/report -e plugins/tools\n"
-        in (ROOT / "Makefile").read_text()
-    )
+    folders = " ".join(f"-e plugins/{name}" for name in FIRST_RUN)
+    assert f"install -e . {folders}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_the_changelog_has_this_release():

@@ -20,7 +20,7 @@ ACTING = OBSERVERS | {
     for hook in (
         *("commands", "key_hint", "value_hint", "configuration_hint", "observers", "observer_problems"),
         *("run_planned", "plan_elsewhere", "state_layout", "weights_are_staged", "doctor_checks"),
-        *("resume_from", "uploads", "agent_endpoint", "teacher_endpoint"),
+        *("resume_from", "uploads", "agent_endpoint", "teacher_endpoint", "judge"),
     )
 }
 

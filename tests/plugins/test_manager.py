@@ -50,11 +50,9 @@ def test_cores_own_parts_come_through_the_same_hooks():
     assert {kind: set(manager.registered(kind)) for kind in ("worker_group", "generation_engine", "environment")} == {
         "worker_group": {"inline", "processes"},
         "generation_engine": set(),
-        "environment": {"addition", "dataset", "gsm8k", "preferences", "tools"},
+        "environment": {"addition", "dataset", "gsm8k", "tools"},
     }
-    preferences = {"dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "process_reward_model"}
-    others = {"sft", "ppo", "distillation", *preferences}
-    assert set(manager.registered("algorithm")) == {*others, *get_args(AlgorithmName)}
+    assert set(manager.registered("algorithm")) == {"sft", "ppo", "distillation", *get_args(AlgorithmName)}
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")
     assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")

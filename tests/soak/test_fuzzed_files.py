@@ -21,7 +21,6 @@ import torch
 from rlframework import run
 from rlframework.algorithms.checkpoints import Checkpoints, newest_checkpoint
 from rlframework.base.errors import UserError
-from rlframework.datasets.reward_data import RewardData
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.observers.jsonl import drop_steps_after, read_history
@@ -32,6 +31,7 @@ from rlframework.policy.checkpoint.saved import native_files
 from rlframework.policy.checkpoint.shared_directory import save_native
 from rlframework.runner.parts import build_parts
 from rlframework_conformance.parity.recorded_step import read_step
+from rlframework_preferences.reward_data import RewardData
 from rlframework_report.report import render
 from rlframework_report.report.content import content
 from rlframework_tools.evaluation.plan import plan_evaluation

@@ -1,4 +1,6 @@
-"""The plugin of this distribution: the command `rlframework serve`, the environment `agent` and its endpoint."""
+"""The plugin of this distribution: the command `rlframework serve`, the environment `agent` and its endpoint, models
+behind the endpoints of others: a teacher, a judge.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +45,12 @@ def rlframework_agent_endpoint() -> str:
 def rlframework_teacher_endpoint() -> str:
     """Return the path of `TeacherEndpoint`."""
     return "rlframework_serve.teacher:TeacherEndpoint"
+
+
+@hookimpl
+def rlframework_judge() -> str:
+    """Return the path of `Judge`."""
+    return "rlframework_serve.judge:Judge"
 
 
 @hookimpl

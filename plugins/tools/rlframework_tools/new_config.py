@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from rlframework.base.errors import ConfigError
 from rlframework.base.files import write_atomically
-from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.sections import AlgorithmConfig
 from rlframework.config.yaml_text import parse_yaml, to_yaml
 from rlframework.plugins.configure import load_config
@@ -55,7 +54,8 @@ class Algorithm:
         """Return the algorithm `name`, of core or of a plugin. Raises `PluginError` if there is none."""
         model = create_manager().select(AlgorithmRecord.kind, name).record.config_model or AlgorithmConfig
         sampled = model.model_fields.get("samples_per_prompt")
-        return cls(name, sampled.default if sampled else 0, issubclass(model, PreferenceConfig), name == "distillation")
+        on_pairs = issubclass(model, AlgorithmConfig) and model.on_preferences
+        return cls(name, sampled.default if sampled else 0, on_pairs, name == "distillation")
 
 
 @dataclass(frozen=True)

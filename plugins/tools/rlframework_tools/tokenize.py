@@ -8,17 +8,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlframework.algorithms.algorithm import Algorithm
 from rlframework.algorithms.input_checks import BATCH
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.base.files import check_new_folder
 from rlframework.base.logs import ProgressCallback
 from rlframework.base.secrets import hide_secrets
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
-from rlframework.config.preference_algorithms import PreferenceConfig, ProcessRewardModelTrainingConfig
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.chat.rendering import Rendered, render_prompt, render_samples
 from rlframework.datasets.chat.template_checks import require_contents, warn_of_template
-from rlframework.datasets.preferences import PreferencePairs, pair_of
 from rlframework.datasets.row_warnings import RowWarnings
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.huggingface.hub import require_available
@@ -30,8 +29,6 @@ from rlframework.runner.parts import open_environment, open_images, open_tokeniz
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rlframework.datasets.image_inputs import ImageInputs
 
 
 def tokenize(config: RunConfig, out: str | Path, *, progress: ProgressCallback = lambda done, total: None) -> TokenData:
@@ -101,46 +98,26 @@ def shown_rows(config: RunConfig, count: int) -> list[ShownRow]:
     preference pairs, such as `dpo`, each of `count` pairs is two rows, the chosen answer before the rejected one.
     Raises like `tokenize`.
     """
-    algorithm = config.algorithm
-    if not isinstance(algorithm, SFTConfig | GRPOConfig | PreferenceConfig) or isinstance(
-        algorithm, ProcessRewardModelTrainingConfig
-    ):
-        raise ConfigError(
-            f"algorithm.name is {algorithm.name!r}, whose rows cannot be shown; those of sft, of preference pairs such "
-            "as dpo, and the prompts of algorithms with rollouts such as grpo can"
-        )
+    algorithm, manager = config.algorithm, create_manager(config.plugins)
     tokenizer = _tokenizer(config)
-    with open_environment(config, create_manager(config.plugins)) as environment:
+    with open_environment(config, manager) as environment:
         samples = list(environment.samples("train")[:count])
-        images = open_images(config, tokenizer)
+        names, images = [sample.id for sample in samples], open_images(config, tokenizer)
         if not isinstance(algorithm, GRPOConfig):
             warnings = RowWarnings(tokenizer, algorithm.train_on if isinstance(algorithm, SFTConfig) else "last")
             warnings.add(samples)
             warnings.log()
         if isinstance(algorithm, SFTConfig):
-            rows = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens, images)
-        elif isinstance(algorithm, PreferenceConfig):
-            rows = _of_pairs(samples, tokenizer, images, algorithm.max_tokens)
-        else:
+            rendered = render_samples(tokenizer, samples, algorithm.train_on, algorithm.max_tokens, images)
+            rows = list(zip(names, rendered, strict=True))
+        elif isinstance(algorithm, GRPOConfig):
             prompts = [render_prompt(tokenizer, sample.messages, sample.tools, images) for sample in samples]
-            rows = [(ids, [False] * len(ids)) for ids in prompts]
-    names = [sample.id for sample in samples]
-    if isinstance(algorithm, PreferenceConfig):
-        names = [f"{name} {side}" for name in names for side in ("chosen", "rejected")]
+            rows = [(name, (ids, [False] * len(ids))) for name, ids in zip(names, prompts, strict=True)]
+        else:
+            part: type[Algorithm] = manager.load(manager.select("algorithm", algorithm.name).record)
+            rows = part.shown_rows(config, samples, tokenizer, images)
     media = None if images is None else images.token
-    return [
-        ShownRow(name, len(row[0]), tuple(_parts(tokenizer, row, media))) for name, row in zip(names, rows, strict=True)
-    ]
-
-
-def _of_pairs(
-    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None, cut: int | None
-) -> list[Rendered]:
-    """Two rows for each pair in `samples`, as they are trained on."""
-    fields = PreferencePairs.from_rows([pair_of(sample) for sample in samples], tokenizer, images=images).to_fields()
-    ends = fields["input_lengths"].clamp(max=cut or fields["input_ids"].shape[1]).tolist()
-    ids, masks = fields["input_ids"].tolist(), fields["token_mask"].bool().tolist()
-    return [(row[:end], mask[:end]) for row, mask, end in zip(ids, masks, ends, strict=True)]
+    return [ShownRow(name, len(row[0]), tuple(_parts(tokenizer, row, media))) for name, row in rows]
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase, row: Rendered, media: int | None) -> Iterator[tuple[str, bool]]:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rlframework.algorithms.losses.distillation import DistillationLoss
     from rlframework.algorithms.losses.importance import mismatch_metrics
     from rlframework.algorithms.losses.nll import NLLLoss
-    from rlframework.algorithms.losses.preference import KTOLoss, PairLoss
-    from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLoss
     from rlframework.algorithms.losses.value import ValueLoss
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

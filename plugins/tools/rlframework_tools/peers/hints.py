@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section
 from rlframework.config.hints import Path, key_paths, models_in
-from rlframework.config.preference_algorithms import PreferenceConfig
 from rlframework.config.problems import shortened
 from rlframework_tools.peers.frameworks import IS, vocabulary
 from rlframework_tools.peers.values import value_hint
@@ -29,7 +28,7 @@ def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = Non
     """
     algorithm = model.model_fields.get("algorithm") if model else None
     chosen = algorithm.annotation if algorithm else None
-    of_pairs = isinstance(chosen, type) and issubclass(chosen, PreferenceConfig)
+    of_pairs = bool(getattr(chosen, "on_preferences", False))
     if of_pairs and model and len(path) == 1 and ("algorithm", path[0]) in key_paths(model):
         return ""
     found = _hint_of(path, value, of_pairs=of_pairs)

@@ -15,9 +15,9 @@ from rlframework.config.environments import DatasetConfig
 from rlframework.config.further_policies import as_of_policy
 from rlframework.config.hints import key_paths, models_in, nearest_key
 from rlframework.config.models import run_model
-from rlframework.config.preference_algorithms import DPOConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.configure import load_config
+from rlframework_preferences.config import DPOConfig
 from rlframework_ray.config import RayGroupConfig
 from rlframework_tools.peers.frameworks import Framework, frameworks, vocabulary, word_of
 from rlframework_tools.peers.hints import peer_hint

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from rlframework import run
-from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.base.errors import BatchError, ConfigError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.preference_algorithms import DPOConfig
-from rlframework.datasets.preferences import mismatched_rows
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message
+from rlframework_preferences.config import DPOConfig
+from rlframework_preferences.pairs import mismatched_rows
+from rlframework_preferences.preference_training import PreferenceTraining
 
 PREFERENCES = "environment={name: preferences, path: %s, validation_fraction: 0.25}"
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.sources.memory import given_rows
-from rlframework.environments.preference_samples import PreferencesEnvironment
 from rlframework.interfaces.environment import Sample
+from rlframework_preferences.config import PreferencesConfig
+from rlframework_preferences.preference_samples import PreferencesEnvironment
 
-SOLUTIONS = Path(__file__).parents[1] / "fixtures" / "gsm8k_model_solutions.jsonl"
+SOLUTIONS = Path(__file__).parents[3] / "tests/fixtures" / "gsm8k_model_solutions.jsonl"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

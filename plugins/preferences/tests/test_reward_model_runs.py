@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from rlframework import resume, run
-from rlframework.algorithms.reward_model import ProcessRewardModelTraining
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.environment import Sample
+from rlframework_preferences.reward_model_training import ProcessRewardModelTraining
 
 ENVIRONMENT = "environment={name: preferences, path: %s, validation_fraction: 0.25}"
 NEW_HEAD = "policy.head_init=zeros"

@@ -9,23 +9,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlframework.algorithms.intervals import wilson
 from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
-from rlframework.algorithms.losses.preference import REFERENCE, KTOLoss, PairLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.preference_algorithms import KTOConfig, PairwiseConfig, PreferenceConfig
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.chat.rendering import Rendered
 from rlframework.datasets.loader import PromptLoader
-from rlframework.datasets.preferences import PreferencePairs, media_of_pairs, mismatched_rows, pair_of
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import pictures_of
 from rlframework.rollout.parts import Parts
+from rlframework_preferences.config import KTOConfig, PairwiseConfig, PreferenceConfig
+from rlframework_preferences.pairs import PreferencePairs, media_of_pairs, mismatched_rows, pair_of
+from rlframework_preferences.preference_losses import REFERENCE, KTOLoss, PairLoss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.datasets.image_inputs import ImageInputs
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,6 +52,23 @@ class PreferenceTraining(StepLoop):
     def samples_per_step(cls, config: RunConfig) -> int:
         """Return the pairs of a global batch, which has two rows each."""
         return config.policy.train_global_batch_size // 2
+
+    @classmethod
+    def shown_rows(
+        cls,
+        config: RunConfig,
+        samples: Sequence[Sample],
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImageInputs | None,
+    ) -> list[tuple[str, Rendered]]:
+        """Return two rows for each pair, as they are trained on."""
+        assert isinstance(config.algorithm, PreferenceConfig)
+        pairs = PreferencePairs.from_rows([pair_of(sample) for sample in samples], tokenizer, images=images)
+        fields = pairs.to_fields()
+        ends = fields["input_lengths"].clamp(max=config.algorithm.max_tokens or fields["input_ids"].shape[1]).tolist()
+        names = [f"{sample.id} {side}" for sample in samples for side in ("chosen", "rejected")]
+        rows = zip(names, fields["input_ids"].tolist(), fields["token_mask"].bool().tolist(), ends, strict=True)
+        return [(name, (ids[:end], mask[:end])) for name, ids, mask, end in rows]
 
     loader: PromptLoader[Any]
 

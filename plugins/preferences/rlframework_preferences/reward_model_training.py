@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlframework.algorithms.intervals import wilson
 from rlframework.algorithms.loop import StepResult
-from rlframework.algorithms.losses.reward_model import BradleyTerryLoss, StepLoss
-from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.base.errors import DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.preference_algorithms import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.chat.rendering import Rendered, render_steps
 from rlframework.datasets.tokens import pad_rows
 from rlframework.interfaces.environment import Sample
+from rlframework_preferences.config import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
+from rlframework_preferences.preference_training import PreferenceTraining
+from rlframework_preferences.reward_model_losses import BradleyTerryLoss, StepLoss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlframework.datasets.image_inputs import ImageInputs
 
 
 class RewardModelTraining(PreferenceTraining):
@@ -70,6 +75,17 @@ class ProcessRewardModelTraining(PreferenceTraining):
     def samples_per_step(cls, config: RunConfig) -> int:
         """Return the rows of a global batch, one per answer."""
         return config.policy.train_global_batch_size
+
+    @classmethod
+    def shown_rows(
+        cls,
+        config: RunConfig,
+        samples: Sequence[Sample],
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImageInputs | None,
+    ) -> list[tuple[str, Rendered]]:
+        """Raise a `ConfigError`: the ends of steps are not shown."""
+        return super(PreferenceTraining, cls).shown_rows(config, samples, tokenizer, images)
 
     def make_loss(self) -> StepLoss:
         """See `PreferenceTraining.make_loss`."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import yaml
 from judge_server import PROMPT, Answer, Server, completion, failure, serving
 from pydantic import ValidationError
 
-from rlframework.base.errors import ConfigError, UserError
+from rlframework.base.errors import ConfigError, PluginError, UserError
 from rlframework.config.endpoint import JudgeConfig
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.dataset import DatasetEnvironment
@@ -315,8 +316,15 @@ def test_a_reward_is_a_function_or_a_judge(part):
         DatasetConfig(path="x", reward={"quality": part})
 
 
+def test_without_the_distribution_the_error_says_how_to_install_it(environment, monkeypatch):
+    monkeypatch.setenv("RLFRAMEWORK_DISABLE_PLUGINS", "rlframework-serve")
+    message = r"^environment\.reward\.quality\.judge needs a plugin with the hook rlframework_judge: .*plugins/serve"
+    with pytest.raises(PluginError, match=message):
+        environment(SimpleNamespace(url="http://127.0.0.1:9/v1"))
+
+
 def test_the_configuration_of_the_page():
-    page = Path(__file__).parents[2] / "docs" / "judge.md"
+    page = Path(__file__).parents[3] / "docs" / "judge.md"
     block = re.search(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None
     config = DatasetConfig(**yaml.safe_load(block[1])["environment"])

@@ -1,8 +1,8 @@
 """Preference pairs as samples: the chosen answer is the completion, the rejected one is in `metadata["rejected"]`.
 
-Rows have one of the layouts of `rlframework.datasets.preference_rows`, or graded solutions to a question: `question`,
-`ground_truth`, and names of models, see `rlframework.datasets.gsm8k_preferences`. The difference of the scores of a
-pair, if they are known, is in `metadata["margin"]`. Prompts of the first kind may have images (`environment.images`).
+Rows have one of the layouts of `preference_rows`, or graded solutions to a question: `question`, `ground_truth`, and
+names of models, see `gsm8k_preferences`. The difference of the scores of a pair, if they are known, is in
+`metadata["margin"]`. Prompts of the first kind may have images (`environment.images`).
 
 Rows with labelled steps are not pairs: the answer is the completion, its steps are in `metadata["steps"]` and their
 labels in `metadata["labels"]`.
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlframework.base.errors import DataError, ImageError
-from rlframework.config.environments import PreferencesConfig
 from rlframework.datasets.conversations import with_texts
-from rlframework.datasets.gsm8k_preferences import graded_question, is_graded, pair_solutions
 from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import shuffled
 from rlframework.datasets.pictures import decoded, log_left_out, reader_of
-from rlframework.datasets.preference_rows import check_pairs, has_steps, preference_of, steps_of
-from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.opening import open_splits
 from rlframework.datasets.sources.rows import Row, Rows
 from rlframework.interfaces.environment import Environment, Sample, Split
 from rlframework.interfaces.messages import Message, pictures_of, text_of
+from rlframework_preferences.config import PreferencesConfig
+from rlframework_preferences.gsm8k_preferences import graded_question, is_graded, pair_solutions
+from rlframework_preferences.pairs import PreferenceRow
+from rlframework_preferences.preference_rows import check_pairs, has_steps, preference_of, steps_of
 
 
 class PreferencesEnvironment(Environment):

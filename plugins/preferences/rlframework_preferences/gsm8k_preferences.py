@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.preferences import PreferenceRow
 from rlframework.datasets.sources.rows import JsonlRows, Row, check_fields
 from rlframework.interfaces.messages import Message
+from rlframework_preferences.pairs import PreferenceRow
 
 _FIELDS = {"question": str, "ground_truth": str}
 _MARKED = '{"is_correct": true or false, "solution": "..."}'

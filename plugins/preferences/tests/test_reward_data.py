@@ -15,7 +15,7 @@ from tensordict import MemoryMappedTensor, TensorDict, is_tensorclass
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from rlframework.datasets.reward_data import RewardData
+from rlframework_preferences.reward_data import RewardData
 
 IDS = [[5, 6, 7, 0], [8, 9, 0, 0], [3, 0, 0, 0]]
 MASK = [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.config.environments import PreferencesConfig
-from rlframework.datasets.preference_rows import steps_of
-from rlframework.environments.preference_samples import PreferencesEnvironment
+from rlframework_preferences.config import PreferencesConfig
+from rlframework_preferences.preference_rows import steps_of
+from rlframework_preferences.preference_samples import PreferencesEnvironment
 
 ROW: dict[str, Any] = {"prompt": "8 even?", "completions": ["8 = 2 * 4", "yes"], "labels": [True, 0.5]}
 

@@ -14,13 +14,13 @@ from tiny_vlms import assert_gradients
 
 from rlframework import load_config, run
 from rlframework.algorithms.loop import Timer
-from rlframework.algorithms.preferences import PreferenceTraining
 from rlframework.base.errors import DataError, ImageError
 from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.datasets.preferences import mismatched_rows
 from rlframework.models.loading import auto_class
 from rlframework.runner.parts import build_parts
 from rlframework_dtensor.engine import DTensorEngine
+from rlframework_preferences.pairs import mismatched_rows
+from rlframework_preferences.preference_training import PreferenceTraining
 
 BETA, PAIRS = 0.5, 4
 

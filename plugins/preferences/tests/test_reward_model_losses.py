@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframework.algorithms.losses import BradleyTerryLoss, StepLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.preference_algorithms import RewardModelTrainingConfig
+from rlframework_preferences.config import RewardModelTrainingConfig
+from rlframework_preferences.reward_model_losses import BradleyTerryLoss, StepLoss
 
 PAIRS = 5
 

@@ -12,7 +12,7 @@ import pytest
 from rlframework.base.errors import DataError
 from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.pictures import PictureReader
-from rlframework.datasets.preference_rows import preference_of, read_preferences
+from rlframework_preferences.preference_rows import preference_of, read_preferences
 
 TOOL = {"name": "half", "description": "Halve n", "parameters": {"type": "object", "properties": {}}}
 

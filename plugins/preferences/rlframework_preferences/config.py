@@ -1,4 +1,4 @@
-"""The sections of algorithms on preference pairs: DPO and its variants, and the training of reward models."""
+"""The sections of the environment of preferences and of the algorithms on it: DPO, its variants, reward models."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from rlframework.config.algorithms import WithReferenceSync
 from rlframework.config.base import OwnPath, Section
+from rlframework.config.environments import SplitRowsConfig
 from rlframework.config.numbers import Coefficient, Limit, Tokens
 from rlframework.config.sections import AlgorithmConfig
 
@@ -50,6 +51,8 @@ class PairLossConfig(Section):
 class PreferenceConfig(AlgorithmConfig):
     """Settings that all algorithms on preference pairs share."""
 
+    takes_images: ClassVar[bool] = True
+    on_preferences: ClassVar[bool] = True
     uses_reference: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """The values of keys that each preset other than `paper` has in place of the defaults."""
@@ -192,9 +195,35 @@ class RewardModelTrainingConfig(PreferenceConfig):
 class ProcessRewardModelTrainingConfig(PreferenceConfig):
     """A reward model of the steps of an answer, each with its label (arXiv:2305.20050)."""
 
+    takes_images: ClassVar[bool] = False
     uses_reference: ClassVar[bool] = False
 
     name: Literal["process_reward_model"] | OwnPath = Field(
         "process_reward_model", description="a value per step of an answer"
     )
     separator: str = Field("\n", description="text after each step, which belongs to it")
+
+
+class PreferenceColumnsConfig(Section):
+    """Names of the columns of preference pairs."""
+
+    prompt: str = Field("prompt", description="column with the prompt: text, or a list of messages; may be absent")
+    chosen: str = Field("chosen", description="column with the chosen answer: text, or a list of messages")
+    rejected: str = Field("rejected", description="column with the rejected answer: text, or a list of messages")
+    image: str = Field("image", description="column with an image of the prompt, as in `dataset`")
+    images: str = Field("images", description="column with a list of images of the prompt, after that of `image`")
+
+
+class PreferencesConfig(SplitRowsConfig):
+    """Preference pairs from JSONL, Parquet, the output of `datasets.save_to_disk`, or the Hugging Face Hub.
+
+    All rows are read into memory. No prompt of the validation data is trained on, ignoring case and spacing.
+    """
+
+    name: str = Field("preferences", description="chosen and rejected answers to prompts")
+    columns: PreferenceColumnsConfig = PreferenceColumnsConfig()
+    pairs: Literal["all", "one"] = Field(
+        "all",
+        description="of rows with several graded solutions to a question: train on each right with each wrong one, or "
+        "on one pair per question. Validation has one pair per question, so that pairs are independent",
+    )

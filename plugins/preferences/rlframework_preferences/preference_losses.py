@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.preference_algorithms import KTOConfig, PairLossConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
+from rlframework_preferences.config import KTOConfig, PairLossConfig
 
 REFERENCE = "reference_policy_logprobs"
 _PER_ROW = LossColumn(per_token=False)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from rlframework.base.errors import BatchError, BatchTypeError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.datasets.gsm8k_preferences import pair_solutions, read_graded_solutions
-from rlframework.datasets.preferences import PreferencePairs, PreferenceRow
-from rlframework.datasets.reward_data import RewardData
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.messages import Message
+from rlframework_preferences.gsm8k_preferences import pair_solutions, read_graded_solutions
+from rlframework_preferences.pairs import PreferencePairs, PreferenceRow
+from rlframework_preferences.reward_data import RewardData
 
-SOLUTIONS = Path(__file__).parents[1] / "fixtures" / "gsm8k_model_solutions.jsonl"
+SOLUTIONS = Path(__file__).parents[3] / "tests/fixtures" / "gsm8k_model_solutions.jsonl"
 TEMPLATE = (
     "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.datasets import reward_data
-from rlframework.datasets.reward_data import RewardData
+from rlframework_preferences import reward_data
+from rlframework_preferences.reward_data import RewardData
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])

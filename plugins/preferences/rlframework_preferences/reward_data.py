@@ -2,7 +2,7 @@
 
 A tensordict tensorclass: it can be indexed, stacked, moved and saved memory-mapped like a tensor. The constructor
 checks nothing, so that it can hold meta tensors, nested tensordicts and incomplete data; `check()` and the conversions
-do. Pairs of a better and a worse sequence are in `rlframework.datasets.preferences`.
+do. Pairs of a better and a worse sequence are in `rlframework_preferences.pairs`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from rlframework.base.errors import BatchError, BatchTypeError
-from rlframework.datasets.memmap import MemmapTensorClass
+from rlframework_preferences.memmap import MemmapTensorClass
 
 _CHUNK = 1 << 24
 """Elements of a mask to check at a time, so that checking mapped data takes little memory."""

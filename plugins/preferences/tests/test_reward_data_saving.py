@@ -14,8 +14,8 @@ from probe_forked import run_program
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from rlframework.base.errors import BatchError, BatchTypeError, DataError, WriteError
-from rlframework.datasets.preferences import PreferencePairs
-from rlframework.datasets.reward_data import RewardData
+from rlframework_preferences.pairs import PreferencePairs
+from rlframework_preferences.reward_data import RewardData
 
 
 def make(rows: int = 3, start: int = 0, **values: Any) -> RewardData:
@@ -61,7 +61,7 @@ def test_refreshing_after_another_process_saved(tmp_path: Path, loaded: bool) ->
     saved = make().save(tmp_path / "a")
     mine = RewardData.load_memmap(tmp_path / "a") if loaded else saved
     script = (
-        "import torch; from rlframework.datasets.reward_data import RewardData\n"
+        "import torch; from rlframework_preferences.reward_data import RewardData\n"
         "RewardData.from_lengths(torch.full((3, 4), 9), torch.tensor([1, 2, 3]), end_scores=torch.ones(3))"
         f".save({str(tmp_path / 'a')!r})"
     )
@@ -165,8 +165,8 @@ def test_a_process_that_is_killed_while_saving_leaves_the_old_folder(tmp_path: P
     make().save(tmp_path / "a")
     script = (
         "import os, signal, torch\n"
-        "from rlframework.datasets import memmap\n"
-        "from rlframework.datasets.reward_data import RewardData\n"
+        "from rlframework_preferences import memmap\n"
+        "from rlframework_preferences.reward_data import RewardData\n"
         "memmap.reserve = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"RewardData.from_lengths(torch.ones(9, 4).int(), torch.ones(9).int()).save({str(tmp_path / 'a')!r})"
     )
@@ -257,20 +257,22 @@ def test_gradients_views_and_empty_tensors_are_saved(tmp_path: Path) -> None:
     assert RewardData.load(tmp_path / "row").input_ids.tolist() == [0, 1, 2, 3]
 
 
-def test_folders_of_releases_that_had_the_classes_elsewhere(tmp_path: Path) -> None:
-    """`meta.json` names the class; these were in `rlframework.data` once."""
+@pytest.mark.parametrize("former", ["rlframework.datasets", "rlframework.data"])
+def test_folders_of_releases_that_had_the_classes_elsewhere(tmp_path: Path, former: str) -> None:
+    """`meta.json` names the class, whose module has had other names."""
     rewards = make(3)
     rewards.save(tmp_path / "rewards")
     pairs = PreferencePairs(rewards, rewards.clone(), torch.zeros(3, dtype=torch.int64), batch_size=[3])
     pairs.save(tmp_path / "pairs")
     metas = [tmp_path / "rewards" / "meta.json", *(tmp_path / "pairs").rglob("meta.json")]
-    renamed = [meta for meta in metas if "rlframework.datasets." in meta.read_text()]
+    renamed = [meta for meta in metas if "rlframework_preferences." in meta.read_text()]
     assert len(renamed) == 4  # the rewards, the pairs, and the two sides of the pairs
     for meta in renamed:
-        meta.write_text(meta.read_text().replace("rlframework.datasets.", "rlframework.data."))
+        text = meta.read_text().replace("rlframework_preferences.pairs", f"{former}.preferences")
+        meta.write_text(text.replace("rlframework_preferences.reward_data", f"{former}.reward_data"))
     assert RewardData.load_memmap(tmp_path / "rewards").input_ids.equal(rewards.input_ids)
     loaded = PreferencePairs.load_memmap(tmp_path / "pairs")
     assert isinstance(loaded.chosen, RewardData)
     assert loaded.check().rejected.input_ids.equal(rewards.input_ids)
     PreferencePairs.load_memmap(tmp_path / "pairs").save(tmp_path / "again", copy_existing=True)
-    assert "rlframework.datasets.preferences" in (tmp_path / "again" / "meta.json").read_text()
+    assert "rlframework_preferences.pairs" in (tmp_path / "again" / "meta.json").read_text()

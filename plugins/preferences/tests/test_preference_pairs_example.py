@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from probe_forked import run_program
 
-from rlframework.datasets.preferences import PreferencePairs
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework_preferences.pairs import PreferencePairs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "preference_pairs.py"
 SOLUTIONS = ROOT / "tests" / "fixtures" / "gsm8k_model_solutions.jsonl"
 

@@ -21,10 +21,10 @@ from rlframework.base.secrets import HIDDEN, SHORTEST, hide_in_text
 from rlframework.config.endpoint import JudgeConfig
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.counted_failures import CountedFailures
-from rlframework.environments.judge_replies import Replies
 from rlframework.environments.reward_calls import FAILURES, Failure, Report, RewardResult
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.messages import text_of
+from rlframework_serve.judge_replies import Replies
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframework.algorithms.losses import KTOLoss, PairLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.preference_algorithms import (
+from rlframework_preferences.config import (
     DPOConfig,
     IPOConfig,
     KTOConfig,
@@ -22,6 +21,7 @@ from rlframework.config.preference_algorithms import (
     PairwiseConfig,
     SimPOConfig,
 )
+from rlframework_preferences.preference_losses import KTOLoss, PairLoss
 
 PAIRS, WIDTH = 5, 8
 

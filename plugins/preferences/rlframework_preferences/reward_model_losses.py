@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from rlframework.algorithms.losses.preference import PairLoss, find_pairs
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.preference_algorithms import RewardModelTrainingConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
+from rlframework_preferences.config import RewardModelTrainingConfig
+from rlframework_preferences.preference_losses import PairLoss, find_pairs
 
 
 class BradleyTerryLoss(PairLoss):

@@ -19,8 +19,8 @@ from tensordict import TensorClass, TensorDict, tensorclass
 from torch._subclasses import FakeTensorMode
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.preferences import PreferencePairs
-from rlframework.datasets.reward_data import RewardData
+from rlframework_preferences.pairs import PreferencePairs
+from rlframework_preferences.reward_data import RewardData
 
 INNER = "_tensordict"
 

@@ -37,8 +37,8 @@ from rlframework.base.errors import BatchError, BatchTypeError, DataError
 from rlframework.base.files import replacing_directory
 
 _FORMER_MODULES = {
-    "rlframework.datasets.reward_data": "rlframework.data.reward_data",
-    "rlframework.datasets.preferences": "rlframework.data.preferences",
+    "rlframework_preferences.reward_data": ("rlframework.datasets.reward_data", "rlframework.data.reward_data"),
+    "rlframework_preferences.pairs": ("rlframework.datasets.preferences", "rlframework.data.preferences"),
 }
 """Modules of tensorclasses, and their former names, which folders of earlier versions have in `meta.json`."""
 
@@ -64,8 +64,8 @@ class MemmapTensorClass(TensorClass):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__module__ in _FORMER_MODULES:
-            _register_former_name(cls, _FORMER_MODULES[cls.__module__])
+        for module in _FORMER_MODULES.get(cls.__module__, ()):
+            _register_former_name(cls, module)
 
     def memmap(  # type: ignore[override] # the arguments of the interface; tensordict has more, here and below
         self, prefix: str | Path | None = None, copy_existing: bool = False, **options: Unpack[SaveOptions]
@@ -102,7 +102,7 @@ class MemmapTensorClass(TensorClass):
         one row, or be on the meta device; its values are ignored, but it must have all fields that will be needed:
 
         >>> import torch
-        >>> from rlframework.datasets.reward_data import RewardData
+        >>> from rlframework_preferences.reward_data import RewardData
         >>> row = {"input_ids": torch.zeros(8, dtype=torch.int32), "attention_mask": torch.zeros(8, dtype=torch.bool)}
         >>> one = RewardData(**row, end_scores=torch.zeros(()), batch_size=[])
         >>> rows = one.expand(1_000).memmap_like("rows")

@@ -21,11 +21,11 @@ from rlframework.base.errors import BatchError, BatchTypeError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.datasets.chat.rendering import render_completion, render_prompt
-from rlframework.datasets.memmap import MemmapTensorClass
-from rlframework.datasets.reward_data import RewardData, has_values, need_tensor, right_padding_mask
 from rlframework.datasets.tokens import pad_rows
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolSpec, pictures_of
+from rlframework_preferences.memmap import MemmapTensorClass
+from rlframework_preferences.reward_data import RewardData, has_values, need_tensor, right_padding_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
