@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlframework_conformance.mutants.data_processor.changes import broken_each
+from rlframework_conformance.mutants.data_processor.changes import in_each_microbatch
 from rlframework_conformance.mutants.mutant import mutant
 
 _HEAD = "test_the_head_runs_at_the_token_before_each_target"
@@ -25,7 +25,7 @@ def _inputs(microbatch: Any, **values: Any) -> Any:
     "`rows` lists the rows in another order than the microbatch holds them.",
     "test_rows_say_where_each_row_stands",
 )
-@broken_each
+@in_each_microbatch
 def _bin_order(microbatch: Any, data: Any) -> Any:
     return replace(microbatch, rows=microbatch.rows.flip(0))
 
@@ -35,7 +35,7 @@ def _bin_order(microbatch: Any, data: Any) -> Any:
     "Microbatches are padded to the longest row of the whole batch.",
     "test_padded_rows_stand_under_each_other_with_padding_on_the_right",
 )
-@broken_each
+@in_each_microbatch
 def _padded_to_the_batch_width(microbatch: Any, data: Any) -> Any:
     inputs, width = microbatch.processed_inputs, data["input_ids"].shape[1]
     padding = width - inputs.seq_len
@@ -51,7 +51,7 @@ def _padded_to_the_batch_width(microbatch: Any, data: Any) -> Any:
     "Position ids do not restart at 0 for each packed sequence.",
     "test_positions_start_again_with_each_packed_sequence",
 )
-@broken_each
+@in_each_microbatch
 def _positions_not_restarted(microbatch: Any, data: Any) -> Any:
     positions = microbatch.processed_inputs.position_ids
     if microbatch.cu_seqlens is None:
@@ -64,7 +64,7 @@ def _positions_not_restarted(microbatch: Any, data: Any) -> Any:
     "Sequences are packed in another order than `rows` and `cu_seqlens` state.",
     "test_packed_sequences_follow_each_other",
 )
-@broken_each
+@in_each_microbatch
 def _packed_in_reverse(microbatch: Any, data: Any) -> Any:
     if microbatch.cu_seqlens is None:
         return microbatch
@@ -79,7 +79,7 @@ def _packed_in_reverse(microbatch: Any, data: Any) -> Any:
     "`cu_seqlens` is one too low, so each sequence sees the last token of the previous one.",
     "test_bounds_of_packed_sequences_are_their_ends",
 )
-@broken_each
+@in_each_microbatch
 def _bounds_one_off(microbatch: Any, data: Any) -> Any:
     bounds = microbatch.cu_seqlens
     return microbatch if bounds is None else replace(microbatch, cu_seqlens=(bounds - 1).clamp(min=0))
@@ -90,7 +90,7 @@ def _bounds_one_off(microbatch: Any, data: Any) -> Any:
     "`cu_seqlens` lacks the end of the last packed sequence.",
     "test_bounds_of_packed_sequences_are_their_ends",
 )
-@broken_each
+@in_each_microbatch
 def _last_bound_missing(microbatch: Any, data: Any) -> Any:
     bounds = microbatch.cu_seqlens
     return microbatch if bounds is None else replace(microbatch, cu_seqlens=bounds[: len(microbatch.rows)])
@@ -103,7 +103,7 @@ def _last_bound_missing(microbatch: Any, data: Any) -> Any:
     _MASKED_HEAD,
     "test_padding_is_no_target",
 )
-@broken_each
+@in_each_microbatch
 def _targets_off_by_one(microbatch: Any, data: Any) -> Any:
     ids = microbatch.processed_inputs.input_ids.flatten()
     return replace(microbatch, targets=ids[microbatch.head_positions])
@@ -116,7 +116,7 @@ def _targets_off_by_one(microbatch: Any, data: Any) -> Any:
     _MASKED_HEAD,
     _LAST,
 )
-@broken_each
+@in_each_microbatch
 def _head_at_the_target(microbatch: Any, data: Any) -> Any:
     last = microbatch.processed_inputs.input_ids.numel() - 1
     return replace(microbatch, head_positions=(microbatch.head_positions + 1).clamp(max=last))
@@ -125,6 +125,6 @@ def _head_at_the_target(microbatch: Any, data: Any) -> Any:
 @mutant(
     "scatter_at_the_position", "Log-probabilities are placed one position too far left.", _HEAD, _MASKED_HEAD, _LAST
 )
-@broken_each
+@in_each_microbatch
 def _scatter_at_the_position(microbatch: Any, data: Any) -> Any:
     return replace(microbatch, scatter=microbatch.scatter - 1)

@@ -85,5 +85,5 @@ def _in_bfloat16(engine: Any, request: GenerationRequest, result: GenerationResu
     "test_logprobs_in_bfloat16_are_within_the_declared_bound",
     break_record=lambda record: replace(record, probe_bounds={"bfloat16": 1e-5}),  # type: ignore[call-arg]
 )
-def _bound_of_fp32(part: Any) -> type:
-    return type("Sound", (part,), {})
+def _bound_of_fp32(part: Any) -> Any:
+    return part
