@@ -10,13 +10,14 @@ from rlframework.interfaces.data_processor import DataProcessor
 from rlframework_conformance.mutants.data_processor.changes import batch_with
 from rlframework_conformance.mutants.mutant import around, mutant
 
+_OWN_ROWS = "test_a_global_batch_is_its_own_rows_in_their_order"
+_DEALT = "test_a_global_batch_is_as_long_as_the_driver_dealt_it"
+_COUNTED = "test_targets_of_rows_that_count_are_counted"
+_NOTHING = "test_counts_of_nothing_are_zero"
+_MASKS = "test_masks_that_are_missing_or_do_not_fit_are_refused"
 
-@mutant(
-    "first_batch_again",
-    "Every global batch is the first one.",
-    "test_a_global_batch_is_its_own_rows_in_their_order",
-    "test_a_global_batch_is_as_long_as_the_driver_dealt_it",
-)
+
+@mutant("first_batch_again", "Every global batch is the first one.", _OWN_ROWS, _DEALT)
 @around(DataProcessor.process_global_batch)
 def _always_first_batch(sound: Any, _: Any, *args: Any, batch_idx: int, **where: Any) -> Any:
     return sound(*args, batch_idx=0, **where)
@@ -25,7 +26,7 @@ def _always_first_batch(sound: Any, _: Any, *args: Any, batch_idx: int, **where:
 @mutant(
     "dealt_batches_cut_evenly",
     "Shards with uneven numbers of rows per global batch are sliced by the batch size.",
-    "test_a_global_batch_is_as_long_as_the_driver_dealt_it",
+    _DEALT,
 )
 @around(DataProcessor.process_global_batch)
 def _sliced_by_batch_size(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
@@ -34,11 +35,7 @@ def _sliced_by_batch_size(sound: Any, _: Any, data: Any, *args: Any, **where: An
     return sound(plain, *args, **where)
 
 
-@mutant(
-    "first_token_counted",
-    "The first token of a row is counted, although nothing predicts it.",
-    "test_targets_of_rows_that_count_are_counted",
-)
+@mutant("first_token_counted", "The first token of a row is counted, although nothing predicts it.", _COUNTED)
 @around(DataProcessor.process_global_batch)
 def _first_token_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
     found = sound(data, *args, **where)
@@ -46,12 +43,7 @@ def _first_token_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any
     return found | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
 
 
-@mutant(
-    "masked_rows_counted",
-    "Tokens of rows whose `sample_mask` is 0 are counted.",
-    "test_targets_of_rows_that_count_are_counted",
-    "test_counts_of_nothing_are_zero",
-)
+@mutant("masked_rows_counted", "Tokens of rows whose `sample_mask` is 0 are counted.", _COUNTED, _NOTHING)
 @around(DataProcessor.process_global_batch)
 def _masked_rows_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
     found = sound(data, *args, **where)
@@ -67,7 +59,7 @@ def _this_rank_only(sound: Any, _: Any, data: Any, loss_fn: Any, dp_group: Any, 
 @mutant(
     "counts_never_zero",
     "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch.",
-    "test_counts_of_nothing_are_zero",
+    _NOTHING,
 )
 @around(DataProcessor.process_global_batch)
 def _never_zero(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
@@ -82,11 +74,7 @@ def _integer_counts(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
     return {name: value.long() if name.startswith("global_valid") else value for name, value in found.items()}
 
 
-@mutant(
-    "masks_made_up",
-    "A missing `sample_mask` is replaced by ones.",
-    "test_masks_that_are_missing_or_do_not_fit_are_refused",
-)
+@mutant("masks_made_up", "A missing `sample_mask` is replaced by ones.", _MASKS)
 @around(DataProcessor.process_global_batch)
 def _missing_mask_is_ones(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
     ones = torch.ones(len(data["input_ids"]))

@@ -13,6 +13,11 @@ from rlframework_conformance.mutants.mutant import around, mutant
 
 _HEAD = "test_the_head_runs_at_the_token_before_each_target"
 _MASKED_HEAD = "test_the_head_runs_where_the_token_mask_asks_only"
+_MOST_ROWS = "test_padded_microbatches_have_at_most_the_rows_of_the_plan"
+_TOO_LONG = "test_a_row_over_the_token_limit_is_refused"
+_UNKNOWN = "test_unknown_positions_are_refused"
+_LEFT_OUT = "test_rows_without_wanted_targets_are_left_out"
+_MULTIPLE = "test_lengths_are_padded_to_the_multiple_of_the_engine"
 
 
 @mutant(
@@ -31,18 +36,14 @@ def _last_dropped(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: An
     "token_limit_exceeded",
     "The token limit is checked before a row is added to a microbatch, not after.",
     "test_no_microbatch_exceeds_the_token_limit",
-    "test_a_row_over_the_token_limit_is_refused",
+    _TOO_LONG,
 )
 @around(DataProcessor.microbatches)
 def _limit_checked_too_early(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     return make(data, replace(plan, tokens=plan.tokens + int(data["input_lengths"].max())), *rule, **how)
 
 
-@mutant(
-    "one_row_more",
-    "Padded microbatches have one row more than planned.",
-    "test_padded_microbatches_have_at_most_the_rows_of_the_plan",
-)
+@mutant("one_row_more", "Padded microbatches have one row more than planned.", _MOST_ROWS)
 @around(DataProcessor.microbatches)
 def _one_row_more(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     return make(data, replace(plan, rows=plan.rows + 1), *rule, **how)
@@ -58,9 +59,7 @@ def _plan_ignored(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
     return make(batch_with(data, planned=False), *plan, **how)
 
 
-@mutant(
-    "long_rows_cut", "Rows over the token limit are silently truncated.", "test_a_row_over_the_token_limit_is_refused"
-)
+@mutant("long_rows_cut", "Rows over the token limit are silently truncated.", _TOO_LONG)
 @around(DataProcessor.microbatches)
 def _truncated_to_the_limit(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     if plan.mode != "padded":
@@ -68,11 +67,7 @@ def _truncated_to_the_limit(make: Any, _: Any, data: Any, plan: Any, *rule: Any,
     return make(data, plan, *rule, **how)
 
 
-@mutant(
-    "unknown_positions_mean_all",
-    "A misspelled `positions` selects all positions.",
-    "test_unknown_positions_are_refused",
-)
+@mutant("unknown_positions_mean_all", "A misspelled `positions` selects all positions.", _UNKNOWN)
 @around(DataProcessor.microbatches)
 def _unknown_means_all(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
     known = positions if positions in ("token_mask", "loss") else "all"
@@ -82,7 +77,7 @@ def _unknown_means_all(make: Any, _: Any, data: Any, *plan: Any, positions: str,
 @mutant(
     "masked_rows_scored",
     "Rows whose `sample_mask` is 0 go through the model in training.",
-    "test_rows_without_wanted_targets_are_left_out",
+    _LEFT_OUT,
     "test_scores_are_read_at_the_last_token",
     _MASKED_HEAD,
 )
@@ -92,22 +87,13 @@ def _masked_rows_kept(make: Any, _: Any, data: Any, *plan: Any, positions: str, 
     return make(data, *plan, positions=unmasked, device=device)
 
 
-@mutant(
-    "token_mask_ignored",
-    "The head runs at every token, regardless of `token_mask`.",
-    "test_rows_without_wanted_targets_are_left_out",
-    _MASKED_HEAD,
-)
+@mutant("token_mask_ignored", "The head runs at every token, regardless of `token_mask`.", _LEFT_OUT, _MASKED_HEAD)
 @around(DataProcessor.microbatches)
 def _token_mask_ignored(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
     return make(data, *plan, positions="all" if positions == "token_mask" else positions, device=device)
 
 
-@mutant(
-    "multiple_ignored",
-    "Lengths are not padded to the engine's multiple.",
-    "test_lengths_are_padded_to_the_multiple_of_the_engine",
-)
+@mutant("multiple_ignored", "Lengths are not padded to the engine's multiple.", _MULTIPLE)
 @around(DataProcessor.microbatches)
 def _multiple_ignored(make: Any, _: Any, data: Any, plan: Any, rule: Any, **how: Any) -> Any:
     return make(data, plan, replace(rule, pad_multiple=1), **how)

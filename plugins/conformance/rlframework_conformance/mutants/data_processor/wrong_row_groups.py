@@ -14,6 +14,7 @@ _WHOLE = "test_a_microbatch_has_whole_groups"
 _MASKED = "test_a_masked_row_of_a_group_stays_with_it"
 _PLANNED = "test_groups_that_the_driver_planned_are_kept"
 _LIMIT = "test_a_group_over_the_limit_is_rejected"
+_KEPT = "test_microbatches_of_groups_keep_the_limit"
 
 
 @mutant("groups_divided_by_the_packer", "Rows are packed one by one, whatever their group.", _WHOLE, _MASKED, _LIMIT)
@@ -32,12 +33,7 @@ def _groups_reversed(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how:
     return [replace(each, rows=last - each.rows) for each in made]
 
 
-@mutant(
-    "groups_over_the_limit",
-    "The limit is checked for rows, and a group of them may exceed it.",
-    "test_microbatches_of_groups_keep_the_limit",
-    _LIMIT,
-)
+@mutant("groups_over_the_limit", "The limit is checked for rows, and a group of them may exceed it.", _KEPT, _LIMIT)
 @around(DataProcessor.microbatches)
 def _limit_of_rows(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     return make(data, replace(plan, rows=3 * plan.rows, tokens=3 * plan.tokens) if plan.groups else plan, *rule, **how)

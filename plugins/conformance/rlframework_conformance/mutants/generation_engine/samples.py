@@ -23,6 +23,8 @@ _FREQUENCIES = "test_samples_are_as_frequent_as_the_model_says"
 _BESIDE = "test_a_result_does_not_depend_on_the_requests_beside_it"
 _WHEN = "test_a_result_does_not_depend_on_when_it_is_submitted"
 _SEED = "test_the_seed_decides"
+_POSITIONS = "test_positions_count_from_the_first_token_of_the_prompt"
+_DROPOUT = "test_dropout_is_off_while_generating"
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 
 
@@ -127,24 +129,14 @@ def _padding_attended_to(submit: Any, _: Any, requests: Sequence[GenerationReque
     submit([replace(one, prompt_ids=pad(one.prompt_ids, (width - len(one.prompt_ids), 0))) for one in requests])
 
 
-@mutant(
-    "padding_has_positions",
-    "The positions of a prompt start after one of padding.",
-    "test_positions_count_from_the_first_token_of_the_prompt",
-    needs=_EMBEDDED,
-)
+@mutant("padding_has_positions", "The positions of a prompt start after one of padding.", _POSITIONS, needs=_EMBEDDED)
 @broken_module
 def _padding_has_positions(module: Any) -> None:
     positions = module.transformer.wpe.weight
     positions.data = positions.data.roll(-1, dims=0)
 
 
-@mutant(
-    "dropout_left_on",
-    "The module stays in training mode while generating.",
-    "test_dropout_is_off_while_generating",
-    needs=_EMBEDDED,
-)
+@mutant("dropout_left_on", "The module stays in training mode while generating.", _DROPOUT, needs=_EMBEDDED)
 @broken_module
 def _dropout_left_on(module: Any) -> None:
     module.train = lambda mode=True: module

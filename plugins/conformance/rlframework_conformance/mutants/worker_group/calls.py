@@ -22,6 +22,17 @@ _SHARE = "test_each_worker_gets_its_share"
 _ALONE = "test_a_call_of_one_worker_reaches_that_one_alone"
 _UNSHARDED = "test_a_call_that_cannot_be_sharded_reaches_no_worker"
 _CALLBACK = "test_a_callback_gets_the_results_of_a_call_or_none"
+_REPLICAS = "test_workers_on_a_replicated_axis_get_the_same_share"
+_OUTPUT = "test_a_replicated_output_comes_back_once"
+_FREE = "test_a_free_axis_is_called_at_0_only"
+_DUMMY = "test_dummy_calls_reach_a_free_axis_with_none"
+_RANK_0 = "test_rank_0_only_axes_skip_the_others"
+_ENTRY = "test_multiple_data_gives_each_worker_its_entry"
+_NOTICE = "test_a_notice_reaches_each_worker_once_also_during_a_call"
+_LARGE = "test_large_tensors_travel_both_ways_at_once"
+_DRIVER = "test_workers_cannot_change_what_the_driver_holds"
+_UNSENDABLE = "test_arguments_that_cannot_be_sent_are_refused"
+_BY_VALUE = "test_what_workers_cannot_import_is_sent_by_value"
 
 
 def _each_value_of(method: Callable[..., Any]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -44,53 +55,31 @@ def _common_lost(run: Any, _: Any, *method: Any, common_kwargs: Any = None, **gi
     return run(*method, **given)
 
 
-@mutant(
-    "replicas_not_called",
-    "Only coordinate 0 of a replicated axis is called.",
-    "test_workers_on_a_replicated_axis_get_the_same_share",
-    layout=TWO,
-)
+@mutant("replicas_not_called", "Only coordinate 0 of a replicated axis is called.", _REPLICAS, layout=TWO)
 @around(_SHARDED)
 def _replicas_not_called(run: Any, _: Any, *method: Any, replicate_on_axes: Any = (), **given: Any) -> Any:
     return run(*method, **given)
 
 
-@mutant(
-    "replicated_outputs_all_kept",
-    "A replicated output comes back once per replica.",
-    "test_a_replicated_output_comes_back_once",
-    layout=TWO,
-)
+@mutant("replicated_outputs_all_kept", "A replicated output comes back once per replica.", _OUTPUT, layout=TWO)
 @around(_SHARDED)
 def _replicated_outputs_all_kept(run: Any, _: Any, *method: Any, output_is_replicated: Any = (), **given: Any) -> Any:
     return run(*method, **given)
 
 
-@mutant(
-    "free_axis_called", "All workers along a free axis are called.", "test_a_free_axis_is_called_at_0_only", layout=TWO
-)
+@mutant("free_axis_called", "All workers along a free axis are called.", _FREE, layout=TWO)
 @around(_SHARDED)
 def _free_axis_called(run: Any, _: Any, *method: Any, **given: Any) -> Any:
     return run(*method, **given if given.get("in_sharded_axes") else given | {"replicate_on_axes": ["data_parallel"]})
 
 
-@mutant(
-    "no_dummy_calls",
-    "Workers along a free axis get no dummy call.",
-    "test_dummy_calls_reach_a_free_axis_with_none",
-    layout=TWO,
-)
+@mutant("no_dummy_calls", "Workers along a free axis get no dummy call.", _DUMMY, layout=TWO)
 @around(_SHARDED)
 def _no_dummy_calls(run: Any, _: Any, *method: Any, make_dummy_calls_to_free_axes: Any = False, **given: Any) -> Any:
     return run(*method, **given)
 
 
-@mutant(
-    "rank_0_only_ignored",
-    "All ranks run what only rank 0 should run.",
-    "test_rank_0_only_axes_skip_the_others",
-    layout=TWO,
-)
+@mutant("rank_0_only_ignored", "All ranks run what only rank 0 should run.", _RANK_0, layout=TWO)
 @around(_SINGLE)
 def _rank_0_only_ignored(run: Any, _: Any, *method: Any, run_rank_0_only_axes: Any = None, **given: Any) -> Any:
     return run(*method, **given)
@@ -116,12 +105,7 @@ def _indices_wrap_around(run: Any, group: Any, method_name: str, worker_idx: int
     return run(method_name, worker_idx % group.sharding.size, *args, **given)
 
 
-@mutant(
-    "entries_reversed",
-    "Workers get their entries in reverse order.",
-    "test_multiple_data_gives_each_worker_its_entry",
-    layout=TWO,
-)
+@mutant("entries_reversed", "Workers get their entries in reverse order.", _ENTRY, layout=TWO)
 @_each_value_of(_MULTIPLE)
 def _entries_reversed(value: Any) -> Any:
     return value[::-1] if isinstance(value, list) else value
@@ -145,12 +129,7 @@ def _entries_not_counted(value: Any) -> Any:
     return value[:2] if isinstance(value, list) else value
 
 
-@mutant(
-    "notices_lost",
-    "A notice does not reach the workers.",
-    "test_a_notice_reaches_each_worker_once_also_during_a_call",
-    layout=TWO,
-)
+@mutant("notices_lost", "A notice does not reach the workers.", _NOTICE, layout=TWO)
 @around(WorkerGroup.__init__)
 def _notices_lost(start: Any, group: Any, *args: Any, **given: Any) -> None:
     start(*args, **given)
@@ -175,12 +154,7 @@ def _batch_becomes_a_dict(value: Any) -> Any:
     return dict(value) if isinstance(value, BatchedDataDict) else value
 
 
-@mutant(
-    "messages_cut",
-    "A tensor larger than a buffer arrives truncated.",
-    "test_large_tensors_travel_both_ways_at_once",
-    layout=TWO,
-)
+@mutant("messages_cut", "A tensor larger than a buffer arrives truncated.", _LARGE, layout=TWO)
 @_each_value_of(_SHARDED)
 def _messages_cut(value: Any) -> Any:
     return (
@@ -188,12 +162,7 @@ def _messages_cut(value: Any) -> Any:
     )
 
 
-@mutant(
-    "memory_shared",
-    "Workers write into the driver's tensors.",
-    "test_workers_cannot_change_what_the_driver_holds",
-    layout=TWO,
-)
+@mutant("memory_shared", "Workers write into the driver's tensors.", _DRIVER, layout=TWO)
 @around(_SINGLE)
 def _memory_shared(run: Any, _: Any, *method: Any, **given: Any) -> Any:
     future = run(*method, **given)
@@ -215,12 +184,7 @@ def _shares_not_counted(value: Any) -> Any:
     return value[:2] if isinstance(value, list) and len(value) > 2 and isinstance(value[0], str) else value
 
 
-@mutant(
-    "unsendable_dropped",
-    "Arguments that cannot be pickled arrive as None.",
-    "test_arguments_that_cannot_be_sent_are_refused",
-    layout=TWO,
-)
+@mutant("unsendable_dropped", "Arguments that cannot be pickled arrive as None.", _UNSENDABLE, layout=TWO)
 @_each_value_of(_SINGLE)
 def _unsendable_dropped(value: Any) -> Any:
     try:
@@ -233,7 +197,7 @@ def _unsendable_dropped(value: Any) -> Any:
 @mutant(
     "classes_by_reference",
     "Objects of a class that only the driver's program has cannot be sent.",
-    "test_what_workers_cannot_import_is_sent_by_value",
+    _BY_VALUE,
     layout=TWO,
 )
 @_each_value_of(_SINGLE)

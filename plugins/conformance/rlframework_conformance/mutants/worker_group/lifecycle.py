@@ -23,6 +23,8 @@ _PLUGINS = "test_other_plugins_there_than_here_are_refused"
 _ENDS = "test_shutdown_cleans_up_and_ends_every_worker"
 _FAILED_END = "test_shutdown_says_that_a_clean_up_failed"
 _SLOW_END = "test_shutdown_does_not_wait_for_ever"
+_HANGS = "test_a_rank_that_hangs_meets_the_deadline"
+_SLOW_START = "test_starting_has_a_deadline"
 
 
 def _launching(worker: type[ProbeWorker], **kwargs: Any) -> Callable[[Any], Any]:
@@ -76,13 +78,7 @@ _one_memory_for_all_workers = mutant(
 )(_launching(SharedMemory))
 
 
-@mutant(
-    "deadlines_ignored",
-    "The configured deadlines are ignored.",
-    "test_a_rank_that_hangs_meets_the_deadline",
-    "test_starting_has_a_deadline",
-    layout=TWO,
-)
+@mutant("deadlines_ignored", "The configured deadlines are ignored.", _HANGS, _SLOW_START, layout=TWO)
 @around(WorkerGroup.__init__)
 def _deadlines_ignored(start: Any, _: Any, spec: Any, config: Any, **given: Any) -> None:
     start(spec, _default_deadlines(config), **given)

@@ -12,24 +12,21 @@ from rlframework_conformance.mutants.worker_group import TWO
 _FAILS = "test_one_failing_rank_fails_the_call_at_once"
 _DIES = "test_a_rank_that_dies_fails_the_call_at_once"
 _UNUSABLE = "test_a_group_is_not_usable_after_a_failure"
+_ORDER = "test_results_are_in_the_order_of_ranks"
+_ANY_ORDER = "test_futures_may_be_awaited_in_any_order"
+_UNSENDABLE = "test_an_answer_that_cannot_be_sent_fails_the_call"
+_TRACEBACK = "test_a_failure_has_the_workers_own_traceback"
+_CLASS = "test_an_error_of_rlframework_comes_back_as_its_own_class"
+_HANGS = "test_a_rank_that_hangs_meets_the_deadline"
 
 
-@mutant(
-    "order_of_completion",
-    "Results do not come back in rank order.",
-    "test_results_are_in_the_order_of_ranks",
-    layout=TWO,
-)
+@mutant("order_of_completion", "Results do not come back in rank order.", _ORDER, layout=TWO)
 @around(WorkerGroup.get_all_worker_results)
 def _order_of_completion(wait: Any, _: Any, future: Any) -> Any:
     return wait(future)[::-1]
 
 
-@mutant(
-    "one_slot_for_answers",
-    "A second call overwrites the results of the first.",
-    "test_futures_may_be_awaited_in_any_order",
-)
+@mutant("one_slot_for_answers", "A second call overwrites the results of the first.", _ANY_ORDER)
 @around(WorkerGroup.run_all_workers_single_data, WorkerGroup.get_all_worker_results)
 def _one_slot_for_answers(call: Any, group: Any, called: Any, **given: Any) -> Any:
     if isinstance(called, str):
@@ -40,14 +37,7 @@ def _one_slot_for_answers(call: Any, group: Any, called: Any, **given: Any) -> A
     return list(group.results)
 
 
-@mutant(
-    "failure_swallowed",
-    "A failed call returns None for every result.",
-    _FAILS,
-    "test_an_answer_that_cannot_be_sent_fails_the_call",
-    _UNUSABLE,
-    layout=TWO,
-)
+@mutant("failure_swallowed", "A failed call returns None for every result.", _FAILS, _UNSENDABLE, _UNUSABLE, layout=TWO)
 @around(WorkerGroup.get_all_worker_results)
 def _failure_swallowed(wait: Any, group: Any, future: Any) -> Any:
     try:
@@ -56,11 +46,7 @@ def _failure_swallowed(wait: Any, group: Any, future: Any) -> Any:
         return [None] * group.sharding.size
 
 
-@mutant(
-    "no_traceback",
-    "The error of a failed call lacks the worker's traceback.",
-    "test_a_failure_has_the_workers_own_traceback",
-)
+@mutant("no_traceback", "The error of a failed call lacks the worker's traceback.", _TRACEBACK)
 @around(WorkerGroup.get_all_worker_results)
 def _no_traceback(wait: Any, _: Any, future: Any) -> Any:
     try:
@@ -70,11 +56,7 @@ def _no_traceback(wait: Any, _: Any, future: Any) -> Any:
     raise WorkerError(message)
 
 
-@mutant(
-    "error_class_lost",
-    "An RLFrameworkError raised by a worker comes back as a WorkerError.",
-    "test_an_error_of_rlframework_comes_back_as_its_own_class",
-)
+@mutant("error_class_lost", "An RLFrameworkError raised by a worker comes back as a WorkerError.", _CLASS)
 @around(WorkerGroup.get_all_worker_results)
 def _error_class_lost(wait: Any, _: Any, future: Any) -> Any:
     try:
@@ -83,14 +65,7 @@ def _error_class_lost(wait: Any, _: Any, future: Any) -> Any:
         raise WorkerError(str(error)) from error
 
 
-@mutant(
-    "wrong_rank_blamed",
-    "Every failure is attributed to rank 0.",
-    _FAILS,
-    _DIES,
-    "test_a_rank_that_hangs_meets_the_deadline",
-    layout=TWO,
-)
+@mutant("wrong_rank_blamed", "Every failure is attributed to rank 0.", _FAILS, _DIES, _HANGS, layout=TWO)
 @around(WorkerGroup.get_all_worker_results)
 def _wrong_rank_blamed(wait: Any, _: Any, future: Any) -> Any:
     try:
