@@ -7,7 +7,7 @@ from pathlib import Path
 from rlframework.base.errors import DataError
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.checkpoints import require_same_continuation, saved, train
+from rlframework_conformance.suites.policy_worker.checkpoints import require_resumption, saved, train
 from rlframework_conformance.suites.policy_worker.sharded import SETTINGS, flipped, loading
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
@@ -23,16 +23,8 @@ class Native(Suite):
         tied.
         """
         for model in ("untied", "tied"):
-            first = harness.policy(model, **SETTINGS)
-            train(harness, first, range(2))
-            paths = saved(harness, first, form="native")
-            wanted = train(harness, first, range(2, 4))
-            right = harness.weights(first)
-            second = harness.policy(model, **SETTINGS)
-            second.load_checkpoint(*paths)
-            require_same_continuation(
-                harness, second, range(2, 4), wanted, right, f"resuming from native files, {model} head"
-            )
+            what = f"resuming from native files, {model} head"
+            require_resumption(harness, 2, what, model, "native", **SETTINGS)
 
     @holds(5, NATIVE)
     def test_native_weights_are_those_that_are_saved(self, harness: PolicyHarness) -> None:
@@ -45,8 +37,7 @@ class Native(Suite):
         second = harness.policy(trains=False)
         second.load_checkpoint(path)
         found = harness.weights(second)
-        for name, weight in right.items():
-            harness.exact(f"{name} from native weights", found[name], weight)
+        harness.same("from native weights", found, right)
 
     @holds(5, NATIVE)
     def test_native_files_are_whole_or_refused(self, harness: PolicyHarness) -> None:
