@@ -30,7 +30,7 @@ _NEEDS = frozenset({Capability.EPISODES})
 
 
 def _player(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
-    """Decorate `change(call, player, ...)`, which runs in place of `methods` of the `EpisodePlayer`."""
+    """Decorate `change(call, player, ...)`, which runs in position of `methods` of the `EpisodePlayer`."""
 
     def decorate(change: Callable[..., Any]) -> Callable[[Any], Any]:
         player = around(*methods)(change)(EpisodePlayer)
@@ -94,8 +94,8 @@ def _end_left_out(row: TrainingRow) -> TrainingRow:
 @_rows
 def _tokenised_again(row: TrainingRow) -> TrainingRow:
     ids = row.token_ids.clone()
-    place = int(row.token_mask.nonzero()[0])
-    ids[place] = 3 + (int(ids[place]) - 2) % 256
+    position = int(row.token_mask.nonzero()[0])
+    ids[position] = 3 + (int(ids[position]) - 2) % 256
     return replace(row, token_ids=ids)
 
 
@@ -111,8 +111,8 @@ def _logprobs_shifted(row: TrainingRow) -> TrainingRow:
 @_rows
 def _tool_results_reworded(row: TrainingRow) -> TrainingRow:
     ids = row.token_ids.clone()
-    place = int(row.token_mask.nonzero()[0]) - 1
-    ids[place] = 3 + (int(ids[place]) - 2) % 256
+    position = int(row.token_mask.nonzero()[0]) - 1
+    ids[position] = 3 + (int(ids[position]) - 2) % 256
     return replace(row, token_ids=ids)
 
 

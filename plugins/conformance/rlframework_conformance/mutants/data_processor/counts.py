@@ -38,16 +38,16 @@ def _sliced_by_batch_size(sound: Any, _: Any, data: Any, *args: Any, **where: An
 @mutant("first_token_counted", "The first token of a row is counted, although nothing predicts it.", _COUNTED)
 @around(DataProcessor.process_global_batch)
 def _first_token_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
-    found = sound(data, *args, **where)
-    batch = found["batch"]
-    return found | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
+    counts = sound(data, *args, **where)
+    batch = counts["batch"]
+    return counts | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
 
 
 @mutant("masked_rows_counted", "Tokens of rows whose `sample_mask` is 0 are counted.", _COUNTED, _NOTHING)
 @around(DataProcessor.process_global_batch)
 def _masked_rows_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
-    found = sound(data, *args, **where)
-    return found | {"global_valid_toks": found["batch"]["token_mask"][:, 1:].sum()}
+    counts = sound(data, *args, **where)
+    return counts | {"global_valid_toks": counts["batch"]["token_mask"][:, 1:].sum()}
 
 
 @mutant("counts_of_this_rank", "Each rank divides by the counts of its own rows.", "test_counts_are_summed_over_ranks")
@@ -63,15 +63,15 @@ def _this_rank_only(sound: Any, _: Any, data: Any, loss_fn: Any, dp_group: Any, 
 )
 @around(DataProcessor.process_global_batch)
 def _never_zero(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
-    found = sound(*args, **where)
-    return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in found.items()}
+    counts = sound(*args, **where)
+    return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in counts.items()}
 
 
 @mutant("counts_are_integers", "The counts are int64.", "test_counts_are_scalars_in_fp32")
 @around(DataProcessor.process_global_batch)
 def _integer_counts(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
-    found = sound(*args, **where)
-    return {name: value.long() if name.startswith("global_valid") else value for name, value in found.items()}
+    counts = sound(*args, **where)
+    return {name: value.long() if name.startswith("global_valid") else value for name, value in counts.items()}
 
 
 @mutant("masks_made_up", "A missing `sample_mask` is replaced by ones.", _MASKS)

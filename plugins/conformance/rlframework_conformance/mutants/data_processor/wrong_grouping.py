@@ -27,9 +27,9 @@ _MULTIPLE = "test_lengths_are_padded_to_the_multiple_of_the_engine"
 )
 @around(DataProcessor.microbatches)
 def _last_dropped(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
-    made = list(make(data, plan, *rule, **how))
-    partial = bool(made) and len(made[-1].rows) < max(len(each.rows) for each in made)
-    return made[:-1] if partial else made
+    microbatches = list(make(data, plan, *rule, **how))
+    partial = bool(microbatches) and len(microbatches[-1].rows) < max(len(each.rows) for each in microbatches)
+    return microbatches[:-1] if partial else microbatches
 
 
 @mutant(
@@ -70,8 +70,8 @@ def _truncated_to_the_limit(make: Any, _: Any, data: Any, plan: Any, *rule: Any,
 @mutant("unknown_positions_mean_all", "A misspelled `positions` selects all positions.", _UNKNOWN)
 @around(DataProcessor.microbatches)
 def _unknown_means_all(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
-    known = positions if positions in ("token_mask", "loss") else "all"
-    return make(data, *plan, positions=known, device=device)
+    accepted = positions if positions in ("token_mask", "loss") else "all"
+    return make(data, *plan, positions=accepted, device=device)
 
 
 @mutant(
@@ -121,7 +121,7 @@ def _one_token_is_two(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> A
 @mutant("changed_in_place", "The padding in the caller's batch is overwritten.", "test_the_batch_itself_is_not_changed")
 @around(DataProcessor.microbatches)
 def _changed_in_place(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
-    made = list(make(data, *plan, **how))
+    microbatches = list(make(data, *plan, **how))
     real = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
     data["input_ids"].masked_fill_(~real, 0)
-    return made
+    return microbatches

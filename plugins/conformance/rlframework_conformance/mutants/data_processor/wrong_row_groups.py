@@ -29,8 +29,8 @@ def _groups_reversed(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how:
     if not plan.groups or data.micro_batch_indices is not None:
         return make(data, plan, *rule, **how)
     last = data.size - 1
-    made = make(data.select_indices(range(last, -1, -1)), plan, *rule, **how)
-    return [replace(each, rows=last - each.rows) for each in made]
+    microbatches = make(data.select_indices(range(last, -1, -1)), plan, *rule, **how)
+    return [replace(each, rows=last - each.rows) for each in microbatches]
 
 
 @mutant("groups_over_the_limit", "The limit is checked for rows, and a group of them may exceed it.", _KEPT, _LIMIT)
@@ -58,8 +58,8 @@ def _masked_left_out(make: Any, _: Any, data: Any, *plan: Any, positions: str, d
     if not plan[0].groups or data.micro_batch_indices is not None:
         return make(data, *plan, positions=positions, device=device)
     kept = rows_with_targets(data, positions).nonzero()[:, 0]
-    made = make(data.select_indices(kept), *plan, positions=positions, device=device) if len(kept) else []
-    return [replace(each, rows=kept[each.rows]) for each in made]
+    microbatches = make(data.select_indices(kept), *plan, positions=positions, device=device) if len(kept) else []
+    return [replace(each, rows=kept[each.rows]) for each in microbatches]
 
 
 @mutant("padded_plan_of_groups_ignored", "A plan of padded microbatches is ignored, as for single rows.", _PLANNED)

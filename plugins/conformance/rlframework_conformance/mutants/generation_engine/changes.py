@@ -18,7 +18,7 @@ Break = Callable[[Any], Any]
 
 
 def observed(part: Any) -> Any:
-    """Return a subclass of `part` that keeps what it was given.
+    """Return a subclass of `part` that keeps what it was received.
 
     `settings` and `directory`; `asked`, the requests by id, of which the last call had `beside`; `given_module`;
     `specs` and `arrived`, the announced and the received weights of the last update.
@@ -28,9 +28,9 @@ def observed(part: Any) -> Any:
         given_module: Any = None
         beside = 0
 
-        def __init__(self, config: Any, tokenizer: Any, **place: Any) -> None:
-            super().__init__(config, tokenizer, **place)
-            self.settings, self.directory = config, place["model_name"]
+        def __init__(self, config: Any, tokenizer: Any, **location: Any) -> None:
+            super().__init__(config, tokenizer, **location)
+            self.settings, self.directory = config, location["model_name"]
             self.asked: dict[str, GenerationRequest] = {}
             self.specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {}
             self.arrived: dict[str, Tensor | None] = {}
@@ -69,7 +69,7 @@ def together(*changes: Break) -> Break:
 
 
 def around_observed(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Break]:
-    """Decorate a change as `around` does, of an engine that keeps what it was given; see `observed`."""
+    """Decorate a change as `around` does, of an engine that keeps what it was received; see `observed`."""
     return lambda change: together(observed, around(*methods)(change))
 
 
@@ -111,10 +111,10 @@ def broken_weights(change: Callable[[Any, dict[str, Tensor]], Mapping[str, Tenso
 
     @around_observed(GenerationEngine.load_weights)
     def load(sound: Any, engine: Any, weights: Any) -> None:
-        given = {name: tensor.clone() for name, tensor in weights}
+        received = {name: tensor.clone() for name, tensor in weights}
         engine.earlier = getattr(engine, "earlier", None)
-        sound(change(engine, given).items())
-        engine.earlier = {**(engine.earlier or {}), **given}
+        sound(change(engine, received).items())
+        engine.earlier = {**(engine.earlier or {}), **received}
 
     return load
 

@@ -53,15 +53,15 @@ def _committed_on_arrival(call: Any, engine: Any, *weights: Any) -> Any:
 
 @mutant("earlier_weights_meanwhile", "Until an update is finished, requests get the earlier weights.", _PART, _FAILS)
 @around(*_PHASES)
-def _earlier_weights_meanwhile(call: Any, engine: Any, *given: Any) -> Any:
+def _earlier_weights_meanwhile(call: Any, engine: Any, *arguments: Any) -> Any:
     if call.__name__ == "begin_weight_update":
-        engine.begun, engine.held = given, {}
+        engine.begun, engine.buffered = arguments, {}
         return None
     if call.__name__ == "load_weights":
-        engine.held |= {name: tensor.clone() for name, tensor in given[0]}
+        engine.buffered |= {name: tensor.clone() for name, tensor in arguments[0]}
         return None
     super(type(engine), engine).begin_weight_update(*engine.begun)
-    super(type(engine), engine).load_weights(engine.held.items())
+    super(type(engine), engine).load_weights(engine.buffered.items())
     return call()
 
 
@@ -90,8 +90,8 @@ def _other_weights_skipped(load: Any, engine: Any, weights: Any) -> None:
 
 @mutant("unfit_weights_skipped", "Weights that the model does not have are skipped.", _UNFIT)
 @around_observed(GenerationEngine.begin_weight_update, GenerationEngine.load_weights)
-def _unfit_weights_skipped(call: Any, engine: Any, *given: Any) -> None:
-    *version, weights = given
+def _unfit_weights_skipped(call: Any, engine: Any, *arguments: Any) -> None:
+    *version, weights = arguments
     weights = weights.items() if version else weights
     fits = ((name, one) for name, one in weights if name in saved_weights(engine.directory))
     call(*version, dict(fits) if version else fits)
@@ -152,9 +152,9 @@ def _updated_while_decoding(engine: Any, request: GenerationRequest, result: Gen
 
 @mutant("update_aborts", "An update aborts the requests in progress.", _IN_PROGRESS, _STEP, needs=_IN_FLIGHT)
 @around_observed(GenerationEngine.begin_weight_update, GenerationEngine.attach)
-def _update_aborts(call: Any, engine: Any, *given: Any) -> None:
+def _update_aborts(call: Any, engine: Any, *arguments: Any) -> None:
     engine.abort(engine.asked.keys())
-    call(*given)
+    call(*arguments)
 
 
 def _not_arrived(engine: Any) -> list[tuple[str, Tensor]]:

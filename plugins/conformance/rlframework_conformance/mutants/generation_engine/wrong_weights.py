@@ -147,12 +147,12 @@ def _first_module_kept(attach: Any, engine: Any, model: Any, version: int) -> No
     "loaded_weights_kept", "Attaching a module has no effect after weights were loaded.", _LAST_GIVEN, needs=_EMBEDDED
 )
 @around(GenerationEngine.load_weights, GenerationEngine.attach)
-def _loaded_weights_kept(call: Any, engine: Any, *given: Any) -> None:
+def _loaded_weights_kept(call: Any, engine: Any, *arguments: Any) -> None:
     if call.__name__ == "load_weights":
         engine.loaded = True
-        call(*given)
+        call(*arguments)
     elif not hasattr(engine, "loaded"):
-        call(*given)
+        call(*arguments)
 
 
 @mutant("copied_at_attach", "The module is copied when it is attached for the first time.", _LIVE, needs=_EMBEDDED)

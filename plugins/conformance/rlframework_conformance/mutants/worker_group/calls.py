@@ -36,73 +36,77 @@ _BY_VALUE = "test_what_workers_cannot_import_is_sent_by_value"
 
 
 def _each_value_of(method: Callable[..., Any]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Decorate a change of each value that is given to `method` by keyword."""
+    """Decorate a change of each value that `method` gets by keyword."""
     return lambda change: around(method)(
-        lambda run, _, *args, **given: run(*args, **{name: change(value) for name, value in given.items()})
+        lambda run, _, *args, **keywords: run(*args, **{name: change(value) for name, value in keywords.items()})
     )
 
 
 @mutant("shares_reversed", "Workers get their shares in reverse order.", _SHARE, layout=TWO)
 @around(_SHARDED)
-def _shares_reversed(run: Any, _: Any, *method: Any, in_sharded_axes: Any = (), **given: Any) -> Any:
-    reversed_ = {name: given[name][::-1] for name in given.keys() & {"share", "value"} if in_sharded_axes}
-    return run(*method, in_sharded_axes=in_sharded_axes, **given | reversed_)
+def _shares_reversed(run: Any, _: Any, *method: Any, in_sharded_axes: Any = (), **keywords: Any) -> Any:
+    reversed_ = {name: keywords[name][::-1] for name in keywords.keys() & {"share", "value"} if in_sharded_axes}
+    return run(*method, in_sharded_axes=in_sharded_axes, **keywords | reversed_)
 
 
 @mutant("common_lost", "The arguments common to all workers are dropped.", _SHARE, layout=TWO)
 @around(_SHARDED)
-def _common_lost(run: Any, _: Any, *method: Any, common_kwargs: Any = None, **given: Any) -> Any:
-    return run(*method, **given)
+def _common_lost(run: Any, _: Any, *method: Any, common_kwargs: Any = None, **keywords: Any) -> Any:
+    return run(*method, **keywords)
 
 
 @mutant("replicas_not_called", "Only coordinate 0 of a replicated axis is called.", _REPLICAS, layout=TWO)
 @around(_SHARDED)
-def _replicas_not_called(run: Any, _: Any, *method: Any, replicate_on_axes: Any = (), **given: Any) -> Any:
-    return run(*method, **given)
+def _replicas_not_called(run: Any, _: Any, *method: Any, replicate_on_axes: Any = (), **keywords: Any) -> Any:
+    return run(*method, **keywords)
 
 
 @mutant("replicated_outputs_all_kept", "A replicated output comes back once per replica.", _OUTPUT, layout=TWO)
 @around(_SHARDED)
-def _replicated_outputs_all_kept(run: Any, _: Any, *method: Any, output_is_replicated: Any = (), **given: Any) -> Any:
-    return run(*method, **given)
+def _replicated_outputs_all_kept(
+    run: Any, _: Any, *method: Any, output_is_replicated: Any = (), **keywords: Any
+) -> Any:
+    return run(*method, **keywords)
 
 
 @mutant("free_axis_called", "All workers along a free axis are called.", _FREE, layout=TWO)
 @around(_SHARDED)
-def _free_axis_called(run: Any, _: Any, *method: Any, **given: Any) -> Any:
-    return run(*method, **given if given.get("in_sharded_axes") else given | {"replicate_on_axes": ["data_parallel"]})
+def _free_axis_called(run: Any, _: Any, *method: Any, **keywords: Any) -> Any:
+    return run(
+        *method, **keywords if keywords.get("in_sharded_axes") else keywords | {"replicate_on_axes": ["data_parallel"]}
+    )
 
 
 @mutant("no_dummy_calls", "Workers along a free axis get no dummy call.", _DUMMY, layout=TWO)
 @around(_SHARDED)
-def _no_dummy_calls(run: Any, _: Any, *method: Any, make_dummy_calls_to_free_axes: Any = False, **given: Any) -> Any:
-    return run(*method, **given)
+def _no_dummy_calls(run: Any, _: Any, *method: Any, make_dummy_calls_to_free_axes: Any = False, **keywords: Any) -> Any:
+    return run(*method, **keywords)
 
 
 @mutant("rank_0_only_ignored", "All ranks run what only rank 0 should run.", _RANK_0, layout=TWO)
 @around(_SINGLE)
-def _rank_0_only_ignored(run: Any, _: Any, *method: Any, run_rank_0_only_axes: Any = None, **given: Any) -> Any:
-    return run(*method, **given)
+def _rank_0_only_ignored(run: Any, _: Any, *method: Any, run_rank_0_only_axes: Any = None, **keywords: Any) -> Any:
+    return run(*method, **keywords)
 
 
 @mutant("one_worker_becomes_the_first", "A call of a single worker always reaches worker 0.", _ALONE, layout=TWO)
 @around(_ONE)
-def _one_worker_becomes_the_first(run: Any, _: Any, method_name: str, worker_idx: int, **given: Any) -> Any:
-    return run(method_name, 0, **given)
+def _one_worker_becomes_the_first(run: Any, _: Any, method_name: str, worker_idx: int, **keywords: Any) -> Any:
+    return run(method_name, 0, **keywords)
 
 
 @mutant("one_worker_becomes_all", "A call of a single worker reaches all workers.", _ALONE, layout=TWO)
 @around(_ONE)
-def _one_worker_becomes_all(_: Any, group: Any, method_name: str, worker_idx: int, **given: Any) -> Any:
-    future = group.run_all_workers_single_data(method_name, **given)
+def _one_worker_becomes_all(_: Any, group: Any, method_name: str, worker_idx: int, **keywords: Any) -> Any:
+    future = group.run_all_workers_single_data(method_name, **keywords)
     future.return_from_workers = [worker_idx]
     return future
 
 
 @mutant("indices_wrap_around", "A worker index out of range wraps around.", _UNSHARDED, layout=TWO)
 @around(_ONE)
-def _indices_wrap_around(run: Any, group: Any, method_name: str, worker_idx: int, *args: Any, **given: Any) -> Any:
-    return run(method_name, worker_idx % group.sharding.size, *args, **given)
+def _indices_wrap_around(run: Any, group: Any, method_name: str, worker_idx: int, *args: Any, **keywords: Any) -> Any:
+    return run(method_name, worker_idx % group.sharding.size, *args, **keywords)
 
 
 @mutant("entries_reversed", "Workers get their entries in reverse order.", _ENTRY, layout=TWO)
@@ -118,9 +122,9 @@ def _entries_reversed(value: Any) -> Any:
     layout=TWO,
 )
 @around(_MULTIPLE)
-def _skipped_workers_take_entries(run: Any, _: Any, *method: Any, **given: Any) -> Any:
-    skips = given.get("run_rank_0_only_axes") is not None
-    return run(*method, **{"value": given["value"] * 2} if skips else given)
+def _skipped_workers_take_entries(run: Any, _: Any, *method: Any, **keywords: Any) -> Any:
+    skips = keywords.get("run_rank_0_only_axes") is not None
+    return run(*method, **{"value": keywords["value"] * 2} if skips else keywords)
 
 
 @mutant("entries_not_counted", "Surplus entries are silently dropped.", _UNSHARDED, layout=TWO)
@@ -131,8 +135,8 @@ def _entries_not_counted(value: Any) -> Any:
 
 @mutant("notices_lost", "A notice does not reach the workers.", _NOTICE, layout=TWO)
 @around(WorkerGroup.__init__)
-def _notices_lost(start: Any, group: Any, *args: Any, **given: Any) -> None:
-    start(*args, **given)
+def _notices_lost(start: Any, group: Any, *args: Any, **keywords: Any) -> None:
+    start(*args, **keywords)
     group.notifies, group.notify = True, lambda: None
 
 
@@ -164,9 +168,9 @@ def _messages_cut(value: Any) -> Any:
 
 @mutant("memory_shared", "Workers write into the driver's tensors.", _DRIVER, layout=TWO)
 @around(_SINGLE)
-def _memory_shared(run: Any, _: Any, *method: Any, **given: Any) -> Any:
-    future = run(*method, **given)
-    for value in given.values():
+def _memory_shared(run: Any, _: Any, *method: Any, **keywords: Any) -> Any:
+    future = run(*method, **keywords)
+    for value in keywords.values():
         if isinstance(value, torch.Tensor):
             value.zero_()
     return future
@@ -174,8 +178,8 @@ def _memory_shared(run: Any, _: Any, *method: Any, **given: Any) -> Any:
 
 @mutant("positional_taken", "Positional arguments are accepted.", "test_positional_arguments_are_refused")
 @around(_SINGLE)
-def _positional_taken(run: Any, _: Any, method_name: str, *args: Any, **given: Any) -> Any:
-    return run(method_name, **dict.fromkeys(["value"][: len(args)], 0), **given)
+def _positional_taken(run: Any, _: Any, method_name: str, *args: Any, **keywords: Any) -> Any:
+    return run(method_name, **dict.fromkeys(["value"][: len(args)], 0), **keywords)
 
 
 @mutant("shares_not_counted", "Surplus shares are silently dropped.", _UNSHARDED, layout=TWO)

@@ -31,10 +31,10 @@ def _launching(worker: type[ProbeWorker], **kwargs: Any) -> Callable[[Any], Any]
     """Break the start: launch `worker`, a class of this module, with `kwargs` instead of the suite's `ProbeWorker`."""
 
     @around(WorkerGroup.__init__)
-    def start(sound: Any, _: Any, spec: Any, config: Any, **given: Any) -> None:
+    def start(sound: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
         if spec.target.endswith(":ProbeWorker"):
             spec = replace(spec, target=f"{__name__}:{worker.__name__}", kwargs={**spec.kwargs, **kwargs})
-        sound(spec, config, **given)
+        sound(spec, config, **keywords)
 
     return start
 
@@ -80,8 +80,8 @@ _one_memory_for_all_workers = mutant(
 
 @mutant("deadlines_ignored", "The configured deadlines are ignored.", _HANGS, _SLOW_START, layout=TWO)
 @around(WorkerGroup.__init__)
-def _deadlines_ignored(start: Any, _: Any, spec: Any, config: Any, **given: Any) -> None:
-    start(spec, _default_deadlines(config), **given)
+def _deadlines_ignored(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
+    start(spec, _default_deadlines(config), **keywords)
 
 
 _always_rank_0 = mutant("always_rank_0", "Every worker believes that it is rank 0.", _KNOWS, layout=TWO)(
@@ -100,8 +100,8 @@ _addresses_differ = mutant(
 
 @mutant("constructor_arguments_lost", "Workers are constructed without their arguments.", _KNOWS)
 @around(WorkerGroup.__init__)
-def _constructor_arguments_lost(start: Any, _: Any, spec: Any, config: Any, **given: Any) -> None:
-    start(_without(spec, "word"), config, **given)
+def _constructor_arguments_lost(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
+    start(_without(spec, "word"), config, **keywords)
 
 
 def _without(spec: Any, *names: str) -> Any:
@@ -123,11 +123,11 @@ def _one_process_for_all(wait: Any, _: Any, future: Any) -> Any:
 
 @mutant("failed_start_tried_again", "A failed start is repeated without the argument that made it fail.", _FAILED_START)
 @around(WorkerGroup.__init__)
-def _failed_start_tried_again(start: Any, _: Any, spec: Any, config: Any, **given: Any) -> None:
+def _failed_start_tried_again(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
     try:
-        start(spec, config, **given)
+        start(spec, config, **keywords)
     except WorkerError:
-        start(_without(spec, "fail_rank"), config, **given)
+        start(_without(spec, "fail_rank"), config, **keywords)
 
 
 @mutant(
@@ -138,17 +138,17 @@ def _failed_start_tried_again(start: Any, _: Any, spec: Any, config: Any, **give
     layout=TWO,
 )
 @around(WorkerGroup.__init__)
-def _start_errors_lose_their_class(start: Any, _: Any, *args: Any, **given: Any) -> None:
+def _start_errors_lose_their_class(start: Any, _: Any, *args: Any, **keywords: Any) -> None:
     try:
-        start(*args, **given)
+        start(*args, **keywords)
     except RLFrameworkError as error:
         raise WorkerError(str(error)) from error
 
 
 @mutant("plugins_not_compared", "Workers do not compare their plugins with the driver's.", _PLUGINS, layout=TWO)
 @around(WorkerGroup.__init__)
-def _plugins_not_compared(start: Any, _: Any, spec: Any, config: Any, **given: Any) -> None:
-    start(replace(spec, fingerprint=None), config, **given)
+def _plugins_not_compared(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
+    start(replace(spec, fingerprint=None), config, **keywords)
 
 
 @mutant(
@@ -161,13 +161,13 @@ def _plugins_not_compared(start: Any, _: Any, spec: Any, config: Any, **given: A
     layout=TWO,
 )
 @around(WorkerGroup.__init__, WorkerGroup.shutdown)
-def _left_after_a_failure(call: Any, group: Any, *args: Any, **given: Any) -> Any:
+def _left_after_a_failure(call: Any, group: Any, *args: Any, **keywords: Any) -> Any:
     """Start spare workers too, which only a clean shutdown ends."""
     if call.__name__ == "__init__":
         spec, config = args
         spare = _without(spec, *spec.kwargs.keys() - {"folder"})
-        group.spare = type(group).__bases__[0](spare, _default_deadlines(config), **given)
-    if (result := call(*args, **given)) is True:
+        group.spare = type(group).__bases__[0](spare, _default_deadlines(config), **keywords)
+    if (result := call(*args, **keywords)) is True:
         group.spare.shutdown()
     return result
 
@@ -191,17 +191,17 @@ def _no_clean_up(shutdown: Any, _: Any, cleanup_method: str | None = None, timeo
 
 @mutant("second_shutdown_raises", "A second shutdown raises an error.", _ENDS)
 @around(WorkerGroup.shutdown)
-def _second_shutdown_raises(shutdown: Any, group: Any, *args: Any, **given: Any) -> Any:
+def _second_shutdown_raises(shutdown: Any, group: Any, *args: Any, **keywords: Any) -> Any:
     if hasattr(group, "shut_down_once"):
         raise WorkerError("the group is already shut down")
     group.shut_down_once = True
-    return shutdown(*args, **given)
+    return shutdown(*args, **keywords)
 
 
 @mutant("always_in_peace", "Shutdown always reports success.", _FAILED_END, _SLOW_END, layout=TWO)
 @around(WorkerGroup.shutdown)
-def _always_in_peace(shutdown: Any, _: Any, *args: Any, **given: Any) -> bool:
-    shutdown(*args, **given)
+def _always_in_peace(shutdown: Any, _: Any, *args: Any, **keywords: Any) -> bool:
+    shutdown(*args, **keywords)
     return True
 
 

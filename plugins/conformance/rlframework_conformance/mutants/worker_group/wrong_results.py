@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rlframework.base.errors import DeadlineExceeded, RLFrameworkError, WorkerError, WorkerLost
@@ -20,6 +21,19 @@ _CLASS = "test_an_error_of_rlframework_comes_back_as_its_own_class"
 _HANGS = "test_a_rank_that_hangs_meets_the_deadline"
 
 
+def _errors(change: Callable[[RLFrameworkError], RLFrameworkError]) -> Callable[[Any], Any]:
+    """Decorate a change of the error that a call fails with."""
+
+    @around(WorkerGroup.get_all_worker_results)
+    def wait_or_raise(wait: Any, _: Any, future: Any) -> Any:
+        try:
+            return wait(future)
+        except RLFrameworkError as error:
+            raise change(error) from None
+
+    return wait_or_raise
+
+
 @mutant("order_of_completion", "Results do not come back in rank order.", _ORDER, layout=TWO)
 @around(WorkerGroup.get_all_worker_results)
 def _order_of_completion(wait: Any, _: Any, future: Any) -> Any:
@@ -28,9 +42,9 @@ def _order_of_completion(wait: Any, _: Any, future: Any) -> Any:
 
 @mutant("one_slot_for_answers", "A second call overwrites the results of the first.", _ANY_ORDER)
 @around(WorkerGroup.run_all_workers_single_data, WorkerGroup.get_all_worker_results)
-def _one_slot_for_answers(call: Any, group: Any, called: Any, **given: Any) -> Any:
+def _one_slot_for_answers(call: Any, group: Any, called: Any, **keywords: Any) -> Any:
     if isinstance(called, str):
-        group.last, group.results = call(called, **given), None
+        group.last, group.results = call(called, **keywords), None
         return group.last
     if group.results is None:
         group.results = call(group.last)
@@ -47,42 +61,27 @@ def _failure_swallowed(wait: Any, group: Any, future: Any) -> Any:
 
 
 @mutant("no_traceback", "The error of a failed call lacks the worker's traceback.", _TRACEBACK)
-@around(WorkerGroup.get_all_worker_results)
-def _no_traceback(wait: Any, _: Any, future: Any) -> Any:
-    try:
-        return wait(future)
-    except WorkerError as error:
-        message = str(error).splitlines()[0]
-    raise WorkerError(message)
+@_errors
+def _no_traceback(error: RLFrameworkError) -> RLFrameworkError:
+    return WorkerError(str(error).splitlines()[0]) if isinstance(error, WorkerError) else error
 
 
 @mutant("error_class_lost", "An RLFrameworkError raised by a worker comes back as a WorkerError.", _CLASS)
-@around(WorkerGroup.get_all_worker_results)
-def _error_class_lost(wait: Any, _: Any, future: Any) -> Any:
-    try:
-        return wait(future)
-    except RLFrameworkError as error:
-        raise WorkerError(str(error)) from error
+@_errors
+def _error_class_lost(error: RLFrameworkError) -> RLFrameworkError:
+    return WorkerError(str(error))
 
 
 @mutant("wrong_rank_blamed", "Every failure is attributed to rank 0.", _FAILS, _DIES, _HANGS, layout=TWO)
-@around(WorkerGroup.get_all_worker_results)
-def _wrong_rank_blamed(wait: Any, _: Any, future: Any) -> Any:
-    try:
-        return wait(future)
-    except RLFrameworkError as error:
-        raise type(error)(str(error).replace("rank 1", "rank 0")) from None
+@_errors
+def _wrong_rank_blamed(error: RLFrameworkError) -> RLFrameworkError:
+    return type(error)(str(error).replace("rank 1", "rank 0"))
 
 
 @mutant("death_is_silence", "A worker that died is reported as one that has not answered yet.", _DIES, layout=TWO)
-@around(WorkerGroup.get_all_worker_results)
-def _death_is_silence(wait: Any, _: Any, future: Any) -> Any:
-    try:
-        return wait(future)
-    except WorkerError as error:
-        if "died" in str(error):
-            raise DeadlineExceeded("no answer from rank 1") from None
-        raise
+@_errors
+def _death_is_silence(error: RLFrameworkError) -> RLFrameworkError:
+    return DeadlineExceeded("no answer from rank 1") if "died" in str(error) else error
 
 
 @mutant(
@@ -91,12 +90,9 @@ def _death_is_silence(wait: Any, _: Any, future: Any) -> Any:
     _DIES,
     layout=TWO,
 )
-@around(WorkerGroup.get_all_worker_results)
-def _death_is_a_failure(wait: Any, _: Any, future: Any) -> Any:
-    try:
-        return wait(future)
-    except WorkerLost as error:
-        raise WorkerError(str(error)) from None
+@_errors
+def _death_is_a_failure(error: RLFrameworkError) -> RLFrameworkError:
+    return WorkerError(str(error)) if isinstance(error, WorkerLost) else error
 
 
 @mutant(
@@ -105,23 +101,20 @@ def _death_is_a_failure(wait: Any, _: Any, future: Any) -> Any:
     _FAILS,
     layout=TWO,
 )
-@around(WorkerGroup.get_all_worker_results)
-def _failure_is_a_death(wait: Any, _: Any, future: Any) -> Any:
-    try:
-        return wait(future)
-    except WorkerError as error:
-        raise WorkerLost(str(error)) from None
+@_errors
+def _failure_is_a_death(error: RLFrameworkError) -> RLFrameworkError:
+    return WorkerLost(str(error)) if isinstance(error, WorkerError) else error
 
 
 @mutant("restarts_in_silence", "After a failure the group silently starts new workers.", _UNUSABLE, layout=TWO)
 @around(WorkerGroup.__init__)
-def _restarts_in_silence(start: Any, group: Any, *args: Any, **given: Any) -> None:
+def _restarts_in_silence(start: Any, group: Any, *args: Any, **keywords: Any) -> None:
     def wait_or_restart(future: Any) -> Any:
         try:
             return wait(future)
         except WorkerError:
-            start(*args, **given)
+            start(*args, **keywords)
             raise
 
-    start(*args, **given)
+    start(*args, **keywords)
     wait, group.get_all_worker_results = group.get_all_worker_results, wait_or_restart

@@ -10,10 +10,9 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.contracts import FP32
 from rlframework_conformance.oracle import scores as oracle_scores
 from rlframework_conformance.rules import Suite, holds
+from rlframework_conformance.suites.policy_worker.grouping import GROUPS
 from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
 
-GROUPS = (5, 9, 2, 5, 9, 5, 2, 7)
-"""Groups of three, two, two and one row, mixed. Row 1 of the batch is masked."""
 HEADS = {"scores": "score", "score_pairs": "score", "values": "value"}
 """The head that each loss reads."""
 
