@@ -18,7 +18,7 @@ Break = Callable[[Any], Any]
 
 
 def observed(part: Any) -> Any:
-    """Return a subclass of `part` that keeps what it was received.
+    """Return a subclass of `part` that keeps what it received.
 
     `settings` and `directory`; `asked`, the requests by id, of which the last call had `beside`; `given_module`;
     `specs` and `arrived`, the announced and the received weights of the last update.
@@ -69,7 +69,7 @@ def together(*changes: Break) -> Break:
 
 
 def around_observed(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Break]:
-    """Decorate a change as `around` does, of an engine that keeps what it was received; see `observed`."""
+    """Decorate a change as `around` does, of an engine that keeps what it received; see `observed`."""
     return lambda change: together(observed, around(*methods)(change))
 
 
