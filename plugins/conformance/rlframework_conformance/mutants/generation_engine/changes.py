@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
+from rlframework_conformance import cases
 from rlframework_conformance.mutants.mutant import around
 
 Break = Callable[[Any], Any]
@@ -146,15 +147,10 @@ def broken_module(change: Callable[[Any], None]) -> Break:
 
 def model_of(directory: str, weights: Mapping[str, Tensor] | None = None) -> Any:
     """Return the model in `directory`, with `weights` by name."""
-    from transformers import AutoModelForCausalLM
-
-    from rlframework.huggingface.model_directories import quiet_transformers
-
-    with quiet_transformers():
-        module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    module = cases.load(directory)
     module.load_state_dict(dict(weights or {}), strict=False)
     module.tie_weights()
-    return module.eval()
+    return module
 
 
 def saved_weights(directory: str) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest
 from rlframework.plugins.types import Capability
+from rlframework_conformance import cases
 from rlframework_conformance.mutants.generation_engine.changes import around_observed, broken_weights
 from rlframework_conformance.mutants.mutant import around, mutant
 
@@ -71,12 +71,9 @@ def _encoder_cache_not_invalidated(finish: Any, engine: Any) -> Any:
 def _vision_model_of(directory: str, weights: Mapping[str, Tensor]) -> Any:
     """Return the model in `directory` with `weights`, named as in its files."""
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
-    from rlframework.huggingface.model_directories import quiet_transformers
-
-    with TemporaryDirectory() as folder, quiet_transformers():
+    with TemporaryDirectory() as folder:
         AutoConfig.from_pretrained(directory).save_pretrained(folder)
         save_file(dict(weights), f"{folder}/model.safetensors", {"format": "pt"})
-        module: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    return module.eval()
+        return cases.load(folder, "ImageTextToText")
