@@ -197,6 +197,15 @@ def model(name: str, folder: Path, *, layers: int = LAYERS) -> Path:
     return path
 
 
+def load(path: Path | str, task: str = "CausalLM") -> Any:
+    """Return the model in the directory `path`, in fp32 and evaluation mode; `task` ends the name of its auto class."""
+    import transformers
+
+    with quiet_transformers():
+        module: Any = getattr(transformers, f"AutoModelFor{task}").from_pretrained(path, dtype=torch.float32)
+    return module.eval()
+
+
 def _of_layers(made: Any, layers: int) -> Any:
     """Return a model like `made` with the given number of layers, whose kinds repeat."""
     made.config.num_hidden_layers = layers

@@ -76,6 +76,11 @@ class Harness:
         """Require equal values without tolerance, and equal dtypes."""
         self._note(measure.exact(quantity, got, expected))
 
+    def same(self, when: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        """Require each of the tensors `expected` to be equal in `got`, as by `exact`; `when` follows their names."""
+        for name, tensor in expected.items():
+            self.exact(f"{name} {when}", got[name], tensor)
+
     def tensors(
         self, quantity: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], whole: float, each: float
     ) -> None:

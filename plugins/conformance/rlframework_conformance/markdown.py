@@ -85,12 +85,9 @@ def _verdicts(verdicts: Iterable[Mapping[str, Any]]) -> str:
             "not declared": undeclared,
         }
         counts_text = ", ".join(f"{number} {name}" for name, number in numbers.items() if number) or "none"
-        rows.append((*_who(verdict), verdict["suite"], verdict["verdict"], counts_text))
+        who = verdict["backend"], verdict["version"], _how(verdict), verdict["device"]
+        rows.append((*who, verdict["suite"], verdict["verdict"], counts_text))
     return _table(("backend", "version", "layout", "device", "suite", "verdict", "tests"), rows)
-
-
-def _who(verdict: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return verdict["backend"], verdict["version"], _how(verdict), verdict["device"]
 
 
 def _how(verdict: Mapping[str, Any]) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from rlframework.interfaces.environment import Episode, Sample, StepOutcome
+from rlframework.interfaces.environment import Episode, StepOutcome
 from rlframework.plugins.types import Capability
 from rlframework.rollout.episode_player import EpisodePlayer
 from rlframework.rollout.result import PlayedEpisode
 from rlframework.rollout.trajectory import TrainingRow
-from rlframework_conformance.mutants.mutant import Mutant, mutant
+from rlframework_conformance.mutants.mutant import around, mutant
 
 _TOKENS = "test_sampled_tokens_are_those_of_the_engine"
 _MASKED = "test_observations_are_masked_out"
@@ -26,35 +26,39 @@ _REWARD = "test_no_reward_is_lost"
 _CLOSED = "test_episodes_are_reset_once_and_closed_once"
 _ENDED = "test_an_episode_that_does_not_end_is_ended"
 _ALONE = "test_a_failing_episode_costs_itself_alone"
+_NEEDS = frozenset({Capability.EPISODES})
 
 
-def _player(name: str, bug: str, *tests: str) -> Callable[[type[EpisodePlayer]], Mutant]:
-    """Decorate a broken `EpisodePlayer` to make it a mutant."""
+def _player(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
+    """Decorate `change(call, player, ...)`, which runs in position of `methods` of the `EpisodePlayer`."""
 
-    def make(broken: type[EpisodePlayer]) -> Mutant:
-        def break_it(part: Any) -> type:
-            return type("Broken", (part,), {"player": broken})
+    def decorate(change: Callable[..., Any]) -> Callable[[Any], Any]:
+        player = around(*methods)(change)(EpisodePlayer)
+        return lambda part: type("Broken", (part,), {"player": player})
 
-        return mutant(name, bug, *tests, needs=frozenset({Capability.EPISODES}))(break_it)
-
-    return make
+    return decorate
 
 
-def _rows(name: str, bug: str, *tests: str) -> Callable[[Callable[[TrainingRow], TrainingRow]], Mutant]:
-    """Decorate a change of each row to make it a mutant."""
+def _rows(change: Callable[[TrainingRow], TrainingRow]) -> Callable[[Any], Any]:
+    """Decorate a change of each row that is played."""
 
-    def make(change: Callable[[TrainingRow], TrainingRow]) -> Mutant:
-        class Broken(EpisodePlayer):
-            async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
-                played = await super().play(sample, seed, task_seed, session)
-                return replace(played, rows=[change(row) for row in played.rows])
+    @_player(EpisodePlayer.play)
+    async def play(call: Any, _: Any, *task: Any) -> Any:
+        played = await call(*task)
+        return replace(played, rows=[change(row) for row in played.rows])
 
-        return _player(name, bug, *tests)(Broken)
-
-    return make
+    return play
 
 
-@_rows("observations_trained", "The mask covers observations and tool results too.", _TOKENS, _MASKED, _COUNTED)
+@mutant(
+    "observations_trained",
+    "The mask covers observations and tool results too.",
+    _TOKENS,
+    _MASKED,
+    _COUNTED,
+    needs=_NEEDS,
+)
+@_rows
 def _observations_trained(row: TrainingRow) -> TrainingRow:
     first = int(row.token_mask.nonzero()[0])
     mask = row.token_mask.clone()
@@ -62,105 +66,101 @@ def _observations_trained(row: TrainingRow) -> TrainingRow:
     return replace(row, token_mask=mask)
 
 
-@_rows("prompt_trained", "The mask covers the last token of the first prompt.", _TOKENS, _MASKED, _COUNTED)
+@mutant(
+    "prompt_trained", "The mask covers the last token of the first prompt.", _TOKENS, _MASKED, _COUNTED, needs=_NEEDS
+)
+@_rows
 def _prompt_trained(row: TrainingRow) -> TrainingRow:
     mask = row.token_mask.clone()
     mask[int(mask.nonzero()[0]) - 1] = True
     return replace(row, token_mask=mask)
 
 
-@_rows("end_left_out", "The token that ends a turn is not trained on.", _TOKENS, _MASKED)
+@mutant("end_left_out", "The token that ends a turn is not trained on.", _TOKENS, _MASKED, needs=_NEEDS)
+@_rows
 def _end_left_out(row: TrainingRow) -> TrainingRow:
     following = torch.cat((row.token_mask[1:], torch.zeros(1, dtype=torch.bool)))
     return replace(row, token_mask=row.token_mask & following, logprobs=row.logprobs * following)
 
 
-@_rows("tokenised_again", "One sampled token is another, as after rendering the turn again.", _TOKENS, _MASKED, _SCORED)
+@mutant(
+    "tokenised_again",
+    "One sampled token is another, as after rendering the turn again.",
+    _TOKENS,
+    _MASKED,
+    _SCORED,
+    needs=_NEEDS,
+)
+@_rows
 def _tokenised_again(row: TrainingRow) -> TrainingRow:
     ids = row.token_ids.clone()
-    place = int(row.token_mask.nonzero()[0])
-    ids[place] = 3 + (int(ids[place]) - 2) % 256
+    position = int(row.token_mask.nonzero()[0])
+    ids[position] = 3 + (int(ids[position]) - 2) % 256
     return replace(row, token_ids=ids)
 
 
-@_rows("logprobs_shifted", "Log-probabilities are one position late.", _TOKENS, _SCORED)
+@mutant("logprobs_shifted", "Log-probabilities are one position late.", _TOKENS, _SCORED, needs=_NEEDS)
+@_rows
 def _logprobs_shifted(row: TrainingRow) -> TrainingRow:
     return replace(row, logprobs=row.logprobs.roll(1) * row.token_mask)
 
 
-@_rows("tool_results_reworded", "A row has another observation than was sampled after.", _MASKED, _SCORED)
+@mutant(
+    "tool_results_reworded", "A row has another observation than was sampled after.", _MASKED, _SCORED, needs=_NEEDS
+)
+@_rows
 def _tool_results_reworded(row: TrainingRow) -> TrainingRow:
     ids = row.token_ids.clone()
-    place = int(row.token_mask.nonzero()[0]) - 1
-    ids[place] = 3 + (int(ids[place]) - 2) % 256
+    position = int(row.token_mask.nonzero()[0]) - 1
+    ids[position] = 3 + (int(ids[position]) - 2) % 256
     return replace(row, token_ids=ids)
 
 
-@_player("tool_result_as_sampled", "Tokens of observations count as sampled ones.", _COUNTED)
-class ToolResultAsSampled(EpisodePlayer):
-    """The length of an episode is that from its first sampled token on."""
+@mutant("tool_result_as_sampled", "Tokens of observations count as sampled ones.", _COUNTED, needs=_NEEDS)
+@_player(EpisodePlayer.play)
+async def _tool_result_as_sampled(play: Any, _: Any, *task: Any) -> Any:
+    class Counted(PlayedEpisode):
+        @property
+        def sampled(self) -> int:
+            return sum(len(row.token_ids) - int(row.token_mask.nonzero()[0]) for row in self.rows)
 
-    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
-        """See `EpisodePlayer`."""
-        played = await super().play(sample, seed, task_seed, session)
-
-        class Counted(PlayedEpisode):
-            @property
-            def sampled(self) -> int:
-                return sum(len(row.token_ids) - int(row.token_mask.nonzero()[0]) for row in self.rows)
-
-        return Counted(**vars(played))
+    return Counted(**vars(await play(*task)))
 
 
-@_player("reward_of_the_last_turn", "Only the last turn's reward is kept.", _REWARD)
-class RewardOfTheLastTurn(EpisodePlayer):
-    """Rewards before the last turn are lost."""
-
-    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
-        """See `EpisodePlayer`."""
-        played = await super().play(sample, seed, task_seed, session)
-        return replace(played, outcomes=played.outcomes[-1:])
+@mutant("reward_of_the_last_turn", "Only the last turn's reward is kept.", _REWARD, needs=_NEEDS)
+@_player(EpisodePlayer.play)
+async def _reward_of_the_last_turn(play: Any, _: Any, *task: Any) -> Any:
+    played = await play(*task)
+    return replace(played, outcomes=played.outcomes[-1:])
 
 
-@_player("reward_lost", "The reward of the turn that ends an episode is lost.", _REWARD)
-class RewardLost(EpisodePlayer):
-    """The last reward is 0."""
-
-    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
-        """See `EpisodePlayer`."""
-        played = await super().play(sample, seed, task_seed, session)
-        return replace(played, outcomes=[*played.outcomes[:-1], StepOutcome(0.0)])
+@mutant("reward_lost", "The reward of the turn that ends an episode is lost.", _REWARD, needs=_NEEDS)
+@_player(EpisodePlayer.play)
+async def _reward_lost(play: Any, _: Any, *task: Any) -> Any:
+    played = await play(*task)
+    return replace(played, outcomes=[*played.outcomes[:-1], StepOutcome(0.0)])
 
 
-@_player("never_closed", "Episodes are not closed.", _CLOSED)
-class NeverClosed(EpisodePlayer):
-    """`close` is left out."""
-
-    async def _close(self, state: Any, episode: Episode) -> None:
-        pass
+@mutant("never_closed", "Episodes are not closed.", _CLOSED, needs=_NEEDS)
+@_player(EpisodePlayer._close)
+async def _never_closed(close: Any, _: Any, state: Any, episode: Episode) -> None:
+    pass
 
 
-@_player("open_after_a_failure", "Episodes that fail are not closed.", _CLOSED)
-class OpenAfterFailure(EpisodePlayer):
-    """`close` is left out after an error."""
-
-    async def _close(self, state: Any, episode: Episode) -> None:
-        if state.outcomes:
-            await super()._close(state, episode)
+@mutant("open_after_a_failure", "Episodes that fail are not closed.", _CLOSED, needs=_NEEDS)
+@_player(EpisodePlayer._close)
+async def _open_after_a_failure(close: Any, _: Any, state: Any, episode: Episode) -> None:
+    if state.outcomes:
+        await close(state, episode)
 
 
-@_player("endless_episodes", "`environment.max_turns` is ignored.", _ENDED)
-class Endless(EpisodePlayer):
-    """Episodes have any number of turns."""
-
-    def __init__(self, environment: Any, config: Any, chat: Any, bridge: Any) -> None:
-        super().__init__(environment, config.model_copy(update={"max_turns": 10**6}), chat, bridge)
+@mutant("endless_episodes", "`environment.max_turns` is ignored.", _ENDED, needs=_NEEDS)
+@_player(EpisodePlayer.__init__)
+def _endless_episodes(construct: Any, _: Any, environment: Any, config: Any, *others: Any) -> None:
+    construct(environment, config.model_copy(update={"max_turns": 10**6}), *others)
 
 
-@_player("failure_trained", "Episodes that failed are trained on.", _ALONE)
-class FailureTrained(EpisodePlayer):
-    """The failure is forgotten."""
-
-    async def play(self, sample: Sample, seed: int, task_seed: int, session: str) -> PlayedEpisode:
-        """See `EpisodePlayer`."""
-        return replace(await super().play(sample, seed, task_seed, session), failure="")
+@mutant("failure_trained", "Episodes that failed are trained on.", _ALONE, needs=_NEEDS)
+@_player(EpisodePlayer.play)
+async def _failure_trained(play: Any, _: Any, *task: Any) -> Any:
+    return replace(await play(*task), failure="")

@@ -6,7 +6,7 @@ They need an environment that scores; the mutants of missing files apply only to
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,24 +14,10 @@ from pydantic import ConfigDict
 
 from rlframework.base.errors import DataError
 from rlframework.config.sections import EnvironmentConfig
-from rlframework.interfaces.environment import Sample, Split, StepOutcome
-from rlframework.interfaces.messages import Message, text_of
+from rlframework.interfaces.environment import Environment, Split
+from rlframework.interfaces.messages import text_of
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.mutant import mutant
-
-
-def _broken_step(change: Callable[..., Any]) -> Callable[[Any], type]:
-    """Break `step`: it returns `change(step, samples, conversations)`."""
-
-    def break_it(part: Any) -> type:
-        class Broken(part):  # type: ignore[misc]
-            def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
-                changed: list[StepOutcome] = change(super().step, samples, conversations)
-                return changed
-
-        return Broken
-
-    return break_it
+from rlframework_conformance.mutants.mutant import around, mutant
 
 
 def _reads_files(section: Mapping[str, Any]) -> bool:
@@ -67,119 +53,87 @@ def _episodes_misdeclared(part: Any) -> Any:
 
 
 @mutant("validation_leaks", "One validation sample is also in the training split.", _HELD_OUT, _IDS)
-def _validation_leaks(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def samples(self, split: Split) -> Sequence[Sample]:
-            samples = list(super().samples(split))
-            return list(super().samples("validation"))[:1] + samples if split == "train" else samples
-
-    return Broken
+@around(Environment.samples)
+def _validation_leaks(samples: Any, _: Any, split: Split) -> Any:
+    return [*samples("validation")[:1], *samples(split)] if split == "train" else samples(split)
 
 
 @mutant("renamed_leak", "One validation sample is also in the training split, under another id.", _HELD_OUT)
-def _renamed_leak(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def samples(self, split: Split) -> Sequence[Sample]:
-            samples = list(super().samples(split))
-            leaked = replace(super().samples("validation")[0], id="leaked")
-            return [leaked, *samples] if split == "train" else samples
-
-    return Broken
+@around(Environment.samples)
+def _renamed_leak(samples: Any, _: Any, split: Split) -> Any:
+    return [replace(samples("validation")[0], id="leaked"), *samples(split)] if split == "train" else samples(split)
 
 
 @mutant("shuffled_each_time", "Each call returns the samples in another order.", _ORDER)
-def _shuffled_each_time(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            super().__init__(config, seed=seed)
-            self._order = random.Random(seed)
-
-        def samples(self, split: Split) -> Sequence[Sample]:
-            samples = list(super().samples(split))
-            self._order.shuffle(samples)
-            return samples
-
-    return Broken
+@around(Environment.samples)
+def _shuffled_each_time(samples: Any, environment: Any, split: Split) -> Any:
+    order = environment.__dict__.setdefault("order", random.Random(0))
+    return order.sample(sound := list(samples(split)), len(sound))
 
 
 @mutant("global_random_state", "The order of the samples depends on the global random state.", _SAME)
-def _global_random_state(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            super().__init__(config, seed=seed)
-            self._drawn = random.random()  # the bug: no generator of its own
-
-        def samples(self, split: Split) -> Sequence[Sample]:
-            samples = list(super().samples(split))
-            random.Random(self._drawn).shuffle(samples)
-            return samples
-
-    return Broken
+@around(Environment.samples)
+def _global_random_state(samples: Any, environment: Any, split: Split) -> Any:
+    drawn = environment.__dict__.setdefault("drawn", random.random())
+    return random.Random(drawn).sample(sound := list(samples(split)), len(sound))
 
 
 @mutant("one_id_for_all", "Training and validation samples share the same ids.", _IDS)
-def _one_id_for_all(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def samples(self, split: Split) -> Sequence[Sample]:
-            return [replace(sample, id=str(number)) for number, sample in enumerate(super().samples(split))]
-
-    return Broken
+@around(Environment.samples)
+def _one_id_for_all(samples: Any, _: Any, split: Split) -> Any:
+    return [replace(sample, id=str(number)) for number, sample in enumerate(samples(split))]
 
 
 @mutant("answer_in_the_prompt", "The prompt includes the assistant's answer.", _WAITS)
-def _answer_in_the_prompt(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def samples(self, split: Split) -> Sequence[Sample]:
-            return [
-                replace(sample, messages=(*sample.messages, {"role": "assistant", "content": sample.answer}))
-                for sample in super().samples(split)
-            ]
-
-    return Broken
+@around(Environment.samples)
+def _answer_in_the_prompt(samples: Any, _: Any, split: Split) -> Any:
+    return [
+        replace(sample, messages=(*sample.messages, {"role": "assistant", "content": sample.answer}))
+        for sample in samples(split)
+    ]
 
 
 @mutant("outcomes_reversed", "Outcomes come back in reverse order.", _IN_ORDER, _GROUPED)
-@_broken_step
-def _reversed(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _reversed(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return step(samples, conversations)[::-1]
 
 
 @mutant("last_outcome_dropped", "The last row gets no outcome.", _WORTH, _IN_ORDER)
-@_broken_step
-def _last_dropped(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _last_dropped(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return step(samples, conversations)[: max(1, len(samples) - 1)]
 
 
 @mutant("constant_reward", "Every answer gets the same reward.", _WORTH)
-@_broken_step
-def _constant(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _constant(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [replace(outcome, reward=1.0) for outcome in step(samples, conversations)]
 
 
 @mutant("upside_down", "Wrong answers get a higher reward than right ones.", _WORTH)
-@_broken_step
-def _negated(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _negated(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [replace(outcome, reward=-outcome.reward) for outcome in step(samples, conversations)]
 
 
 @mutant("reward_of_the_batch", "The mean reward of the call is subtracted from every reward.", _GROUPED)
-@_broken_step
-def _minus_batch_mean(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _minus_batch_mean(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
     mean = sum(outcome.reward for outcome in outcomes) / max(len(outcomes), 1)
     return [replace(outcome, reward=outcome.reward - mean) for outcome in outcomes]
 
 
 @mutant("first_turn", "The assistant's first turn is scored instead of its last.", _LAST)
-@_broken_step
-def _first_turn_scored(step: Any, samples: Any, conversations: Any) -> Any:
-    first = [turns[: len(sample.messages) + 1] for sample, turns in zip(samples, conversations, strict=True)]
-    return step(samples, first)
+@around(Environment.step)
+def _first_turn_scored(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
+    return step(samples, [turns[: len(one.messages) + 1] for one, turns in zip(samples, conversations, strict=True)])
 
 
 @mutant("strips_in_place", "Scoring modifies the texts of the conversations.", _ARGUMENTS)
-@_broken_step
-def _strips_texts(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _strips_texts(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
     for turns in conversations:
         turns[-1]["content"] = text_of(turns[-1]).strip() + " "
@@ -187,8 +141,8 @@ def _strips_texts(step: Any, samples: Any, conversations: Any) -> Any:
 
 
 @mutant("pops_the_answer", "Scoring removes the last turn of each conversation.", _ARGUMENTS)
-@_broken_step
-def _drops_last_turn(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _drops_last_turn(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
     for turns in conversations:
         turns.pop()
@@ -196,8 +150,8 @@ def _drops_last_turn(step: Any, samples: Any, conversations: Any) -> Any:
 
 
 @mutant("nan_for_nothing", "An empty answer gets the reward NaN.", _FINITE)
-@_broken_step
-def _nan_for_empty(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _nan_for_empty(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [
         outcome if text_of(turns[-1]).strip() else replace(outcome, reward=float("nan"))
         for outcome, turns in zip(step(samples, conversations), conversations, strict=True)
@@ -205,73 +159,57 @@ def _nan_for_empty(step: Any, samples: Any, conversations: Any) -> Any:
 
 
 @mutant("dies_of_odd_text", "Text that cannot be encoded as UTF-8 raises an exception.", _FINITE)
-@_broken_step
-def _raises_on_invalid_utf8(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _raises_on_invalid_utf8(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     for turns in conversations:
         text_of(turns[-1]).encode()
     return step(samples, conversations)
 
 
 @mutant("needs_a_row", "An empty list of conversations raises an IndexError.", _NOTHING)
-@_broken_step
-def _raises_on_no_rows(step: Any, samples: Any, conversations: Any) -> Any:
+@around(Environment.step)
+def _raises_on_no_rows(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [step(samples, conversations)[0], *step(samples, conversations)[1:]]
 
 
 @mutant("judges_unscored", "The environment scores although `scores` is False.", _REFUSED)
-def _scores_undeclared(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            super().__init__(config, seed=seed)
-            self.scores = False
+@around(Environment.__init__)
+def _scores_undeclared(construct: Any, environment: Any, config: Any, *, seed: int) -> None:
+    construct(config, seed=seed)
+    environment.scores = False
 
-    return Broken
+
+class _AnyKey(EnvironmentConfig):
+    model_config = ConfigDict(extra="allow")
 
 
 @mutant("takes_any_key", "Unknown keys of the section are silently accepted.", _KEY)
 def _takes_any_key(part: Any) -> type:
-    class AnyKey(EnvironmentConfig):
-        model_config = ConfigDict(extra="allow")
-
-    class Broken(part):  # type: ignore[misc]
-        config_model = AnyKey
-
-    return Broken
+    return type("Broken", (part,), {"config_model": _AnyKey})
 
 
 @mutant("empty_without_its_file", "A missing file is treated as an empty data set.", _FILE, applies=_reads_files)
-def _empty_without_its_file(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            try:
-                super().__init__(config, seed=seed)
-            except DataError:
-                self._samples: dict[Split, list[Sample]] = {"train": [], "validation": []}
-
-    return Broken
+@around(Environment.__init__)
+def _empty_without_its_file(construct: Any, environment: Any, config: Any, *, seed: int) -> None:
+    try:
+        construct(config, seed=seed)
+    except DataError:
+        environment._samples = {"train": [], "validation": []}
 
 
 @mutant("unnamed_file", "The error does not name the missing file.", _FILE, applies=_reads_files)
-def _unnamed_file(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def __init__(self, config: Any, *, seed: int) -> None:
-            try:
-                super().__init__(config, seed=seed)
-            except DataError:
-                raise DataError("the data cannot be read") from None
-
-    return Broken
+@around(Environment.__init__)
+def _unnamed_file(construct: Any, _: Any, config: Any, *, seed: int) -> None:
+    try:
+        construct(config, seed=seed)
+    except DataError:
+        raise DataError("the data cannot be read") from None
 
 
 @mutant("shared_end", "Shutting down one environment shuts down the others too.", _END)
-def _shared_shutdown(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        closed: list[bool] = []  # noqa: RUF012  # the bug
-
-        def samples(self, split: Split) -> Sequence[Sample]:
-            return [] if self.closed else super().samples(split)
-
-        def shutdown(self) -> None:
-            self.closed.append(True)
-
-    return Broken
+@around(Environment.samples, Environment.shutdown)
+def _shared_shutdown(call: Any, environment: Any, *split: Split) -> Any:
+    if split:
+        return [] if getattr(type(environment), "closed", False) else call(*split)
+    type(environment).closed = True
+    return None

@@ -37,7 +37,6 @@ from rlframework_conformance.sections import parse_section, section_of
 
 if TYPE_CHECKING:
     from rlframework.plugins.manager import PluginManager
-    from rlframework.plugins.types import Record
 
 KIND = "policy_worker"
 MODES = ("padded", "dynamic", "packed")
@@ -198,18 +197,16 @@ def _candidates(
             raise ConfigError(f"{word!r} has no layout after the colon: write dtensor or dtensor:data=2")
         if keys:
             section_of(record, parse_section(keys))
-        layouts = _layouts(record, text) if colon else (quick_layouts(record) if quick else [Layout()])
+        if colon:
+            layouts = declared_layouts(record) if text == "all" else [Layout.parse(text)]
+        else:
+            layouts = quick_layouts(record) if quick else [Layout()]
         found += [(name, layout, tuple(keys), bool(words)) for layout in layouts]
     return [
         (Candidate(name, layout, precision, device, keys=keys), named)
         for name, layout, keys, named in dict.fromkeys(found)
         for precision in precisions
     ]
-
-
-def _layouts(record: Record, text: str) -> list[Layout]:
-    """Return the layout `text`; for `all`, those that `record` declares."""
-    return declared_layouts(record) if text == "all" else [Layout.parse(text)]
 
 
 def _variants(modes: Sequence[str], checkpointing: bool) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -223,8 +223,11 @@ class _Values:
             def __call__(self, value: int) -> int:
                 return value + self.added
 
-        size = harness.layout.workers
-        harness.equal("results", harness.ask(harness.group(), "apply", function=Plus(3), value=4), [7] * size)
+        group, size = harness.group(), harness.layout.workers
+        results = harness.must_not_raise(
+            "sending an object of a local class", lambda: harness.ask(group, "apply", function=Plus(3), value=4)
+        )
+        harness.equal("results", results, [7] * size)
 
     @holds(1, data_parallel=2)
     def test_workers_cannot_change_what_the_driver_holds(self, harness: WorkerGroupHarness) -> None:

@@ -89,10 +89,10 @@ class WorkerGroupHarness(Harness):
             took = time.monotonic() - started
             self.require(took < seconds, f"{what} must finish in time", got=took, expected=f"under {seconds} s")
 
-    def must_not_raise(self, what: str, call: Callable[[], Any]) -> None:
-        """Require that `call` does not raise."""
+    def must_not_raise(self, what: str, call: Callable[[], Any]) -> Any:
+        """Require that `call` does not raise, and return its result."""
         try:
-            call()
+            return call()
         except Exception as error:  # noqa: BLE001 - any exception is a failure
             self.require(False, f"{what} must not raise", got=f"{type(error).__name__}: {error}", expected="no error")
 

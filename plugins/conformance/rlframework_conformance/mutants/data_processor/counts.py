@@ -6,87 +6,76 @@ from typing import Any
 
 import torch
 
-from rlframework_conformance.mutants.data_processor.changes import batch_with, broken_global_batch
-from rlframework_conformance.mutants.mutant import mutant
+from rlframework.interfaces.data_processor import DataProcessor
+from rlframework_conformance.mutants.data_processor.changes import batch_with
+from rlframework_conformance.mutants.mutant import around, mutant
+
+_OWN_ROWS = "test_a_global_batch_is_its_own_rows_in_their_order"
+_DEALT = "test_a_global_batch_is_as_long_as_the_driver_dealt_it"
+_COUNTED = "test_targets_of_rows_that_count_are_counted"
+_NOTHING = "test_counts_of_nothing_are_zero"
+_MASKS = "test_masks_that_are_missing_or_do_not_fit_are_refused"
 
 
-@mutant(
-    "first_batch_again",
-    "Every global batch is the first one.",
-    "test_a_global_batch_is_its_own_rows_in_their_order",
-    "test_a_global_batch_is_as_long_as_the_driver_dealt_it",
-)
-@broken_global_batch
-def _always_first_batch(sound: Any, *args: Any, batch_idx: int, **where: Any) -> Any:
+@mutant("first_batch_again", "Every global batch is the first one.", _OWN_ROWS, _DEALT)
+@around(DataProcessor.process_global_batch)
+def _always_first_batch(sound: Any, _: Any, *args: Any, batch_idx: int, **where: Any) -> Any:
     return sound(*args, batch_idx=0, **where)
 
 
 @mutant(
     "dealt_batches_cut_evenly",
     "Shards with uneven numbers of rows per global batch are sliced by the batch size.",
-    "test_a_global_batch_is_as_long_as_the_driver_dealt_it",
+    _DEALT,
 )
-@broken_global_batch
-def _sliced_by_batch_size(sound: Any, data: Any, *args: Any, **where: Any) -> Any:
-    plain = batch_with(data)
-    plain.elem_counts_per_gb = plain.micro_batch_indices = plain.micro_batch_lengths = None
+@around(DataProcessor.process_global_batch)
+def _sliced_by_batch_size(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
+    plain = batch_with(data, planned=False)
+    plain.elem_counts_per_gb = None
     return sound(plain, *args, **where)
 
 
-@mutant(
-    "first_token_counted",
-    "The first token of a row is counted, although nothing predicts it.",
-    "test_targets_of_rows_that_count_are_counted",
-)
-@broken_global_batch
-def _first_token_counted(sound: Any, data: Any, *args: Any, **where: Any) -> Any:
-    found: dict[str, Any] = sound(data, *args, **where)
-    batch = found["batch"]
-    return found | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
+@mutant("first_token_counted", "The first token of a row is counted, although nothing predicts it.", _COUNTED)
+@around(DataProcessor.process_global_batch)
+def _first_token_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
+    counts = sound(data, *args, **where)
+    batch = counts["batch"]
+    return counts | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
 
 
-@mutant(
-    "masked_rows_counted",
-    "Tokens of rows whose `sample_mask` is 0 are counted.",
-    "test_targets_of_rows_that_count_are_counted",
-    "test_counts_of_nothing_are_zero",
-)
-@broken_global_batch
-def _masked_rows_counted(sound: Any, data: Any, *args: Any, **where: Any) -> Any:
-    found: dict[str, Any] = sound(data, *args, **where)
-    return found | {"global_valid_toks": found["batch"]["token_mask"][:, 1:].sum()}
+@mutant("masked_rows_counted", "Tokens of rows whose `sample_mask` is 0 are counted.", _COUNTED, _NOTHING)
+@around(DataProcessor.process_global_batch)
+def _masked_rows_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
+    counts = sound(data, *args, **where)
+    return counts | {"global_valid_toks": counts["batch"]["token_mask"][:, 1:].sum()}
 
 
 @mutant("counts_of_this_rank", "Each rank divides by the counts of its own rows.", "test_counts_are_summed_over_ranks")
-@broken_global_batch
-def _this_rank_only(sound: Any, data: Any, loss_fn: Any, dp_group: Any, **where: Any) -> Any:
+@around(DataProcessor.process_global_batch)
+def _this_rank_only(sound: Any, _: Any, data: Any, loss_fn: Any, dp_group: Any, **where: Any) -> Any:
     return sound(data, loss_fn, None, **where)
 
 
 @mutant(
     "counts_never_zero",
     "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch.",
-    "test_counts_of_nothing_are_zero",
+    _NOTHING,
 )
-@broken_global_batch
-def _never_zero(sound: Any, *args: Any, **where: Any) -> Any:
-    found = sound(*args, **where)
-    return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in found.items()}
+@around(DataProcessor.process_global_batch)
+def _never_zero(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
+    counts = sound(*args, **where)
+    return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in counts.items()}
 
 
 @mutant("counts_are_integers", "The counts are int64.", "test_counts_are_scalars_in_fp32")
-@broken_global_batch
-def _integer_counts(sound: Any, *args: Any, **where: Any) -> Any:
-    found = sound(*args, **where)
-    return {name: value.long() if name.startswith("global_valid") else value for name, value in found.items()}
+@around(DataProcessor.process_global_batch)
+def _integer_counts(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
+    counts = sound(*args, **where)
+    return {name: value.long() if name.startswith("global_valid") else value for name, value in counts.items()}
 
 
-@mutant(
-    "masks_made_up",
-    "A missing `sample_mask` is replaced by ones.",
-    "test_masks_that_are_missing_or_do_not_fit_are_refused",
-)
-@broken_global_batch
-def _missing_mask_is_ones(sound: Any, data: Any, *args: Any, **where: Any) -> Any:
-    ones = {} if "sample_mask" in data else {"sample_mask": torch.ones(len(data["input_ids"]))}
-    return sound(batch_with(data, **ones), *args, **where)
+@mutant("masks_made_up", "A missing `sample_mask` is replaced by ones.", _MASKS)
+@around(DataProcessor.process_global_batch)
+def _missing_mask_is_ones(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
+    ones = torch.ones(len(data["input_ids"]))
+    return sound(batch_with(data, sample_mask=data.get("sample_mask", ones)), *args, **where)

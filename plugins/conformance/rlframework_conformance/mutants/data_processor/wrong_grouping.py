@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 
-from rlframework_conformance.mutants.data_processor.changes import batch_with, broken_microbatches
-from rlframework_conformance.mutants.mutant import mutant
+from rlframework.interfaces.data_processor import DataProcessor
+from rlframework_conformance.mutants.data_processor.changes import batch_with
+from rlframework_conformance.mutants.mutant import around, mutant
 
 _HEAD = "test_the_head_runs_at_the_token_before_each_target"
 _MASKED_HEAD = "test_the_head_runs_where_the_token_mask_asks_only"
+_MOST_ROWS = "test_padded_microbatches_have_at_most_the_rows_of_the_plan"
+_TOO_LONG = "test_a_row_over_the_token_limit_is_refused"
+_UNKNOWN = "test_unknown_positions_are_refused"
+_LEFT_OUT = "test_rows_without_wanted_targets_are_left_out"
+_MULTIPLE = "test_lengths_are_padded_to_the_multiple_of_the_engine"
 
 
 @mutant(
@@ -19,33 +25,28 @@ _MASKED_HEAD = "test_the_head_runs_where_the_token_mask_asks_only"
     "The last microbatch is dropped when it has fewer rows than the others.",
     "test_every_row_with_a_target_is_in_one_microbatch",
 )
-@broken_microbatches
-def _last_dropped(make: Any, data: Any, plan: Any, *how: Any) -> Any:
-    made: list[Any] = make(data, plan, *how)
-    partial = bool(made) and len(made[-1].rows) < max(len(each.rows) for each in made)
-    return made[:-1] if partial else made
+@around(DataProcessor.microbatches)
+def _last_dropped(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
+    microbatches = list(make(data, plan, *rule, **how))
+    partial = bool(microbatches) and len(microbatches[-1].rows) < max(len(each.rows) for each in microbatches)
+    return microbatches[:-1] if partial else microbatches
 
 
 @mutant(
     "token_limit_exceeded",
     "The token limit is checked before a row is added to a microbatch, not after.",
     "test_no_microbatch_exceeds_the_token_limit",
-    "test_a_row_over_the_token_limit_is_refused",
+    _TOO_LONG,
 )
-@broken_microbatches
-def _limit_checked_too_early(make: Any, data: Any, plan: Any, *how: Any) -> Any:
-    """Check the limit before the last row is added, not after."""
-    return make(data, replace(plan, tokens=plan.tokens + int(data["input_lengths"].max())), *how)
+@around(DataProcessor.microbatches)
+def _limit_checked_too_early(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
+    return make(data, replace(plan, tokens=plan.tokens + int(data["input_lengths"].max())), *rule, **how)
 
 
-@mutant(
-    "one_row_more",
-    "Padded microbatches have one row more than planned.",
-    "test_padded_microbatches_have_at_most_the_rows_of_the_plan",
-)
-@broken_microbatches
-def _one_row_more(make: Any, data: Any, plan: Any, *how: Any) -> Any:
-    return make(data, replace(plan, rows=plan.rows + 1), *how)
+@mutant("one_row_more", "Padded microbatches have one row more than planned.", _MOST_ROWS)
+@around(DataProcessor.microbatches)
+def _one_row_more(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
+    return make(data, replace(plan, rows=plan.rows + 1), *rule, **how)
 
 
 @mutant(
@@ -53,66 +54,49 @@ def _one_row_more(make: Any, data: Any, plan: Any, *how: Any) -> Any:
     "The worker makes its own microbatches where the driver has planned them.",
     "test_microbatches_that_the_driver_planned_are_kept",
 )
-@broken_microbatches
-def _plan_ignored(make: Any, data: Any, *how: Any) -> Any:
-    plain = batch_with(data)
-    plain.micro_batch_indices = plain.micro_batch_lengths = None
-    return make(plain, *how)
+@around(DataProcessor.microbatches)
+def _plan_ignored(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
+    return make(batch_with(data, planned=False), *plan, **how)
 
 
-@mutant(
-    "long_rows_cut", "Rows over the token limit are silently truncated.", "test_a_row_over_the_token_limit_is_refused"
-)
-@broken_microbatches
-def _truncated_to_the_limit(make: Any, data: Any, plan: Any, *how: Any) -> Any:
+@mutant("long_rows_cut", "Rows over the token limit are silently truncated.", _TOO_LONG)
+@around(DataProcessor.microbatches)
+def _truncated_to_the_limit(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     if plan.mode != "padded":
         data = batch_with(data, input_lengths=data["input_lengths"].clamp(max=plan.tokens))
-    return make(data, plan, *how)
+    return make(data, plan, *rule, **how)
 
 
-@mutant(
-    "unknown_positions_mean_all",
-    "A misspelled `positions` selects all positions.",
-    "test_unknown_positions_are_refused",
-)
-@broken_microbatches
-def _unknown_means_all(make: Any, data: Any, plan: Any, rule: Any, positions: str, device: Any) -> Any:
-    known = positions if positions in ("token_mask", "loss") else "all"
-    return make(data, plan, rule, known, device)
+@mutant("unknown_positions_mean_all", "A misspelled `positions` selects all positions.", _UNKNOWN)
+@around(DataProcessor.microbatches)
+def _unknown_means_all(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
+    accepted = positions if positions in ("token_mask", "loss") else "all"
+    return make(data, *plan, positions=accepted, device=device)
 
 
 @mutant(
     "masked_rows_scored",
     "Rows whose `sample_mask` is 0 go through the model in training.",
-    "test_rows_without_wanted_targets_are_left_out",
+    _LEFT_OUT,
     "test_scores_are_read_at_the_last_token",
     _MASKED_HEAD,
 )
-@broken_microbatches
-def _masked_rows_kept(make: Any, data: Any, plan: Any, rule: Any, positions: str, device: Any) -> Any:
-    unmasked = {"loss": "token_mask", "loss_last": "last"}
-    return make(data, plan, rule, unmasked.get(positions, positions), device)
+@around(DataProcessor.microbatches)
+def _masked_rows_kept(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
+    unmasked = {"loss": "token_mask", "loss_last": "last"}.get(positions, positions)
+    return make(data, *plan, positions=unmasked, device=device)
 
 
-@mutant(
-    "token_mask_ignored",
-    "The head runs at every token, regardless of `token_mask`.",
-    "test_rows_without_wanted_targets_are_left_out",
-    _MASKED_HEAD,
-)
-@broken_microbatches
-def _token_mask_ignored(make: Any, data: Any, plan: Any, rule: Any, positions: str, device: Any) -> Any:
-    return make(data, plan, rule, "all" if positions == "token_mask" else positions, device)
+@mutant("token_mask_ignored", "The head runs at every token, regardless of `token_mask`.", _LEFT_OUT, _MASKED_HEAD)
+@around(DataProcessor.microbatches)
+def _token_mask_ignored(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
+    return make(data, *plan, positions="all" if positions == "token_mask" else positions, device=device)
 
 
-@mutant(
-    "multiple_ignored",
-    "Lengths are not padded to the engine's multiple.",
-    "test_lengths_are_padded_to_the_multiple_of_the_engine",
-)
-@broken_microbatches
-def _multiple_ignored(make: Any, data: Any, plan: Any, rule: Any, *how: Any) -> Any:
-    return make(data, plan, replace(rule, pad_multiple=1), *how)
+@mutant("multiple_ignored", "Lengths are not padded to the engine's multiple.", _MULTIPLE)
+@around(DataProcessor.microbatches)
+def _multiple_ignored(make: Any, _: Any, data: Any, plan: Any, rule: Any, **how: Any) -> Any:
+    return make(data, plan, replace(rule, pad_multiple=1), **how)
 
 
 @mutant(
@@ -122,22 +106,22 @@ def _multiple_ignored(make: Any, data: Any, plan: Any, rule: Any, *how: Any) -> 
     "test_packed_sequences_follow_each_other",
     _HEAD,
 )
-@broken_microbatches
-def _padding_as_tokens(make: Any, data: Any, *how: Any) -> Any:
+@around(DataProcessor.microbatches)
+def _padding_as_tokens(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
     width = data["input_ids"].shape[1]
-    return make(batch_with(data, input_lengths=torch.full_like(data["input_lengths"], width)), *how)
+    return make(batch_with(data, input_lengths=torch.full_like(data["input_lengths"], width)), *plan, **how)
 
 
 @mutant("one_token_is_two", "A row of zero or one token has a target.", "test_a_row_of_one_token_or_none_has_no_target")
-@broken_microbatches
-def _one_token_is_two(make: Any, data: Any, *how: Any) -> Any:
-    return make(batch_with(data, input_lengths=data["input_lengths"].clamp(min=2)), *how)
+@around(DataProcessor.microbatches)
+def _one_token_is_two(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
+    return make(batch_with(data, input_lengths=data["input_lengths"].clamp(min=2)), *plan, **how)
 
 
 @mutant("changed_in_place", "The padding in the caller's batch is overwritten.", "test_the_batch_itself_is_not_changed")
-@broken_microbatches
-def _changed_in_place(make: Any, data: Any, *how: Any) -> Any:
-    made: list[Any] = make(data, *how)
+@around(DataProcessor.microbatches)
+def _changed_in_place(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
+    microbatches = list(make(data, *plan, **how))
     real = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
     data["input_ids"].masked_fill_(~real, 0)
-    return made
+    return microbatches

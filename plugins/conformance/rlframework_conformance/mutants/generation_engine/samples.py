@@ -8,21 +8,23 @@ from typing import Any
 
 import torch
 
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework_conformance.mutants.generation_engine.changes import (
     broken_module,
     broken_requests,
     broken_sampling,
-    observed,
+    together,
 )
-from rlframework_conformance.mutants.mutant import mutant
+from rlframework_conformance.mutants.mutant import around, mutant
 
 _GREEDY = "test_greedy_completions_are_those_of_plain_decoding"
 _FREQUENCIES = "test_samples_are_as_frequent_as_the_model_says"
 _BESIDE = "test_a_result_does_not_depend_on_the_requests_beside_it"
 _WHEN = "test_a_result_does_not_depend_on_when_it_is_submitted"
 _SEED = "test_the_seed_decides"
+_POSITIONS = "test_positions_count_from_the_first_token_of_the_prompt"
+_DROPOUT = "test_dropout_is_off_while_generating"
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 
 
@@ -36,34 +38,30 @@ _always_greedy = mutant("samples_are_greedy", "Sampling always picks the most li
 )
 
 
-@mutant("one_draw_a_request", "All tokens of a completion are drawn with the same random number.", _FREQUENCIES)
-def _same_draw(part: Any) -> type:
-    class Broken(observed(part)):  # type: ignore[misc]
-        """Completes two tokens by two requests of one token, with the same seed."""
-
-        def submit(self, requests: Sequence[GenerationRequest]) -> None:
-            self.first: dict[str, GenerationResult] = {}
-            super().submit([replace(request, max_new_tokens=1) for request in requests])
-
-        def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
-            finished: list[GenerationResult] = []
-            while not finished and (results := super().poll(timeout)):
-                finished = [whole for result in results if (whole := self.joined(result)) is not None]
-            return finished
-
-        def joined(self, result: GenerationResult) -> GenerationResult | None:
-            """Return a completion of one or two tokens; None after the first of two, whose second is requested."""
+def _with_a_second_token(poll: Any, engine: Any, timeout: float | None = 0.0) -> list[GenerationResult]:
+    """Complete two tokens by two requests of one token, with the same seed."""
+    first, finished = vars(engine).setdefault("first", {}), list[GenerationResult]()
+    while not finished and (results := poll(timeout)):
+        for result in results:
             name = result.request_id
-            if (first := self.first.get(name)) is not None:
-                return replace(result, token_ids=torch.cat((first.token_ids, result.token_ids)))
-            if result.finish_reason == "stop":
-                return result
-            self.first[name] = result
-            prompt = torch.cat((self.asked[name].prompt_ids, result.token_ids))
-            super().submit([replace(self.asked[name], prompt_ids=prompt)])
-            return None
+            if name in first:
+                finished.append(replace(result, token_ids=torch.cat((first.pop(name), result.token_ids))))
+            elif result.finish_reason == "stop":
+                finished.append(result)
+            else:
+                first[name], asked = result.token_ids, engine.asked[name]
+                engine.submit([replace(asked, prompt_ids=torch.cat((asked.prompt_ids, first[name])))])
+    return finished
 
-    return Broken
+
+_one_draw_a_request = mutant(
+    "one_draw_a_request", "All tokens of a completion are drawn with the same random number.", _FREQUENCIES
+)(
+    together(
+        broken_requests(lambda engine, request: {"max_new_tokens": 1}),
+        around(GenerationEngine.poll)(_with_a_second_token),
+    )
+)
 
 
 _top_k_one_too_many = mutant(
@@ -109,12 +107,9 @@ _seed_by_place_in_the_batch = mutant(
 
 
 @mutant("sampling_of_the_batch", "Requests that are submitted together are all sampled like the first.", _WHEN)
-def _sampling_of_the_batch(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def submit(self, requests: Sequence[GenerationRequest]) -> None:
-            super().submit([replace(request, sampling=requests[0].sampling) for request in requests])
-
-    return Broken
+@around(GenerationEngine.submit)
+def _sampling_of_the_batch(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
+    submit([replace(request, sampling=requests[0].sampling) for request in requests])
 
 
 def _arrivals(engine: Any) -> int:
@@ -127,41 +122,21 @@ def _arrivals(engine: Any) -> int:
 
 
 @mutant("padding_attended_to", "Prompts are padded on the left, and attend to the padding.", _GREEDY, _BESIDE)
-def _padding_attended_to(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def submit(self, requests: Sequence[GenerationRequest]) -> None:
-            width = max(len(request.prompt_ids) for request in requests)
-            super().submit([replace(request, prompt_ids=_padded(request.prompt_ids, width)) for request in requests])
-
-    return Broken
+@around(GenerationEngine.submit)
+def _padding_attended_to(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
+    width = max(len(one.prompt_ids) for one in requests)
+    pad = torch.nn.functional.pad
+    submit([replace(one, prompt_ids=pad(one.prompt_ids, (width - len(one.prompt_ids), 0))) for one in requests])
 
 
-def _padded(prompt: torch.Tensor, width: int) -> torch.Tensor:
-    return torch.nn.functional.pad(prompt, (width - len(prompt), 0))
-
-
+@mutant("padding_has_positions", "The positions of a prompt start after one of padding.", _POSITIONS, needs=_EMBEDDED)
 @broken_module
-def _second_position_first(module: Any) -> None:
+def _padding_has_positions(module: Any) -> None:
     positions = module.transformer.wpe.weight
     positions.data = positions.data.roll(-1, dims=0)
 
 
-_padding_has_positions = mutant(
-    "padding_has_positions",
-    "The positions of a prompt start after one of padding.",
-    "test_positions_count_from_the_first_token_of_the_prompt",
-    needs=_EMBEDDED,
-)(_second_position_first)
-
-
+@mutant("dropout_left_on", "The module stays in training mode while generating.", _DROPOUT, needs=_EMBEDDED)
 @broken_module
-def _without_evaluation(module: Any) -> None:
+def _dropout_left_on(module: Any) -> None:
     module.train = lambda mode=True: module
-
-
-_dropout_left_on = mutant(
-    "dropout_left_on",
-    "The module stays in training mode while generating.",
-    "test_dropout_is_off_while_generating",
-    needs=_EMBEDDED,
-)(_without_evaluation)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlframework.base.errors import EngineNotReady, RefitError
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightReport
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.generation_engine.changes import broken_results, observed, saved_weights
-from rlframework_conformance.mutants.mutant import mutant
+from rlframework_conformance.mutants.generation_engine.changes import around_observed, broken_results, saved_weights
+from rlframework_conformance.mutants.mutant import around, mutant
 
 _WITHOUT = "test_nothing_is_served_without_weights"
 _PART = "test_a_part_of_an_update_is_not_used"
@@ -26,149 +25,102 @@ _IN_PROGRESS = "test_requests_in_progress_survive_an_update"
 _STEP = "test_requests_in_progress_survive_a_step_of_the_trainer"
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 _IN_FLIGHT = frozenset({Capability.IN_FLIGHT_UPDATE})
-_Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+_PHASES = (
+    GenerationEngine.begin_weight_update,
+    GenerationEngine.load_weights,
+    GenerationEngine.finish_weight_update,
+)
 
 
 @mutant("begins_with_saved_weights", "Without weights, those in the model's directory are used.", _WITHOUT)
-def _begins_with_saved_weights(part: Any) -> type:
-    class Broken(observed(part)):  # type: ignore[misc]
-        def poll(self, timeout: float | None = 0.0) -> list[GenerationResult]:
-            try:
-                return list(super().poll(timeout))
-            except EngineNotReady:
-                _update(super(), 0, saved_weights(self.directory))
-                return list(super().poll(timeout))
-
-    return Broken
+@around_observed(GenerationEngine.poll)
+def _begins_with_saved_weights(poll: Any, engine: Any, timeout: float | None = 0.0) -> Any:
+    try:
+        return poll(timeout)
+    except EngineNotReady:
+        _update(engine, 0, saved_weights(engine.directory))
+        return poll(timeout)
 
 
 @mutant("committed_on_arrival", "An update is committed when its last weight arrives.", _PART)
-def _committed_on_arrival(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def load_weights(self, weights: Any) -> None:
-            super().load_weights(weights)
-            self.report = super().finish_weight_update()
-
-        def finish_weight_update(self) -> WeightReport:
-            report: WeightReport = self.report
-            return report
-
-    return Broken
+@around(GenerationEngine.load_weights, GenerationEngine.finish_weight_update)
+def _committed_on_arrival(call: Any, engine: Any, *weights: Any) -> Any:
+    if weights:
+        call(*weights)
+        engine.report = super(type(engine), engine).finish_weight_update()
+    return engine.report
 
 
 @mutant("earlier_weights_meanwhile", "Until an update is finished, requests get the earlier weights.", _PART, _FAILS)
-def _earlier_weights_meanwhile(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def begin_weight_update(self, version: int, specs: _Specs) -> None:
-            self.begun = version, specs
-            self.held: dict[str, Tensor] = {}
-
-        def load_weights(self, weights: Any) -> None:
-            for name, tensor in weights:
-                self.held[name] = tensor.clone()
-
-        def finish_weight_update(self) -> WeightReport:
-            super().begin_weight_update(*self.begun)
-            super().load_weights(self.held.items())
-            report: WeightReport = super().finish_weight_update()
-            return report
-
-    return Broken
+@around(*_PHASES)
+def _earlier_weights_meanwhile(call: Any, engine: Any, *arguments: Any) -> Any:
+    if call.__name__ == "begin_weight_update":
+        engine.begun, engine.buffered = arguments, {}
+        return None
+    if call.__name__ == "load_weights":
+        engine.buffered |= {name: tensor.clone() for name, tensor in arguments[0]}
+        return None
+    super(type(engine), engine).begin_weight_update(*engine.begun)
+    super(type(engine), engine).load_weights(engine.buffered.items())
+    return call()
 
 
 @mutant("arrivals_of_two_updates", "What has arrived of a discarded update is part of the next one.", _AGAIN)
-def _arrivals_of_two_updates(part: Any) -> type:
-    class Broken(_remembering(part)):  # type: ignore[misc]
-        def begin_weight_update(self, version: int, specs: _Specs) -> None:
-            kept = dict(getattr(self, "arrived", {}))
-            super().begin_weight_update(version, specs)
-            self.kept = kept
-
-        def finish_weight_update(self) -> WeightReport:
-            rest = {name: tensor for name, tensor in self.kept.items() if name not in self.arrived}
-            super().load_weights(rest.items())
-            report: WeightReport = super().finish_weight_update()
-            return report
-
-    return Broken
+@around_observed(GenerationEngine.begin_weight_update, GenerationEngine.finish_weight_update)
+def _arrivals_of_two_updates(call: Any, engine: Any, *announced: Any) -> Any:
+    if announced:
+        engine.kept = engine.arrived
+    else:
+        engine.load_weights([(name, engine.kept[name]) for name in engine.kept.keys() - engine.arrived.keys()])
+    return call(*announced)
 
 
 @mutant("missing_from_disk", "Weights that do not arrive are read from the model's directory.", _MISSING, _HALF)
-def _missing_from_disk(part: Any) -> type:
-    class Broken(_remembering(part)):  # type: ignore[misc]
-        def finish_weight_update(self) -> WeightReport:
-            saved = saved_weights(self.directory)
-            super().load_weights([(name, saved[name]) for name in self.specs if name not in self.arrived])
-            report: WeightReport = super().finish_weight_update()
-            return report
-
-    return Broken
+@around_observed(GenerationEngine.finish_weight_update)
+def _missing_from_disk(finish: Any, engine: Any) -> Any:
+    engine.load_weights(_not_arrived(engine))
+    return finish()
 
 
 @mutant("other_weights_skipped", "Weights other than announced are skipped.", _OTHER)
-def _other_weights_skipped(part: Any) -> type:
-    class Broken(_remembering(part)):  # type: ignore[misc]
-        def load_weights(self, weights: Any) -> None:
-            fits = [(name, one) for name, one in weights if self.specs.get(name) == (tuple(one.shape), one.dtype)]
-            super().load_weights(fits)
-
-    return Broken
+@around_observed(GenerationEngine.load_weights)
+def _other_weights_skipped(load: Any, engine: Any, weights: Any) -> None:
+    load([(name, one) for name, one in weights if engine.specs.get(name) == (tuple(one.shape), one.dtype)])
 
 
 @mutant("unfit_weights_skipped", "Weights that the model does not have are skipped.", _UNFIT)
-def _unfit_weights_skipped(part: Any) -> type:
-    class Broken(observed(part)):  # type: ignore[misc]
-        def begin_weight_update(self, version: int, specs: _Specs) -> None:
-            self.known = saved_weights(self.directory)
-            super().begin_weight_update(version, {name: spec for name, spec in specs.items() if name in self.known})
-
-        def load_weights(self, weights: Any) -> None:
-            super().load_weights((name, tensor) for name, tensor in weights if name in self.known)
-
-    return Broken
+@around_observed(GenerationEngine.begin_weight_update, GenerationEngine.load_weights)
+def _unfit_weights_skipped(call: Any, engine: Any, *arguments: Any) -> None:
+    *version, weights = arguments
+    weights = weights.items() if version else weights
+    fits = ((name, one) for name, one in weights if name in saved_weights(engine.directory))
+    call(*version, dict(fits) if version else fits)
 
 
 @mutant("failed_sender_ignored", "An update whose sender fails is completed with the earlier weights.", _FAILS)
-def _failed_sender_ignored(part: Any) -> type:
-    class Broken(_remembering(part)):  # type: ignore[misc]
-        def load_weights(self, weights: Any) -> None:
-            failure: list[Exception] = []
+@around_observed(GenerationEngine.load_weights)
+def _failed_sender_ignored(load: Any, engine: Any, weights: Any) -> None:
+    def or_earlier() -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from weights
+        except RuntimeError as error:
+            engine.failure = error
+            yield from _not_arrived(engine)
 
-            def until_failure() -> Iterator[tuple[str, Tensor]]:
-                try:
-                    yield from weights
-                except RuntimeError as error:
-                    failure.append(error)
-
-            super().load_weights(until_failure())
-            if failure:
-                saved = saved_weights(self.directory)
-                super().load_weights([(name, saved[name]) for name in self.specs if name not in self.arrived])
-                super().finish_weight_update()
-                raise failure[0]
-
-    return Broken
+    load(or_earlier())
+    if hasattr(engine, "failure"):
+        engine.finish_weight_update()
+        raise engine.failure
 
 
 @mutant("earlier_weights_after_failure", "After an update that failed, the earlier weights are used.", _FAILS, _MISSING)
-def _earlier_weights_after_failure(part: Any) -> type:
-    class Broken(observed(part)):  # type: ignore[misc]
-        def load_weights(self, weights: Any) -> None:
-            with_earlier = self._or_earlier
-            with_earlier(lambda: super(Broken, self).load_weights(weights))
-
-        def finish_weight_update(self) -> WeightReport:
-            report: WeightReport = self._or_earlier(super().finish_weight_update)
-            return report
-
-        def _or_earlier(self, call: Any) -> Any:
-            try:
-                return call()
-            except (RefitError, RuntimeError):
-                _update(super(), 10, saved_weights(self.directory))
-                raise
-
-    return Broken
+@around_observed(GenerationEngine.load_weights, GenerationEngine.finish_weight_update)
+def _earlier_weights_after_failure(call: Any, engine: Any, *weights: Any) -> Any:
+    try:
+        return call(*weights)
+    except (RefitError, RuntimeError):
+        _update(engine, 10, saved_weights(engine.directory))
+        raise
 
 
 @mutant(
@@ -199,41 +151,16 @@ def _updated_while_decoding(engine: Any, request: GenerationRequest, result: Gen
 
 
 @mutant("update_aborts", "An update aborts the requests in progress.", _IN_PROGRESS, _STEP, needs=_IN_FLIGHT)
-def _update_aborts(part: Any) -> type:
-    class Broken(observed(part)):  # type: ignore[misc]
-        def begin_weight_update(self, version: int, specs: _Specs) -> None:
-            super().abort(self.asked.keys())
-            super().begin_weight_update(version, specs)
-
-        def attach(self, model: Any, version: int) -> None:
-            super().abort(self.asked.keys())
-            super().attach(model, version)
-
-    return Broken
+@around_observed(GenerationEngine.begin_weight_update, GenerationEngine.attach)
+def _update_aborts(call: Any, engine: Any, *arguments: Any) -> None:
+    engine.abort(engine.asked.keys())
+    call(*arguments)
 
 
-def _remembering(part: Any) -> Any:
-    """Return a subclass of `part` that keeps what is announced and what arrives: `specs`, `arrived`."""
-
-    class Remembering(observed(part)):  # type: ignore[misc]
-        def begin_weight_update(self, version: int, specs: _Specs) -> None:
-            super().begin_weight_update(version, specs)
-            self.specs = specs
-            self.arrived: dict[str, Tensor | None] = {}
-
-        def load_weights(self, weights: Any) -> None:
-            super().load_weights(self._noted(weights))
-
-        def _noted(self, weights: Any) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                self.arrived[name] = tensor.clone()
-                yield name, tensor
-
-        def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
-            self.arrived |= {slot.name: None for group in ipc_handles.values() for slot in group.slots}
-            return bool(super().update_weights_from_ipc_handles(ipc_handles))
-
-    return Remembering
+def _not_arrived(engine: Any) -> list[tuple[str, Tensor]]:
+    """Return the announced weights that have not arrived, as they are in the model's directory."""
+    saved = saved_weights(engine.directory)
+    return [(name, saved[name]) for name in engine.specs if name not in engine.arrived]
 
 
 def _update(engine: Any, version: int, weights: Mapping[str, Tensor]) -> None:

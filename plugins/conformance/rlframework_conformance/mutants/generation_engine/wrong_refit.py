@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlframework.interfaces.generation import WeightReport
+from rlframework.interfaces.generation import GenerationEngine
 from rlframework.plugins.types import Capability
 from rlframework.weight_sync.buffers import checksum
-from rlframework.weight_sync.ipc import GroupHandles, ReceiveBuffer, open_memory
-from rlframework_conformance.mutants.generation_engine.changes import model_of, observed
-from rlframework_conformance.mutants.mutant import mutant
+from rlframework.weight_sync.ipc import open_memory
+from rlframework_conformance.mutants.generation_engine.changes import around_observed, model_of
+from rlframework_conformance.mutants.mutant import around, mutant
 
 _HANDLES = "test_weights_come_through_handles"
 _OFFER = "test_weights_come_into_memory_that_the_engine_offers"
@@ -23,63 +23,43 @@ _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 
 @mutant("transfer_unused", "Weights of a transport arrive, but those of the files are used.", _HANDLES, _GROUP, _OFFER,
         needs=_EMBEDDED)  # fmt: skip
-def _transfer_unused(part: Any) -> type:
-    class Broken(observed(part)):  # type: ignore[misc]
-        def finish_weight_update(self) -> WeightReport:
-            report: WeightReport = super().finish_weight_update()
-            self.attach(model_of(self.directory), report.version)
-            return report
-
-    return Broken
+@around_observed(GenerationEngine.finish_weight_update)
+def _transfer_unused(finish: Any, engine: Any) -> Any:
+    report = finish()
+    engine.attach(model_of(engine.directory), report.version)
+    return report
 
 
 @mutant("checksums_not_compared", "Checksums of the received bytes are not verified.", _DAMAGE, _OFFER)
-def _checksums_not_compared(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
-            ((device, group),) = ipc_handles.items()
-            return bool(super().update_weights_from_ipc_handles({device: _with_own_checksums(group)}))
-
-    return Broken
-
-
-def _with_own_checksums(group: GroupHandles) -> GroupHandles:
-    raw = open_memory(group.memory)  # type: ignore[arg-type]
-    return replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))
+@around(GenerationEngine.update_weights_from_ipc_handles)
+def _checksums_not_compared(update: Any, _: Any, ipc_handles: Mapping[str, Any]) -> Any:
+    ((device, group),) = ipc_handles.items()
+    raw = open_memory(group.memory)
+    return update({device: replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))})
 
 
 @mutant("offsets_swapped", "The engine offers two weights each other's memory.", _OFFER)
-def _offsets_swapped(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def offer_refit_memory(self) -> dict[str, Any]:
-            return {device: _swapped(buffer) for device, buffer in super().offer_refit_memory().items()}
-
-    return Broken
-
-
-def _swapped(buffer: ReceiveBuffer) -> ReceiveBuffer:
+@around(GenerationEngine.offer_refit_memory)
+def _offsets_swapped(offer: Any, _: Any) -> dict[str, Any]:
     one, other = _SAME_SHAPE
-    return replace(buffer, offsets={**buffer.offsets, one: buffer.offsets[other], other: buffer.offsets[one]})
+    return {
+        device: replace(buffer, offsets={**buffer.offsets, one: buffer.offsets[other], other: buffer.offsets[one]})
+        for device, buffer in offer().items()
+    }
 
 
 @mutant("report_of_other_bytes", "The report's checksums are not of the bytes that were sent.", _HANDLES, _GROUP)
-def _report_of_other_bytes(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def finish_weight_update(self) -> WeightReport:
-            report: WeightReport = super().finish_weight_update()
-            return replace(report, checksums={name: value + 1 for name, value in report.checksums.items()})
-
-    return Broken
+@around(GenerationEngine.finish_weight_update)
+def _report_of_other_bytes(finish: Any, _: Any) -> Any:
+    report = finish()
+    return replace(report, checksums={name: value + 1 for name, value in report.checksums.items()})
 
 
 @mutant("report_of_another_version", "The report has the version of the update before.", _HANDLES, _GROUP, _OFFER)
-def _report_of_another_version(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def finish_weight_update(self) -> WeightReport:
-            report: WeightReport = super().finish_weight_update()
-            return replace(report, version=report.version - 1)
-
-    return Broken
+@around(GenerationEngine.finish_weight_update)
+def _report_of_another_version(finish: Any, _: Any) -> Any:
+    report = finish()
+    return replace(report, version=report.version - 1)
 
 
 @mutant(
@@ -90,14 +70,10 @@ def _report_of_another_version(part: Any) -> type:
         record, capabilities=record.capabilities - {Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}
     ),
 )
-def _undeclared_ignored(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def init_collective(self, *_: Any, **__: Any) -> None: ...
-
-        def update_weights_from_collective(self) -> bool:
-            return True
-
-        def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
-            return True
-
-    return Broken
+@around(
+    GenerationEngine.init_collective,
+    GenerationEngine.update_weights_from_collective,
+    GenerationEngine.update_weights_from_ipc_handles,
+)
+def _undeclared_ignored(*_: Any, **__: Any) -> bool:
+    return True

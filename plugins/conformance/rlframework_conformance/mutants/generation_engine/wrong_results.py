@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult, WeightSpan
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, WeightSpan
 from rlframework_conformance.mutants.generation_engine.changes import (
-    broken_poll,
+    around_observed,
     broken_requests,
     broken_results,
     broken_sampling,
 )
-from rlframework_conformance.mutants.mutant import mutant
+from rlframework_conformance.mutants.mutant import around, mutant
 
 _TYPES = "test_results_have_their_types_and_are_on_the_cpu"
 _STOPS = "test_completions_end_with_the_stop_tokens_of_their_request"
@@ -39,25 +37,21 @@ def _of_32_bits(engine: Any, request: GenerationRequest, result: GenerationResul
 
 
 @mutant("prompts_overwritten", "The memory of prompts is used for something else.", "test_prompts_are_not_changed")
-@broken_poll
-def _prompts_overwritten(engine: Any, sound: Any, timeout: float | None) -> list[GenerationResult]:
-    results: list[GenerationResult] = sound(timeout)
+@around_observed(GenerationEngine.poll)
+def _prompts_overwritten(poll: Any, engine: Any, timeout: float | None = 0.0) -> Any:
+    results = poll(timeout)
     for result in results:
         engine.asked[result.request_id].prompt_ids.zero_()
     return results
 
 
 _stop_tokens_ignored = mutant("stop_tokens_ignored", "Stop tokens other than the end token have no effect.", _STOPS)(
-    broken_sampling(
-        lambda engine, request: {"stop_token_ids": request.sampling.stop_token_ids & {_END}},
-    )
+    broken_sampling(lambda engine, request: {"stop_token_ids": request.sampling.stop_token_ids & {_END}})
 )
 
 
 _two_stop_tokens = mutant("two_stop_tokens", "Only the two lowest stop tokens of a request end it.", _STOPS)(
-    broken_sampling(
-        lambda engine, request: {"stop_token_ids": frozenset(sorted(request.sampling.stop_token_ids)[:2])},
-    )
+    broken_sampling(lambda engine, request: {"stop_token_ids": frozenset(sorted(request.sampling.stop_token_ids)[:2])})
 )
 
 
@@ -66,17 +60,17 @@ _own_ends = mutant("ends_of_its_own", "The engine also stops at the tokenizer's 
 )
 
 
-_prompts_cut = mutant(
+@mutant(
     "prompts_cut_at_an_end",
     "Prompts are truncated at the first end-of-sequence token, as where that is the pad token.",
     _STOPS,
     "test_greedy_completions_are_those_of_plain_decoding",
-)(broken_requests(lambda engine, request: {"prompt_ids": _until_end(request.prompt_ids)}))
-
-
-def _until_end(prompt: torch.Tensor) -> torch.Tensor:
+)
+@broken_requests
+def _prompts_cut_at_an_end(engine: Any, request: GenerationRequest) -> Mapping[str, Any]:
+    prompt = request.prompt_ids
     ends = (prompt[1:] == _END).nonzero()
-    return prompt[: int(ends[0]) + 1] if len(ends) else prompt
+    return {"prompt_ids": prompt[: int(ends[0]) + 1] if len(ends) else prompt}
 
 
 @mutant("stop_token_left_out", "The stop token is not part of the completion.", _STOPS, _LENGTH)
@@ -107,13 +101,10 @@ _one_token_too_many = mutant("one_token_too_many", "Completions get one token mo
 
 
 @mutant("longest_of_the_batch", "Requests that are submitted together all get the most tokens of one.", _LENGTH)
-def _longest_of_the_batch(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def submit(self, requests: Sequence[GenerationRequest]) -> None:
-            most = max(request.max_new_tokens for request in requests)
-            super().submit([replace(request, max_new_tokens=most) for request in requests])
-
-    return Broken
+@around(GenerationEngine.submit)
+def _longest_of_the_batch(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
+    most = max(request.max_new_tokens for request in requests)
+    submit([replace(request, max_new_tokens=most) for request in requests])
 
 
 @mutant("last_position_unused", "A completion ends one token before the model's last position.", _LAST)

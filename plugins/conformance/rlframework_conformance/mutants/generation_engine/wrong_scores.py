@@ -15,6 +15,7 @@ from rlframework_conformance.mutants.mutant import mutant
 _SAMPLED = "test_logprobs_of_samples_are_at_the_sampling_temperature"
 _TRUNCATED = "test_logprobs_are_those_before_top_k_and_top_p"
 _GREEDY = "test_greedy_completions_are_those_of_plain_decoding"
+_FREQUENCIES = "test_samples_are_as_frequent_as_the_model_says"
 
 
 def _rescored(
@@ -32,7 +33,7 @@ def _rescored(
 _temperature_ignored = mutant(
     "temperature_ignored",
     "Samples are drawn and scored at temperature 1.",
-    "test_samples_are_as_frequent_as_the_model_says",
+    _FREQUENCIES,
     _SAMPLED,
 )(broken_sampling(lambda engine, request: {"temperature": min(1.0, 1e6 * request.sampling.temperature)}))
 
@@ -85,5 +86,5 @@ def _in_bfloat16(engine: Any, request: GenerationRequest, result: GenerationResu
     "test_logprobs_in_bfloat16_are_within_the_declared_bound",
     break_record=lambda record: replace(record, probe_bounds={"bfloat16": 1e-5}),  # type: ignore[call-arg]
 )
-def _bound_of_fp32(part: Any) -> type:
-    return type("Sound", (part,), {})
+def _bound_of_fp32(part: Any) -> Any:
+    return part

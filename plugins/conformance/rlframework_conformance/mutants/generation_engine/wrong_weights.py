@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from rlframework.generation.engine_model import cache_argument
-from rlframework.interfaces.generation import GenerationRequest, GenerationResult
+from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework_conformance.mutants.generation_engine.changes import (
+    around_observed,
     broken_model,
-    broken_poll,
     broken_results,
     broken_weights,
-    observed,
     saved_weights,
+    together,
 )
-from rlframework_conformance.mutants.mutant import mutant
+from rlframework_conformance.mutants.mutant import around, mutant
 
 _LIVE = "test_attached_weights_are_live"
 _LAST_GIVEN = "test_weights_given_last_count_however_they_came"
@@ -29,6 +29,7 @@ _EVERY = "test_every_tensor_of_an_update_arrives"
 _ONE_BY_ONE = "test_weights_may_come_one_by_one_and_be_reused_by_the_sender"
 _OLDER = "test_nothing_computed_with_older_weights_is_used"
 _ADAPTERS = "test_adapters_are_added_to_the_weights_of_the_model"
+_MEMORY = "test_memory_can_be_released_between_rollouts"
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 _ONE, _OTHER = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
 _SQUARE = "model.layers.0.self_attn.q_proj.weight"
@@ -91,12 +92,9 @@ def _files_instead(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tens
 @mutant(
     "references_kept", "The engine keeps references to the sender's tensors, which the sender overwrites.", _ONE_BY_ONE
 )
-def _references_kept(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        def load_weights(self, weights: Any) -> None:
-            super().load_weights(dict(weights).items())
-
-    return Broken
+@around(GenerationEngine.load_weights)
+def _references_kept(load: Any, _: Any, weights: Any) -> None:
+    load(dict(weights).items())
 
 
 # -- a model that is not the trainer's ---------------------------------------------------------------------------------
@@ -110,80 +108,58 @@ def _tied_head_stale(engine: Any, module: Any) -> None:
         module.lm_head.weight = torch.nn.Parameter(engine.first_head)
 
 
-@mutant(
-    "buffer_lost",
-    "A buffer that is not saved, of the rotary embeddings, is lost when the memory of weights is released.",
-    "test_memory_can_be_released_between_rollouts",
-    needs=_EMBEDDED,
-)
-def _buffer_lost(part: Any) -> type:
-    class Broken(broken_model(_without_buffer)(part)):  # type: ignore[misc]
-        released = False
-
-        def release(self, tags: Collection[Any] = ("weights", "kv_cache")) -> int:
-            self.released = "weights" in tags
-            return int(super().release(tags))
-
-    return Broken
-
-
-def _without_buffer(engine: Any, module: Any) -> None:
-    if engine.released:
+@broken_model
+def _buffer_zero_once_released(engine: Any, module: Any) -> None:
+    if getattr(engine, "released", False):
         module.model.rotary_emb.inv_freq.zero_()
 
 
-@mutant("cache_released_with_weights", "Releasing the memory of caches also changes weights.",
-        "test_memory_can_be_released_between_rollouts", needs=_EMBEDDED)  # fmt: skip
-def _weights_released(part: Any) -> type:
-    class Broken(observed(part)):  # type: ignore[misc]
-        def release(self, tags: Collection[Any] = ("weights", "kv_cache")) -> int:
-            with torch.no_grad():
-                self.given_module.model.norm.weight.zero_()
-            return int(super().release(tags))
+@around(GenerationEngine.release)
+def _notes_release(release: Any, engine: Any, tags: Collection[Any] = ("weights", "kv_cache")) -> Any:
+    engine.released = "weights" in tags
+    return release(tags)
 
-    return Broken
+
+_buffer_lost = mutant(
+    "buffer_lost",
+    "A buffer that is not saved, of the rotary embeddings, is lost when the memory of weights is released.",
+    _MEMORY,
+    needs=_EMBEDDED,
+)(together(_buffer_zero_once_released, _notes_release))
+
+
+@mutant("cache_released_with_weights", "Releasing the memory of caches also changes weights.",
+        _MEMORY, needs=_EMBEDDED)  # fmt: skip
+@around_observed(GenerationEngine.release)
+def _weights_released(release: Any, engine: Any, *tags: Any) -> Any:
+    with torch.no_grad():
+        engine.given_module.model.norm.weight.zero_()
+    return release(*tags)
 
 
 @mutant("first_module_kept", "Attaching another module has no effect.", _OLDER, needs=_EMBEDDED)
-def _first_module_kept(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        kept: Any = None
-
-        def attach(self, model: Any, version: int) -> None:
-            self.kept = self.kept or model
-            super().attach(self.kept, version)
-
-    return Broken
+@around(GenerationEngine.attach)
+def _first_module_kept(attach: Any, engine: Any, model: Any, version: int) -> None:
+    attach(vars(engine).setdefault("kept", model), version)
 
 
 @mutant(
     "loaded_weights_kept", "Attaching a module has no effect after weights were loaded.", _LAST_GIVEN, needs=_EMBEDDED
 )
-def _loaded_weights_kept(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        loaded = False
-
-        def load_weights(self, weights: Any) -> None:
-            super().load_weights(weights)
-            self.loaded = True
-
-        def attach(self, model: Any, version: int) -> None:
-            if not self.loaded:
-                super().attach(model, version)
-
-    return Broken
+@around(GenerationEngine.load_weights, GenerationEngine.attach)
+def _loaded_weights_kept(call: Any, engine: Any, *arguments: Any) -> None:
+    if call.__name__ == "load_weights":
+        engine.loaded = True
+        call(*arguments)
+    elif not hasattr(engine, "loaded"):
+        call(*arguments)
 
 
 @mutant("copied_at_attach", "The module is copied when it is attached for the first time.", _LIVE, needs=_EMBEDDED)
-def _copied_at_attach(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        copies: Any = None
-
-        def attach(self, model: Any, version: int) -> None:
-            self.copies = self.copies or {id(model): copy.deepcopy(model)}
-            super().attach(self.copies.get(id(model), model), version)
-
-    return Broken
+@around(GenerationEngine.attach)
+def _copied_at_attach(attach: Any, engine: Any, model: Any, version: int) -> None:
+    copies = vars(engine).setdefault("copies", {id(model): copy.deepcopy(model)})
+    attach(copies.get(id(model), model), version)
 
 
 @mutant(
@@ -192,9 +168,9 @@ def _copied_at_attach(part: Any) -> type:
     "test_generating_leaves_the_module_as_it_was",
     needs=_EMBEDDED,
 )
-@broken_poll
-def _left_in_evaluation(engine: Any, sound: Any, timeout: float | None) -> list[GenerationResult]:
-    results: list[GenerationResult] = sound(timeout)
+@around_observed(GenerationEngine.poll)
+def _left_in_evaluation(poll: Any, engine: Any, timeout: float | None = 0.0) -> Any:
+    results = poll(timeout)
     engine.given_module.eval()
     return results
 
@@ -202,19 +178,13 @@ def _left_in_evaluation(engine: Any, sound: Any, timeout: float | None) -> list[
 # -- caches of older weights -------------------------------------------------------------------------------------------
 
 
-@mutant("stale_prefix_cache", "Keys and values of prompts that were computed with the first weights are used again.",
-        _OLDER, needs=_EMBEDDED)  # fmt: skip
-def _stale_prefix_cache(part: Any) -> type:
-    class Broken(broken_results(_with_first_keys_and_values)(part)):  # type: ignore[misc]
-        first_module: Any = None
-
-        def attach(self, model: Any, version: int) -> None:
-            super().attach(model, version)
-            self.first_module = self.first_module or copy.deepcopy(model).eval()
-
-    return Broken
+@around(GenerationEngine.attach)
+def _keeps_first_module(attach: Any, engine: Any, model: Any, version: int) -> None:
+    attach(model, version)
+    vars(engine).setdefault("first_module", copy.deepcopy(model).eval())
 
 
+@broken_results
 @torch.no_grad()
 def _with_first_keys_and_values(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     """Complete the prompt greedily, with the keys and values of the first module."""
@@ -230,17 +200,19 @@ def _with_first_keys_and_values(engine: Any, request: GenerationRequest, result:
     return {"token_ids": torch.tensor(tokens), "logprobs": torch.tensor(logprobs)}
 
 
+_stale_prefix_cache = mutant(
+    "stale_prefix_cache",
+    "Keys and values of prompts that were computed with the first weights are used again.",
+    _OLDER,
+    needs=_EMBEDDED,
+)(together(_keeps_first_module, _with_first_keys_and_values))
+
+
 @mutant("stale_encoder_cache", "Input embeddings, as those of an encoder, are cached and used after an update.",
         _OLDER, needs=_EMBEDDED)  # fmt: skip
-def _stale_encoder_cache(part: Any) -> type:
-    class Broken(part):  # type: ignore[misc]
-        first: Tensor | None = None
-
-        def attach(self, model: Any, version: int) -> None:
-            encoded = copy.deepcopy(model)
-            embeddings = encoded.get_input_embeddings()
-            self.first = embeddings.weight.detach().clone() if self.first is None else self.first
-            embeddings.weight = torch.nn.Parameter(self.first)
-            super().attach(encoded, version)
-
-    return Broken
+@around(GenerationEngine.attach)
+def _stale_encoder_cache(attach: Any, engine: Any, model: Any, version: int) -> None:
+    encoded = copy.deepcopy(model)
+    embeddings = encoded.get_input_embeddings()
+    embeddings.weight = vars(engine).setdefault("first_embeddings", embeddings.weight)
+    attach(encoded, version)

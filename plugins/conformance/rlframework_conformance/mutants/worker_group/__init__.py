@@ -2,3 +2,7 @@
 
 They leak no processes: the harness of the suite ends those that a mutant leaves running.
 """
+
+from rlframework_conformance.layouts import Layout
+
+TWO = Layout(data=2)

@@ -11,39 +11,43 @@ from typing import Any
 
 from rlframework.base.errors import RLFrameworkError, WorkerError
 from rlframework.config.sections import DeadlinesConfig
-from rlframework.interfaces.worker_group import WorkerContext
-from rlframework_conformance.mutants.mutant import Mutant
-from rlframework_conformance.mutants.worker_group.replacements import TWO, Break, starting, with_methods, without
+from rlframework.interfaces.worker_group import WorkerContext, WorkerGroup
+from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.worker_group import TWO
 from rlframework_conformance.probe_worker import ProbeWorker
 
+_KNOWS = "test_every_worker_knows_who_it_is"
+_PROCESS = "test_every_worker_has_a_process_of_its_own"
+_FAILED_START = "test_a_constructor_that_raises_fails_the_start"
+_PLUGINS = "test_other_plugins_there_than_here_are_refused"
+_ENDS = "test_shutdown_cleans_up_and_ends_every_worker"
+_FAILED_END = "test_shutdown_says_that_a_clean_up_failed"
+_SLOW_END = "test_shutdown_does_not_wait_for_ever"
+_HANGS = "test_a_rank_that_hangs_meets_the_deadline"
+_SLOW_START = "test_starting_has_a_deadline"
 
-def launching(name: str) -> Break:
-    """Break the start: launch the worker class `name` of this module instead of the suite's `ProbeWorker`."""
-    target = f"{__name__}:{name}"
-    return starting(
-        lambda spec, config: (replace(spec, target=target) if spec.target.endswith(":ProbeWorker") else spec, config)
-    )
+
+def _launching(worker: type[ProbeWorker], **kwargs: Any) -> Callable[[Any], Any]:
+    """Break the start: launch `worker`, a class of this module, with `kwargs` instead of the suite's `ProbeWorker`."""
+
+    @around(WorkerGroup.__init__)
+    def start(sound: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
+        if spec.target.endswith(":ProbeWorker"):
+            spec = replace(spec, target=f"{__name__}:{worker.__name__}", kwargs={**spec.kwargs, **kwargs})
+        sound(spec, config, **keywords)
+
+    return start
 
 
-def default_deadlines(config: Any) -> Any:
-    """Return `config` with the default deadlines."""
+def _default_deadlines(config: Any) -> Any:
     return config.model_copy(update={"deadlines": DeadlinesConfig()})
 
 
-def _with_context(**changes: Any) -> type:
-    class WrongContext(ProbeWorker):
-        """A worker with a wrong context."""
+class WrongContext(ProbeWorker):
+    """A worker with `wrong` fields of its context."""
 
-        def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
-            super().__init__(replace(context, **changes), **kwargs)
-
-    return WrongContext
-
-
-AlwaysRank0 = _with_context(rank=0)
-WorldSizeOne = _with_context(world_size=1)
-WrongDevice = _with_context(device="meta")
-NoPort = _with_context(master_port=0)
+    def __init__(self, context: WorkerContext, wrong: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(replace(context, **wrong), **kwargs)
 
 
 class OwnAddress(ProbeWorker):
@@ -66,228 +70,142 @@ class SharedMemory(ProbeWorker):
         return total
 
 
-def one_process_id(part: Any) -> type:
-    """All results report the process id of the first worker."""
-
-    def get(self: Any, future: Any) -> list[Any]:
-        results = part.get_all_worker_results(self, future)
-        if isinstance(results[0], dict):
-            results = [result | {"pid": results[0]["pid"]} for result in results]
-        return list(results)
-
-    return with_methods(part, get_all_worker_results=get)
+_one_memory_for_all_workers = mutant(
+    "one_memory_for_all_workers",
+    "A worker's writes to a large argument are visible to the other workers.",
+    "test_workers_cannot_change_what_other_workers_got",
+    layout=TWO,
+)(_launching(SharedMemory))
 
 
-def spare_workers(part: Any) -> type:
-    """Start spare workers too, and leave them running if the start, a call or the clean-up fails."""
-
-    def init(self: Any, spec: Any, config: Any, **given: Any) -> None:
-        sound = {name: value for name, value in spec.kwargs.items() if name == "folder"}
-        self.spare = part(replace(spec, kwargs=sound), default_deadlines(config), **given)
-        part.__init__(self, spec, config, **given)
-
-    def end(self: Any, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
-        clean = bool(part.shutdown(self, cleanup_method, timeout))
-        if clean:
-            self.spare.shutdown()
-        return clean
-
-    return with_methods(part, __init__=init, shutdown=end)
+@mutant("deadlines_ignored", "The configured deadlines are ignored.", _HANGS, _SLOW_START, layout=TWO)
+@around(WorkerGroup.__init__)
+def _deadlines_ignored(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
+    start(spec, _default_deadlines(config), **keywords)
 
 
-def left_running(part: Any) -> type:
-    """The first shutdown cleans up but leaves the processes running."""
-
-    def end(self: Any, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
-        if getattr(self, "shut_down_once", False):
-            return bool(part.shutdown(self, cleanup_method, timeout))
-        self.shut_down_once = True
-        if cleanup_method is not None:
-            self.get_all_worker_results(self.run_all_workers_single_data(cleanup_method))
-        return True
-
-    return with_methods(part, shutdown=end)
-
-
-def broken_shutdown(change: Callable[..., Any]) -> Break:
-    """Break `shutdown`: it returns `change(end, cleanup_method, timeout)`, where `end` is the sound one."""
-
-    def break_it(part: Any) -> type:
-        def end(self: Any, cleanup_method: str | None = None, timeout: float | None = None) -> Any:
-            return change(lambda *args: part.shutdown(self, *args), cleanup_method, timeout)
-
-        return with_methods(part, shutdown=end)
-
-    return break_it
+_always_rank_0 = mutant("always_rank_0", "Every worker believes that it is rank 0.", _KNOWS, layout=TWO)(
+    _launching(WrongContext, wrong={"rank": 0})
+)
+_world_of_one = mutant("world_of_one", "Every worker believes that the world size is 1.", _KNOWS, layout=TWO)(
+    _launching(WrongContext, wrong={"world_size": 1})
+)
+_wrong_device = mutant("wrong_device", "Workers are assigned the wrong device.", _KNOWS)(
+    _launching(WrongContext, wrong={"device": "meta"})
+)
+_addresses_differ = mutant(
+    "addresses_differ", "Each worker gets a different address for the process group.", _KNOWS, layout=TWO
+)(_launching(OwnAddress))
 
 
-def second_shutdown_raises(part: Any) -> type:
-    """A second shutdown raises."""
-
-    def end(self: Any, cleanup_method: str | None = None, timeout: float | None = None) -> Any:
-        if getattr(self, "shut_down_once", False):
-            raise WorkerError("the group is already shut down")
-        self.shut_down_once = True
-        return part.shutdown(self, cleanup_method, timeout)
-
-    return with_methods(part, shutdown=end)
+@mutant("constructor_arguments_lost", "Workers are constructed without their arguments.", _KNOWS)
+@around(WorkerGroup.__init__)
+def _constructor_arguments_lost(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
+    start(_without(spec, "word"), config, **keywords)
 
 
-def retried_start(part: Any) -> type:
-    """Repeat a failed start without the argument that made it fail."""
-
-    def init(self: Any, spec: Any, config: Any, **given: Any) -> None:
-        try:
-            part.__init__(self, spec, config, **given)
-        except WorkerError:
-            sound = {name: value for name, value in spec.kwargs.items() if name != "fail_rank"}
-            part.__init__(self, replace(spec, kwargs=sound), config, **given)
-
-    return with_methods(part, __init__=init)
+def _without(spec: Any, *names: str) -> Any:
+    """Return `spec` without the arguments `names` of the constructor."""
+    return replace(spec, kwargs={name: value for name, value in spec.kwargs.items() if name not in names})
 
 
-def start_as_worker_error(part: Any) -> type:
-    """Raise every error at the start as a WorkerError."""
-
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        try:
-            part.__init__(self, *args, **given)
-        except RLFrameworkError as error:
-            raise WorkerError(str(error)) from error
-
-    return with_methods(part, __init__=init)
+_no_port = mutant("no_port", "No port is reserved for the process group.", _PROCESS, layout=TWO)(
+    _launching(WrongContext, wrong={"master_port": 0})
+)
 
 
-def always_successful(end: Callable[..., Any], cleanup_method: str | None, timeout: float | None) -> bool:
-    """Shut down and report success."""
-    end(cleanup_method, timeout)
+@mutant("one_process_for_all", "All workers run in one process.", _PROCESS, layout=TWO)
+@around(WorkerGroup.get_all_worker_results)
+def _one_process_for_all(wait: Any, _: Any, future: Any) -> Any:
+    results = wait(future)
+    return [one | {"pid": results[0]["pid"]} if isinstance(one, dict) else one for one in results]
+
+
+@mutant("failed_start_tried_again", "A failed start is repeated without the argument that made it fail.", _FAILED_START)
+@around(WorkerGroup.__init__)
+def _failed_start_tried_again(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
+    try:
+        start(spec, config, **keywords)
+    except WorkerError:
+        start(_without(spec, "fail_rank"), config, **keywords)
+
+
+@mutant(
+    "start_errors_lose_their_class",
+    "A user error at start-up is raised as a WorkerError.",
+    "test_a_class_that_is_not_there_fails_the_start",
+    _PLUGINS,
+    layout=TWO,
+)
+@around(WorkerGroup.__init__)
+def _start_errors_lose_their_class(start: Any, _: Any, *args: Any, **keywords: Any) -> None:
+    try:
+        start(*args, **keywords)
+    except RLFrameworkError as error:
+        raise WorkerError(str(error)) from error
+
+
+@mutant("plugins_not_compared", "Workers do not compare their plugins with the driver's.", _PLUGINS, layout=TWO)
+@around(WorkerGroup.__init__)
+def _plugins_not_compared(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
+    start(replace(spec, fingerprint=None), config, **keywords)
+
+
+@mutant(
+    "left_after_a_failure",
+    "Processes are left running after a failed call or start.",
+    "test_one_failing_rank_fails_the_call_at_once",
+    _FAILED_START,
+    _FAILED_END,
+    _SLOW_END,
+    layout=TWO,
+)
+@around(WorkerGroup.__init__, WorkerGroup.shutdown)
+def _left_after_a_failure(call: Any, group: Any, *args: Any, **keywords: Any) -> Any:
+    """Start spare workers too, which only a clean shutdown ends."""
+    if call.__name__ == "__init__":
+        spec, config = args
+        spare = _without(spec, *spec.kwargs.keys() - {"folder"})
+        group.spare = type(group).__bases__[0](spare, _default_deadlines(config), **keywords)
+    if (result := call(*args, **keywords)) is True:
+        group.spare.shutdown()
+    return result
+
+
+@mutant("left_after_shutdown", "Shutdown runs the clean-up but leaves the processes running.", _ENDS)
+@around(WorkerGroup.shutdown)
+def _left_after_shutdown(shutdown: Any, group: Any, cleanup_method: str | None = None, timeout: Any = None) -> Any:
+    if hasattr(group, "shut_down_once"):
+        return shutdown(cleanup_method, timeout)
+    group.shut_down_once = True
+    if cleanup_method is not None:
+        group.get_all_worker_results(group.run_all_workers_single_data(cleanup_method))
     return True
 
 
-MUTANTS = (
-    Mutant(
-        "one_memory_for_all_workers",
-        "A worker's writes to a large argument are visible to the other workers.",
-        ("test_workers_cannot_change_what_other_workers_got",),
-        launching("SharedMemory"),
-        TWO,
-    ),
-    Mutant(
-        "deadlines_ignored",
-        "The configured deadlines are ignored.",
-        ("test_a_rank_that_hangs_meets_the_deadline", "test_starting_has_a_deadline"),
-        starting(lambda spec, config: (spec, default_deadlines(config))),
-        TWO,
-    ),
-    Mutant(
-        "always_rank_0",
-        "Every worker believes that it is rank 0.",
-        ("test_every_worker_knows_who_it_is",),
-        launching("AlwaysRank0"),
-        TWO,
-    ),
-    Mutant(
-        "world_of_one",
-        "Every worker believes that the world size is 1.",
-        ("test_every_worker_knows_who_it_is",),
-        launching("WorldSizeOne"),
-        TWO,
-    ),
-    Mutant(
-        "wrong_device",
-        "Workers are assigned the wrong device.",
-        ("test_every_worker_knows_who_it_is",),
-        launching("WrongDevice"),
-    ),
-    Mutant(
-        "addresses_differ",
-        "Each worker gets a different address for the process group.",
-        ("test_every_worker_knows_who_it_is",),
-        launching("OwnAddress"),
-        TWO,
-    ),
-    Mutant(
-        "constructor_arguments_lost",
-        "Workers are constructed without their arguments.",
-        ("test_every_worker_knows_who_it_is",),
-        starting(lambda spec, config: (replace(spec, kwargs=without("word")(dict(spec.kwargs))), config)),
-    ),
-    Mutant(
-        "no_port",
-        "No port is reserved for the process group.",
-        ("test_every_worker_has_a_process_of_its_own",),
-        launching("NoPort"),
-        TWO,
-    ),
-    Mutant(
-        "one_process_for_all",
-        "All workers run in one process.",
-        ("test_every_worker_has_a_process_of_its_own",),
-        one_process_id,
-        TWO,
-    ),
-    Mutant(
-        "failed_start_tried_again",
-        "A failed start is repeated without the argument that made it fail.",
-        ("test_a_constructor_that_raises_fails_the_start",),
-        retried_start,
-    ),
-    Mutant(
-        "start_errors_lose_their_class",
-        "A user error at start-up is raised as a WorkerError.",
-        ("test_a_class_that_is_not_there_fails_the_start", "test_other_plugins_there_than_here_are_refused"),
-        start_as_worker_error,
-        TWO,
-    ),
-    Mutant(
-        "plugins_not_compared",
-        "Workers do not compare their plugins with the driver's.",
-        ("test_other_plugins_there_than_here_are_refused",),
-        starting(lambda spec, config: (replace(spec, fingerprint=None), config)),
-        TWO,
-    ),
-    Mutant(
-        "left_after_a_failure",
-        "Processes are left running after a failed call or start.",
-        (
-            "test_one_failing_rank_fails_the_call_at_once",
-            "test_a_constructor_that_raises_fails_the_start",
-            "test_shutdown_says_that_a_clean_up_failed",
-            "test_shutdown_does_not_wait_for_ever",
-        ),
-        spare_workers,
-        TWO,
-    ),
-    Mutant(
-        "left_after_shutdown",
-        "Shutdown runs the clean-up but leaves the processes running.",
-        ("test_shutdown_cleans_up_and_ends_every_worker",),
-        left_running,
-    ),
-    Mutant(
-        "no_clean_up",
-        "Shutdown does not call the clean-up method.",
-        ("test_shutdown_cleans_up_and_ends_every_worker", "test_shutdown_says_that_a_clean_up_failed"),
-        broken_shutdown(lambda end, cleanup_method, timeout: end(None, timeout)),
-    ),
-    Mutant(
-        "second_shutdown_raises",
-        "A second shutdown raises an error.",
-        ("test_shutdown_cleans_up_and_ends_every_worker",),
-        second_shutdown_raises,
-    ),
-    Mutant(
-        "always_in_peace",
-        "Shutdown always reports success.",
-        ("test_shutdown_says_that_a_clean_up_failed", "test_shutdown_does_not_wait_for_ever"),
-        broken_shutdown(always_successful),
-        TWO,
-    ),
-    Mutant(
-        "shutdown_waits",
-        "Shutdown ignores its timeout.",
-        ("test_shutdown_does_not_wait_for_ever",),
-        broken_shutdown(lambda end, cleanup_method, timeout: end(cleanup_method, 60.0)),
-        TWO,
-    ),
-)
+@mutant("no_clean_up", "Shutdown does not call the clean-up method.", _ENDS, _FAILED_END)
+@around(WorkerGroup.shutdown)
+def _no_clean_up(shutdown: Any, _: Any, cleanup_method: str | None = None, timeout: float | None = None) -> Any:
+    return shutdown(None, timeout)
+
+
+@mutant("second_shutdown_raises", "A second shutdown raises an error.", _ENDS)
+@around(WorkerGroup.shutdown)
+def _second_shutdown_raises(shutdown: Any, group: Any, *args: Any, **keywords: Any) -> Any:
+    if hasattr(group, "shut_down_once"):
+        raise WorkerError("the group is already shut down")
+    group.shut_down_once = True
+    return shutdown(*args, **keywords)
+
+
+@mutant("always_in_peace", "Shutdown always reports success.", _FAILED_END, _SLOW_END, layout=TWO)
+@around(WorkerGroup.shutdown)
+def _always_in_peace(shutdown: Any, _: Any, *args: Any, **keywords: Any) -> bool:
+    shutdown(*args, **keywords)
+    return True
+
+
+@mutant("shutdown_waits", "Shutdown ignores its timeout.", _SLOW_END, layout=TWO)
+@around(WorkerGroup.shutdown)
+def _shutdown_waits(shutdown: Any, _: Any, cleanup_method: str | None = None, timeout: float | None = None) -> Any:
+    return shutdown(cleanup_method, 60.0)

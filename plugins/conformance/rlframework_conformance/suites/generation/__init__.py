@@ -12,8 +12,7 @@ from rlframework_conformance.suites.generation.decoding import Decoding, Samplin
 from rlframework_conformance.suites.generation.engine_harness import GenerationHarness
 from rlframework_conformance.suites.generation.images import Images
 from rlframework_conformance.suites.generation.refit import Refits
-from rlframework_conformance.suites.generation.rejections import Rejections
-from rlframework_conformance.suites.generation.requests import Requests
+from rlframework_conformance.suites.generation.requests import Rejections, Requests
 from rlframework_conformance.suites.generation.results import Results
 from rlframework_conformance.suites.generation.updates import Updates
 from rlframework_conformance.suites.generation.weights import Weights

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightReport
 from rlframework.plugins.types import Capability
+from rlframework_conformance import cases
 from rlframework_conformance.harness import Harness
 from rlframework_conformance.suites.plain_decoding import PlainDecoder, pearson
 
@@ -81,13 +82,7 @@ class GenerationHarness(Harness):
 
     def module(self, path: Path | None = None) -> Any:
         """Return the model as a trainer has it, in training mode."""
-        from transformers import AutoModelForCausalLM
-
-        from rlframework.huggingface.model_directories import quiet_transformers
-
-        with quiet_transformers():
-            module: Any = AutoModelForCausalLM.from_pretrained(path or self.path(), dtype=torch.float32)
-        return module.to(self.device).train()
+        return cases.load(path or self.path()).to(self.device).train()
 
     def weights(self, path: Path | None = None) -> dict[str, Tensor]:
         """Return the weights under the names that `save_pretrained` writes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ class Images(Suite):
         engine, requests = harness.bare_engine(path=path), _requests()
         harness.update(engine, harness.weights(path), 1)
         engine.submit(requests)
-        _require_logprobs(harness, "each with its images", requests, harness.collect(engine, requests), _model(path))
+        results, model = harness.collect(engine, requests), cases.load(path, "ImageTextToText")
+        _require_logprobs(harness, "each with its images", requests, results, model)
 
     @holds(10, Capability.MULTIMODAL)
     def test_an_update_covers_the_image_encoder(self, harness: GenerationHarness) -> None:
@@ -42,7 +42,7 @@ class Images(Suite):
         harness.collect(engine, first)
         changed = {name: 1.5 * one if "visual" in name else one for name, one in weights.items()}
         harness.update(engine, changed, 2)
-        again, model = _requests(prefix="again"), _model(path)
+        again, model = _requests(prefix="again"), cases.load(path, "ImageTextToText")
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.mul_(1.5 if "visual" in name else 1.0)
@@ -64,16 +64,6 @@ def _requests(prefix: str = "") -> list[GenerationRequest]:
         prompt = torch.tensor([4, *tokens, 7, 3])
         found.append(GenerationRequest(f"{prefix}{row}", prompt, row, 4, SamplingParams(0.0), media=media))
     return found
-
-
-def _model(path: Path) -> Any:
-    from transformers import AutoModelForImageTextToText
-
-    from rlframework.huggingface.model_directories import quiet_transformers
-
-    with quiet_transformers():
-        model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    return model.eval()
 
 
 @torch.no_grad()

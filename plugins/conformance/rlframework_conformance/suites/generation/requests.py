@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from rlframework.base.errors import RequestError
+from rlframework.base.errors import NotSupported, RequestError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
@@ -27,6 +28,16 @@ LONG = 60
 """Tokens of a completion that is still in progress after a few calls of `poll(0)`."""
 _SOON = 10.0  # seconds for a call that has nothing to wait for
 _STEPS = 3  # calls of `poll(0)`, each of which computes at least one token
+_UNDECLARED: dict[Capability, dict[str, dict[str, Any]]] = {
+    Capability.COLLECTIVE_REFIT: {
+        "init_collective": {"ip": "127.0.0.1", "port": 29_500, "world_size": 2},
+        "update_weights_from_collective": {},
+    },
+    Capability.IPC_REFIT: {"update_weights_from_ipc_handles": {"ipc_handles": {}}},
+    Capability.EMBEDDED_GENERATION: {"attach": {"model": torch.nn.Linear(1, 1), "version": 1}},
+    Capability.IN_FLIGHT_UPDATE: {"pause": {}},
+}
+"""Calls that need a capability."""
 
 
 class Requests(Suite):
@@ -235,3 +246,16 @@ def _require_part(harness: GenerationHarness, result: GenerationResult, whole: G
     expected = torch.as_tensor(whole.logprobs[:count])
     harness.values(f"log-probabilities of the aborted request {name}", result.logprobs, expected)
     require_spans(harness, result)
+
+
+class Rejections(Suite):
+    """Calls that need a capability which the record does not declare."""
+
+    @holds(8)
+    def test_calls_that_are_not_declared_are_rejected(self, harness: GenerationHarness) -> None:
+        """Undeclared calls must raise `NotSupported`; ignoring them would leave old weights in use."""
+        engine = harness.engine()
+        for capability, calls in _UNDECLARED.items():
+            if capability not in harness.record.capabilities:
+                for name, arguments in calls.items():
+                    harness.raises(NotSupported, partial(getattr(engine, name), **arguments), name)

@@ -31,14 +31,7 @@ class Checkpoints(Suite):
     @holds(5, STATE)
     def test_training_goes_on_to_the_bit(self, harness: PolicyHarness) -> None:
         """Training must resume bit for bit: weights, moments, bias correction and schedule, over three more steps."""
-        settings: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}, "apart": True}
-        first = harness.policy(**settings)
-        train(harness, first, range(3))
-        paths = saved(harness, first)
-        wanted, right = train(harness, first, range(3, 6)), harness.weights(first)
-        second = harness.policy(**settings)  # in other processes: those of the first are gone
-        second.load_checkpoint(*paths)
-        require_same_continuation(harness, second, range(3, 6), wanted, right, "resuming")
+        require_resumption(harness, 3, "resuming", scheduler=SCHEDULE, optimizer={"lr": 1e-3}, apart=True)
 
     @holds(5, STATE)
     def test_moments_are_the_oracles(self, harness: PolicyHarness) -> None:
@@ -67,8 +60,7 @@ class Checkpoints(Suite):
         for seed in range(3):
             oracle.step(harness.batch(seed=seed), "nll")
         policy.load_checkpoint(*written_by_hand(harness.folder / "by-hand", oracle, train_calls=3))
-        for seed in range(3, 6):
-            harness.step(policy, oracle, harness.batch(seed=seed), "nll", f"from another program, step {seed + 1}")
+        harness.steps(policy, oracle, range(3, 6), "nll", "from another program")
         harness.tensors("weights after resuming", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
     @holds(5, STATE)
@@ -78,8 +70,7 @@ class Checkpoints(Suite):
         first = harness.policy(**settings)
         first.train(harness.batch(), NotFiniteLoss())
         paths = saved(harness, first)
-        second = harness.policy(**settings)
-        second.load_checkpoint(*paths)
+        second = harness.resumed(paths, **settings)
         harness.raises(
             NonFiniteGradients,
             lambda: second.train(harness.batch(), NotFiniteLoss()),
@@ -93,8 +84,7 @@ class Checkpoints(Suite):
         first.inspect(DRAW)
         paths = saved(harness, first)
         wanted = first.inspect(DRAW)
-        second = harness.policy()
-        second.load_checkpoint(*paths)
+        second = harness.resumed(paths)
         harness.equal("numbers that the workers draw next", second.inspect(DRAW), wanted)
 
     @holds(5, STATE)
@@ -111,8 +101,7 @@ class Checkpoints(Suite):
         data, first = harness.batch(), harness.policy(optimizer={"lr": 1e-2})
         train(harness, first, range(2))
         paths, wanted = saved(harness, first), first.get_logprobs(data)["logprobs"]
-        second = harness.policy(reference=True)
-        second.load_checkpoint(*paths)
+        second = harness.resumed(paths, reference=True)
         got = second.get_reference_policy_logprobs(data)["reference_logprobs"]
         harness.values("reference log-probabilities after resuming", got, harness.oracle().logprobs(data))
         harness.exact("the policy's own", second.get_logprobs(data)["logprobs"], wanted)
@@ -164,6 +153,24 @@ def _scored_before_and_after_an_update(policy: InspectedPolicy, data: BatchedDat
     return [before, after, policy.get_logprobs(data)["logprobs"]]
 
 
+def require_resumption(
+    harness: PolicyHarness, steps: int, what: str, model: str = "untied", form: str = "portable", **keys: Any
+) -> None:
+    """Require that a policy resumes bit for bit from a checkpoint after `steps` steps, for as many steps.
+
+    A sharded checkpoint is written during these steps. `keys`: of `PolicyHarness.policy`.
+    """
+    first, later = harness.policy(model, **keys), range(steps, 2 * steps)
+    train(harness, first, range(steps))
+    paths = saved(harness, first, form=form, asynchronous=form == "sharded")
+    wanted = train(harness, first, later)
+    if form == "sharded":
+        first.finish_checkpoint()
+    right = harness.weights(first)
+    second = harness.resumed(paths, model, **keys)  # in other processes: those of the first are gone
+    require_same_continuation(harness, second, later, wanted, right, what)
+
+
 def require_same_continuation(
     harness: PolicyHarness,
     policy: InspectedPolicy,
@@ -178,8 +185,7 @@ def require_same_continuation(
         harness.scalar(f"learning rate of step {step}, {what}", got["lr"], left["lr"], 0.0)
         harness.exact(f"loss of step {step}, {what}", got["global_loss"], left["global_loss"])
     weights = harness.weights(policy)
-    for name, weight in right.items():
-        harness.exact(f"{name} after {what}", weights[name], weight)
+    harness.same(f"after {what}", weights, right)
 
 
 def train(harness: PolicyHarness, policy: InspectedPolicy, seeds: range) -> list[dict[str, Any]]:

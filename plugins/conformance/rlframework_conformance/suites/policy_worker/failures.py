@@ -18,8 +18,6 @@ from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.losses import FailingLoss
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
-CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
-
 REJECTED_BY_CONFIGURATION: Mapping[Capability, Mapping[str, Any]] = {
     Capability.TENSOR_PARALLEL: {"parallelism": {"tensor": 2}},
     Capability.CONTEXT_PARALLEL: {"parallelism": {"context": 2}},
@@ -107,8 +105,8 @@ class Failures(Suite):
             harness.raises(BatchError, partial(policy.train, data, loss_function("nll")), what)
         data = harness.batch().slice(0, 8 // harness.layout.data)
         del data["sample_mask"]
-        for raised in policy.inspect(CALL, method="train", arguments={"data": data, "loss_fn": loss_function("nll")}):
-            harness.require("BatchError" in raised, "a worker must reject rows without sample_mask", got=raised)
+        what = "a worker must reject rows without sample_mask"
+        harness.workers_raise(policy, "BatchError", what, "train", data=data, loss_fn=loss_function("nll"))
         harness.step(policy, oracle, harness.batch(), "nll", "after bad batches")
 
     @holds(8)
@@ -117,8 +115,8 @@ class Failures(Suite):
         policy = harness.policy()
         data = harness.batch(8).slice(0, 7)
         arguments = {"data": data, "loss_fn": loss_function("nll"), "gbs": 4 * harness.layout.data}
-        for raised in policy.inspect(CALL, method="train", arguments=arguments):
-            harness.require("BatchError" in raised, "a worker must reject 7 rows if its share is 4", got=raised)
+        what = "a worker must reject 7 rows if its share is 4"
+        harness.workers_raise(policy, "BatchError", what, "train", **arguments)
 
     @holds(8)
     def test_what_is_not_declared_is_refused(self, harness: PolicyHarness) -> None:
@@ -132,16 +130,10 @@ class Failures(Suite):
         policy = harness.policy()
         for capability, (method, arguments) in REJECTED_BY_WORKER.items():
             if capability not in declared:
-                for raised in policy.inspect(CALL, method=method, arguments=arguments):
-                    harness.require(
-                        "NotSupported" in raised,
-                        f"{method} must raise NotSupported: {capability} is not declared",
-                        got=raised,
-                    )
-        for raised in policy.inspect(CALL, method="save_adapter", arguments={"path": "nowhere"}):
-            harness.require(
-                "NotSupported" in raised, "save_adapter must raise NotSupported without policy.lora", got=raised
-            )
+                what = f"{method} must raise NotSupported: {capability} is not declared"
+                harness.workers_raise(policy, "NotSupported", what, method, **arguments)
+        what = "save_adapter must raise NotSupported without policy.lora"
+        harness.workers_raise(policy, "NotSupported", what, "save_adapter", path="nowhere")
         if Capability.REFERENCE_MODEL not in declared:
             harness.raises(NotSupported, lambda: harness.policy(reference=True), "a reference model")
 

@@ -49,8 +49,7 @@ class MuonOptimizer(Suite):
         checkpoints = {form: saved(harness, first, form=form) for form in forms}
         wanted, right = train(harness, first, range(3, 5)), harness.weights(first)
         for form, paths in checkpoints.items():
-            second = harness.policy(**settings)
-            second.load_checkpoint(*paths)
+            second = harness.resumed(paths, **settings)
             require_same_continuation(harness, second, range(3, 5), wanted, right, f"resuming with muon, {form}")
         other = harness.policy()
         harness.raises(DataError, lambda: other.load_checkpoint(*paths), "the state of another optimizer", "muon")

@@ -6,10 +6,9 @@ import torch
 
 from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import CALL, PolicyHarness, loss_function
 
 HERE = "rlframework_conformance.suites.policy_worker.inspection"
-CALL = f"{HERE}:call"
 
 
 class State(Suite):
@@ -27,8 +26,7 @@ class State(Suite):
         result = policy.train(other, loss_function("nll"), eval_mode=True)
         harness.scalar("loss of the evaluation", result["loss"], float(oracle.loss(other, "nll").detach()))
         harness.equal("gradient norm of an evaluation", result["grad_norm"], None)
-        for name, weight in harness.weights(policy).items():
-            harness.exact(f"{name} after an evaluation", weight, before[name])
+        harness.same("after an evaluation", harness.weights(policy), before)
         result = policy.train(second, loss_function("nll"))
         harness.scalar("learning rate after an evaluation", result["lr"], 0.5e-4)
         oracle.step(second, "nll", lr=0.5e-4)
@@ -42,8 +40,7 @@ class State(Suite):
         before, data = harness.weights(policy), harness.batch(seed=1)
         first, second = (policy.get_logprobs(data)["logprobs"] for _ in range(2))
         harness.exact("log-probabilities, the second time", second, first)
-        for name, weight in harness.weights(policy).items():
-            harness.exact(f"{name} after scoring", weight, before[name])
+        harness.same("after scoring", harness.weights(policy), before)
         harness.step(policy, oracle, harness.batch(seed=2), "nll", "after scoring")
 
     @holds(4)
@@ -63,8 +60,7 @@ class State(Suite):
         policy.get_logprobs(data)
         policy.train(data, loss_function("pg"))
         harness.equal("keys of the batch", sorted(data), sorted(copies))
-        for name, value in copies.items():
-            harness.exact(f"{name} of the caller's batch", data[name], value)
+        harness.same("of the caller's batch", data, copies)
 
     @holds(4, Capability.REFERENCE_MODEL)
     def test_the_reference_is_the_model_of_the_start(self, harness: PolicyHarness) -> None:
@@ -81,8 +77,7 @@ class State(Suite):
         harness.exact("reference log-probabilities after three steps", got, first)
         harness.exact("the policy's own afterwards", policy.get_logprobs(data)["logprobs"], moved)
         harness.require(bool((moved != first).any()), "three large steps change the policy's log-probabilities")
-        for name, weight in harness.weights(policy).items():
-            harness.exact(f"{name} after scoring with the reference", weight, before[name])
+        harness.same("after scoring with the reference", harness.weights(policy), before)
 
     @holds(4, Capability.REFERENCE_MODEL)
     def test_the_reference_moves_toward_the_policy(self, harness: PolicyHarness) -> None:
@@ -100,8 +95,7 @@ class State(Suite):
             oracle.model.load_state_dict(right)
             got = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
             harness.values(f"reference log-probabilities after update {number + 1}", got, oracle.logprobs(data), 2e-4)
-            for name, weight in harness.weights(policy).items():
-                harness.exact(f"{name} after update {number + 1} of the reference", weight, before[name])
+            harness.same(f"after update {number + 1} of the reference", harness.weights(policy), before)
         policy.sync_reference(1.0)
         got = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
         harness.exact("reference log-probabilities with alpha 1", got, policy.get_logprobs(data)["logprobs"])
@@ -127,10 +121,8 @@ class State(Suite):
             harness.equal("error of an evaluation without an optimizer", raised, "nothing")
         result = policy.train(data, loss_function("nll"), eval_mode=True)
         harness.scalar("loss without an optimizer", result["loss"], float(oracle.loss(data, "nll").detach()))
-        for raised in policy.inspect(CALL, method="train", arguments={**evaluation, "eval_mode": False}):
-            harness.require(
-                "NotSupported" in raised, "training without an optimizer must raise NotSupported", got=raised
-            )
+        what = "training without an optimizer must raise NotSupported"
+        harness.workers_raise(policy, "NotSupported", what, "train", **evaluation | {"eval_mode": False})
 
     @holds(4, Capability.CPU_OFFLOAD)
     def test_moving_away_and_back_changes_nothing(self, harness: PolicyHarness) -> None:
@@ -167,8 +159,7 @@ class State(Suite):
             offload["parameters"] = False
         harness.first_step(harness.batch(), "all offloaded", offload=offload)
         policy, oracle = harness.policy(offload=offload), harness.oracle()
-        for seed in range(3):
-            harness.step(policy, oracle, harness.batch(seed=seed), "nll", f"all offloaded, step {seed + 1}")
+        harness.steps(policy, oracle, range(3), "nll", "all offloaded")
         harness.tensors("weights after three steps", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
     @holds(4, Capability.REFERENCE_MODEL)
@@ -189,8 +180,7 @@ class State(Suite):
         harness.equal(
             "exceptions seen", policy.inspect(f"{HERE}:raise_inside_reference"), ["seen"] * harness.layout.workers
         )
-        for name, weight in harness.weights(policy).items():
-            harness.exact(f"{name} after an exception", weight, before[name])
+        harness.same("after an exception", harness.weights(policy), before)
         harness.exact("log-probabilities after an exception", policy.get_logprobs(data)["logprobs"], scored)
 
     @holds(4, Capability.REFERENCE_MODEL)

@@ -19,7 +19,6 @@ from rlframework_conformance.policies import InspectedEngines, InspectedPolicy
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
-CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
 BROADCAST = "rlframework_conformance.suites.policy_worker.inspection:attempt_to_broadcast"
 HELD = "rlframework_conformance.suites.policy_worker.inspection:held_weights"
 SMALL = 4096 / 2**20
@@ -99,16 +98,11 @@ class Refit(Suite):
         The former is an `AssertionError`, the latter a `UserError`.
         """
         policy = harness.policy()
-        asked = {"method": "get_weights_ipc_handles", "arguments": {"keys": ["model.norm.weight"]}}
-        for raised in policy.inspect(CALL, **asked):
-            harness.require(
-                "AssertionError" in raised,
-                "handles before prepare_weights_for_ipc must raise AssertionError",
-                got=raised,
-            )
+        method, what = "get_weights_ipc_handles", "handles before prepare_weights_for_ipc must raise AssertionError"
+        harness.workers_raise(policy, "AssertionError", what, method, keys=["model.norm.weight"])
         policy.everywhere("prepare_weights_for_ipc")
-        for raised in policy.inspect(CALL, method="get_weights_ipc_handles", arguments={"keys": ["no.such.weight"]}):
-            harness.require("UserError" in raised, "an unknown weight must raise UserError", got=raised)
+        what = "an unknown weight must raise UserError"
+        harness.workers_raise(policy, "UserError", what, method, keys=["no.such.weight"])
 
     @holds(7, Capability.COLLECTIVE_REFIT)
     def test_a_late_or_lost_engine_is_reported_and_the_trainer_goes_on(self, harness: PolicyHarness) -> None:

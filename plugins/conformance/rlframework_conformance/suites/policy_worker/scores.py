@@ -10,11 +10,9 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.contracts import FP32
 from rlframework_conformance.oracle import scores as oracle_scores
 from rlframework_conformance.rules import Suite, holds
+from rlframework_conformance.suites.policy_worker.grouping import GROUPS
 from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
 
-CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
-GROUPS = (5, 9, 2, 5, 9, 5, 2, 7)
-"""Groups of three, two, two and one row, mixed. Row 1 of the batch is masked."""
 HEADS = {"scores": "score", "score_pairs": "score", "values": "value"}
 """The head that each loss reads."""
 
@@ -57,9 +55,8 @@ class Scores(Suite):
             for reads, (method, arguments) in calls.items():
                 if {"nll": "language", **HEADS}.get(reads, reads) == head:
                     continue
-                for raised in policy.inspect(CALL, method=method, arguments={"data": data, **arguments}):
-                    what = f"{method} must be rejected with policy.head={head}, as it reads {reads}"
-                    harness.require("NotSupported" in raised, what, got=raised)
+                what = f"{method} must be rejected with policy.head={head}, as it reads {reads}"
+                harness.workers_raise(policy, "NotSupported", what, method, data=data, **arguments)
 
     @holds(3, Capability.SCORING)
     def test_values_are_those_before_each_token(self, harness: PolicyHarness) -> None:
@@ -105,8 +102,7 @@ class Scores(Suite):
         policy = harness.policy("tied", head="score", head_init="zeros", optimizer={"lr": 1e-2})
         data = harness.batch()
         harness.exact("scores of a new head", policy.score(data)["scores"], torch.zeros(data.size))
-        for number in range(3):
-            harness.step(policy, oracle, harness.batch(seed=number), "scores", f"a new head, step {number + 1}")
+        harness.steps(policy, oracle, range(3), "scores", "a new head")
         harness.tensors("weights after three steps", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
         folder = harness.folder / "saved"
         policy.save_pretrained(str(folder))
@@ -121,11 +117,9 @@ class Scores(Suite):
         paths = str(harness.folder / "weights"), str(harness.folder / "optimizer")
         first.save_checkpoint(*paths)
         wanted, right = first.train(harness.batch(seed=1), loss_fn)["loss"], harness.weights(first)
-        second = harness.policy("tied", **keys)
-        second.load_checkpoint(*paths)
+        second = harness.resumed(paths, "tied", **keys)
         harness.equal("loss after resuming", second.train(harness.batch(seed=1), loss_fn)["loss"], wanted)
-        for name, weight in harness.weights(second).items():
-            harness.exact(f"{name} after resuming", weight, right[name])
+        harness.same("after resuming", harness.weights(second), right)
 
     def _first_step(self, harness: PolicyHarness, kind: str, what: str, **keys: Any) -> None:
         """Compare loss, gradient norm and gradients of the first step of the loss `kind` with the oracle's."""

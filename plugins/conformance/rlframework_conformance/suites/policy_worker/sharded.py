@@ -1,4 +1,4 @@
-"""Contract 5 for checkpoints written in shards, and for all forms across layouts."""
+"""Contract 5 for checkpoints written in shards or in the engine's own format, and for all forms across layouts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import (
     SCHEDULE,
     STATE,
-    require_same_continuation,
+    require_resumption,
     saved,
     train,
 )
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
-SHARDED = Capability.SHARDED_CHECKPOINTS
+SHARDED, NATIVE = Capability.SHARDED_CHECKPOINTS, Capability.NATIVE_CHECKPOINTS
 SETTINGS: dict[str, Any] = {"scheduler": SCHEDULE, "optimizer": {"lr": 1e-3}}
 
 
@@ -35,15 +35,7 @@ class Sharded(Suite):
 
         It holds the state at the start of the save.
         """
-        first = harness.policy(**SETTINGS)
-        train(harness, first, range(2))
-        paths = saved(harness, first, form="sharded", asynchronous=True)
-        wanted = train(harness, first, range(2, 4))
-        first.finish_checkpoint()
-        right = harness.weights(first)
-        second = harness.policy(**SETTINGS)
-        second.load_checkpoint(*paths)
-        require_same_continuation(harness, second, range(2, 4), wanted, right, "resuming from shards")
+        require_resumption(harness, 2, "resuming from shards", form="sharded", **SETTINGS)
 
     @holds(5, STATE, SHARDED)
     def test_both_forms_hold_the_same_numbers(self, harness: PolicyHarness) -> None:
@@ -57,8 +49,7 @@ class Sharded(Suite):
             for kind, portable, sharded in zip(("weights", "moments"), whole, sharded_paths, strict=True):
                 right, found = read(portable), read(sharded)
                 harness.equal(f"names of {kind}, {model} head", sorted(found), sorted(right))
-                for name, tensor in right.items():
-                    harness.exact(f"{name} from shards, {model} head", found[name], tensor)
+                harness.same(f"from shards, {model} head", found, right)
                 size = sum(path.stat().st_size for path in Path(sharded).glob("*.distcp"))
                 least = sum(tensor.nbytes for tensor in right.values())
                 # torch.save takes about a kilobyte per shard
@@ -162,3 +153,45 @@ def flipped(content: bytes) -> bytes:
     """Return `content` with one bit in the middle flipped."""
     place = len(content) // 2
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+class Native(Suite):
+    """Checkpoints that the engine's own programs read; their numbers are those of the other forms."""
+
+    @holds(5, NATIVE)
+    def test_training_goes_on_to_the_bit_from_native_files(self, harness: PolicyHarness) -> None:
+        """Training must resume bit for bit from native files: weights, moments, optimizer and schedule steps, also
+        tied.
+        """
+        for model in ("untied", "tied"):
+            what = f"resuming from native files, {model} head"
+            require_resumption(harness, 2, what, model, "native", **SETTINGS)
+
+    @holds(5, NATIVE)
+    def test_native_weights_are_those_that_are_saved(self, harness: PolicyHarness) -> None:
+        """Native weights loaded without an optimizer must equal those that `save_pretrained` writes."""
+        first = harness.policy(**SETTINGS)
+        train(harness, first, range(2))
+        path = str(harness.folder / "weights-alone")
+        first.save_checkpoint(path, None, form="native")
+        right = harness.weights(first)
+        second = harness.policy(trains=False)
+        second.load_checkpoint(path)
+        found = harness.weights(second)
+        harness.same("from native weights", found, right)
+
+    @holds(5, NATIVE)
+    def test_native_files_are_whole_or_refused(self, harness: PolicyHarness) -> None:
+        """A flipped bit, a missing file and a missing optimizer must each raise a `DataError` that names it."""
+        policy = harness.policy()
+        paths = saved(harness, policy, form="native")
+        alone = str(harness.folder / "weights-alone")
+        policy.save_checkpoint(alone, None, form="native")
+        harness.raises(DataError, loading(harness, (alone, paths[1])), "an optimizer that was not saved", "optimizer")
+        files = [path for path in Path(paths[0], "engine").rglob("*") if path.is_file()]
+        largest = max(files, key=lambda path: path.stat().st_size)
+        whole = largest.read_bytes()
+        largest.write_bytes(flipped(whole))
+        harness.raises(DataError, loading(harness, paths), "a flipped bit", largest.name)
+        largest.unlink()
+        harness.raises(DataError, loading(harness, paths), "a missing file", largest.name)

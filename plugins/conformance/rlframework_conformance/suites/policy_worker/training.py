@@ -42,8 +42,7 @@ class Training(Suite):
         """A tied embedding must receive the gradient of both uses, and no second copy may diverge from it."""
         harness.first_step(harness.batch(), "tied head", model="tied")
         policy, oracle = harness.policy("tied"), harness.oracle("tied")
-        for number in range(3):
-            harness.step(policy, oracle, harness.batch(seed=number), "nll", f"tied head, step {number + 1}")
+        harness.steps(policy, oracle, range(3), "nll", "tied head")
         harness.tensors("weights of the tied model", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
     @holds(3)
@@ -124,8 +123,7 @@ class Training(Suite):
         """The optimizer must use the configured betas and epsilon, tested over five steps with unusual values."""
         settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.2}
         policy, oracle = harness.policy(optimizer=settings), harness.oracle(**settings)
-        for number in range(5):
-            harness.step(policy, oracle, harness.batch(seed=number), "nll", f"own betas, step {number + 1}")
+        harness.steps(policy, oracle, range(5), "nll", "own betas")
         harness.tensors("weights with own betas", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
     @holds(3)
@@ -153,8 +151,7 @@ class Training(Suite):
         before = harness.weights(policy)
         result = policy.train(harness.batch(seed=1), NotFiniteLoss())
         harness.equal("skipped steps", result["skipped"], 1)
-        for name, weight in harness.weights(policy).items():
-            harness.exact(f"{name} after a skipped step", weight, before[name])
+        harness.same("after a skipped step", harness.weights(policy), before)
         harness.step(policy, oracle, harness.batch(seed=2), "nll", "after")
         harness.tensors("weights after a skipped step", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
@@ -173,8 +170,7 @@ class Training(Suite):
         result = policy.train(data, loss_function("pg"))
         harness.equal("gradient norm of a gradient of 0", float(result["grad_norm"][0]), 0.0)
         harness.equal("skipped steps", result["skipped"], 0)
-        for name, weight in harness.weights(policy).items():
-            harness.exact(f"{name} after a gradient of 0", weight, before[name])
+        harness.same("after a gradient of 0", harness.weights(policy), before)
         harness.step(policy, oracle, harness.batch(seed=1), "nll", "after a gradient of 0")
         harness.tensors("weights after the next step", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
 
@@ -198,8 +194,7 @@ class Training(Suite):
         before, empty = harness.weights(policy), harness.batch(seed=1)
         empty["token_mask"][:] = 0.0
         policy.train(empty, loss_function("nll"))
-        for name, weight in harness.weights(policy).items():
-            harness.exact(f"{name} after a batch without a valid token", weight, before[name])
+        harness.same("after a batch without a valid token", harness.weights(policy), before)
 
     @holds(3)
     def test_losses_may_ask_for_logits(self, harness: PolicyHarness) -> None:

@@ -32,6 +32,8 @@ from rlframework_conformance.suites.policy_worker.losses import (
     ValuesLoss,
 )
 
+CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
+"""Path of the function that calls a method of a worker and returns what it raised."""
 PROBE_LR, PROBE_EPS = 1e6, 1e3
 PROBE: dict[str, Any] = {
     "optimizer": {"lr": PROBE_LR, "eps": PROBE_EPS, "weight_decay": 0.0},
@@ -157,6 +159,17 @@ class PolicyHarness(Harness):
             **keys,
         )
 
+    def resumed(self, checkpoint: tuple[str, str | None], model: str = "untied", **keys: Any) -> InspectedPolicy:
+        """Build a policy, as `policy` does, and load the paths of a checkpoint's weights and optimizer."""
+        policy = self.policy(model, **keys)
+        policy.load_checkpoint(*checkpoint)
+        return policy
+
+    def workers_raise(self, policy: InspectedPolicy, error: str, what: str, method: str, **arguments: Any) -> None:
+        """Require `method` of each worker to raise an `error`; `what` states so."""
+        for raised in policy.inspect(CALL, method=method, arguments=arguments):
+            self.require(error in raised, what, got=raised)
+
     def engines(self, policy: InspectedPolicy) -> InspectedEngines:
         """Start generation workers for `policy` in separate processes; they are ended with the test."""
         tokenizer = load_tokenizer(policy.config.policy.model_name)
@@ -187,6 +200,11 @@ class PolicyHarness(Harness):
     def step(self, policy: InspectedPolicy, oracle: Oracle, data: BatchedDataDict[Any], kind: str, what: str) -> None:
         """Take one step with both and compare loss and gradient norm."""
         self.compare_step(policy, oracle.step(data, kind), data, kind, what)
+
+    def steps(self, policy: InspectedPolicy, oracle: Oracle, seeds: range, kind: str, what: str) -> None:
+        """Take one step for each of `seeds` with both, as `step` does."""
+        for seed in seeds:
+            self.step(policy, oracle, self.batch(seed=seed), kind, f"{what}, step {seed + 1}")
 
     def compare_step(
         self, policy: InspectedPolicy, right: OracleStep, data: BatchedDataDict[Any], kind: str, what: str
