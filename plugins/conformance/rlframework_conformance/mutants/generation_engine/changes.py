@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 from rlframework_conformance import cases
-from rlframework_conformance.mutants.mutant import around
+from rlframework_conformance.mutants.mutant import around, together
 
 Break = Callable[[Any], Any]
 
@@ -62,11 +61,6 @@ def observed(part: Any) -> Any:
             return bool(super().update_weights_from_ipc_handles(ipc_handles))
 
     return Observed
-
-
-def together(*changes: Break) -> Break:
-    """Return the `break_it` that applies all `changes`, the first one innermost."""
-    return lambda part: reduce(lambda broken, change: change(broken), changes, part)
 
 
 def around_observed(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Break]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
-from rlframework_conformance.mutants.generation_engine.changes import broken_sampling, model_of, observed, together
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.generation_engine.changes import broken_sampling, model_of, observed
+from rlframework_conformance.mutants.mutant import around, mutant, together
 
 _LAST_UPDATE = "test_the_weights_of_the_last_update_count"
 _OLDER = "test_nothing_computed_with_older_weights_is_used"
