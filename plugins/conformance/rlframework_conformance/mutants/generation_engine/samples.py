@@ -14,9 +14,8 @@ from rlframework_conformance.mutants.generation_engine.changes import (
     broken_module,
     broken_requests,
     broken_sampling,
-    together,
 )
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, mutant, together
 
 _GREEDY = "test_greedy_completions_are_those_of_plain_decoding"
 _FREQUENCIES = "test_samples_are_as_frequent_as_the_model_says"

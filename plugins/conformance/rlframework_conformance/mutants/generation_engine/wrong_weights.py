@@ -18,9 +18,8 @@ from rlframework_conformance.mutants.generation_engine.changes import (
     broken_results,
     broken_weights,
     saved_weights,
-    together,
 )
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, mutant, together
 
 _LIVE = "test_attached_weights_are_live"
 _LAST_GIVEN = "test_weights_given_last_count_however_they_came"
