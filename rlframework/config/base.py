@@ -54,6 +54,10 @@ def import_path(function: Callable[..., Any]) -> str:
                 f"an object of the class {kind.__qualname__} has no import path; give the class, "
                 f"{kind.__module__}:{kind.__qualname__}, or the path module:name of a global variable with the object"
             )
+        if "<" not in name and found is not None:  # as `<locals>` and `<lambda>`
+            raise ValueError(
+                f"{name} was defined again since; run the cell or line that makes this configuration again"
+            )
         raise ValueError(
             f"{name} has no import path; define it at the top level of a module or "
             "of the program (no lambda, nothing inside a function)"

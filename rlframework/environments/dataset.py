@@ -60,6 +60,9 @@ class LazySamples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} samples>"
+
     @overload
     def __getitem__(self, index: int) -> Sample: ...
     @overload

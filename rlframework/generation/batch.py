@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlframework.base.errors import BatchError, RLFrameworkError
+from rlframework.base.errors import BatchError, BatchTypeError, RLFrameworkError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
@@ -58,6 +59,8 @@ def requests_of(
     packed = {name: value.tensors for name, value in data.items() if isinstance(value, PackedTensor)}
     media = [{name: rows[row] for name, rows in packed.items() if rows[row] is not None} for row in range(len(seeds))]
     used = config.temperature if temperature is None else temperature
+    if not isinstance(used, Real):
+        raise BatchTypeError(f"temperature is {used!r}; it must be a number, 0 for the most likely tokens")
     sampling = SamplingParams(used, config.top_k, config.top_p, stop_tokens)
     batch = uuid.uuid4().hex
     return [

@@ -391,7 +391,8 @@ class PolicyWorker(ABC):
     ) -> None:
         """Resume from a checkpoint of `save_checkpoint`, in any of its forms. Capability `portable_optimizer_state`.
 
-        Without `reference_path` the reference stays as it is.
+        Without `optimizer_path` the optimizer keeps its moments and its step, without `reference_path` the reference
+        stays as it is.
 
         Raises `DataError` naming the file, without changing any state, if files are missing, truncated or damaged, or
         if the checkpoint is in the native form of another backend.

@@ -6,11 +6,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlframework.base.errors import BatchError, ConfigError, NotSupported
+from rlframework.base.errors import BatchError, ConfigError, DataError, NotSupported
 from rlframework.batch.batch_rows import read_count
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
@@ -256,7 +257,6 @@ class Policy:
     # -- calls of all workers at once: see `PolicyWorker` -------------------------------------------------------------
 
     load_adapter = remote(PolicyWorker.load_adapter)
-    load_checkpoint = remote(PolicyWorker.load_checkpoint)
     finish_checkpoint = remote(PolicyWorker.finish_checkpoint)
     checkpoint_written = remote(PolicyWorker.checkpoint_written, all)
     """Return True if all workers have written their shards, so that `finish_checkpoint` does not wait."""
@@ -273,6 +273,18 @@ class Policy:
     prepare_for_lp_inference = remote(PolicyWorker.prepare_for_lp_inference, _moved)
     offload_before_refit = remote(PolicyWorker.offload_before_refit, _moved)
     offload_after_refit = remote(PolicyWorker.offload_after_refit, _moved)
+
+    def load_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, reference_path: str | None = None
+    ) -> None:
+        """See `PolicyWorker.load_checkpoint`. Raises `DataError` for a folder that does not exist."""
+        paths = {"weights_path": weights_path, "optimizer_path": optimizer_path, "reference_path": reference_path}
+        for name, path in paths.items():
+            if path is not None and not Path(path).is_dir():
+                raise DataError(f"{name}: there is no folder {path}")
+        if (Path(weights_path) / "run.json").is_file():
+            raise DataError(f"{weights_path} is the checkpoint of a run; give its folders model and optimizer")
+        self._calls.on_all(PolicyWorker.load_checkpoint, **{name: path for name, path in paths.items() if path})
 
     def save_pretrained(self, path: str, *, replace: bool = False) -> None:
         """Write a Hugging Face directory; see `PolicyWorker.save_pretrained`.

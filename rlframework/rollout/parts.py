@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlframework.policy.client import Policy
 
 
-@dataclass
+@dataclass(repr=False)
 class Parts:
     """The components of a run that an algorithm uses.
 
@@ -41,6 +41,10 @@ class Parts:
     images: ImageInputs | None = None
     timeline: Timeline | None = None
     uploads: Uploads | None = None
+
+    def __repr__(self) -> str:
+        further = "".join(f", {name}" for name in self.models)
+        return f"<Parts of {self.config.output_dir}: {self.config.policy.model_name}{further}>"
 
     @property
     def trained(self) -> dict[str, Policy]:

@@ -24,14 +24,15 @@ import signal
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from functools import partial
+from functools import partial, reduce
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import BaseContext
 from queue import SimpleQueue
-from types import CodeType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -180,14 +181,30 @@ def _pickled(value: Any) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, which keeps the file and lines of code that it sends by value, for tracebacks."""
+    """cloudpickle's pickler, which keeps the file and lines of code that it sends by value, for tracebacks.
+
+    A class or function of a module is sent as a name, and workers import the module once. When the driver has reloaded
+    the module, as notebooks do, they would go on with its earlier code: from then on it is sent by value.
+    """
+
+    _sent: ClassVar[dict[tuple[str, str], weakref.ref[Any]]] = {}
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)):
+            self._note_reload(value)
         if type(value) is not CodeType:
             return super().reducer_override(value)
         create, arguments = self.dispatch_table[CodeType](value)
         lines = [] if os.path.isfile(value.co_filename) else linecache.getlines(value.co_filename)  # of a cell
         return _code_of, (create, arguments, value.co_filename, lines)
+
+    def _note_reload(self, value: Any) -> None:
+        name, module = value.__qualname__, sys.modules.get(value.__module__)
+        current: Any = reduce(lambda holder, part: getattr(holder, part, None), name.split("."), module)
+        if current is not value or module is None or module.__name__ == "__main__":
+            return
+        if self._sent.setdefault((module.__name__, name), weakref.ref(value))() is not value:
+            cloudpickle.register_pickle_by_value(module)
 
 
 def _code_of(create: Callable[..., CodeType], arguments: tuple[Any, ...], file: str, lines: list[str]) -> CodeType:

@@ -142,6 +142,18 @@ def test_a_function_without_an_import_path_is_rejected() -> None:
         load_config(source)
 
 
+def test_a_function_that_was_defined_again_is_told_so(monkeypatch) -> None:
+    """As in a notebook: the configuration of an earlier cell has the earlier function."""
+
+    def reward_of_a_cell(completion: str) -> float:
+        return 0.5
+
+    reward_of_a_cell.__module__, reward_of_a_cell.__qualname__ = "__main__", "reward_of_a_cell"
+    monkeypatch.setattr(sys.modules["__main__"], "reward_of_a_cell", lambda completion: 1.0, raising=False)
+    with pytest.raises(ValueError, match="reward_of_a_cell was defined again since; run the cell or line that makes"):
+        DatasetConfig(path="rows.jsonl", reward=reward_of_a_cell)
+
+
 def test_check_and_reward_together_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"reward \(a:b\) and check \(exact\) both score completions"):
         DatasetConfig(path="rows.jsonl", reward="a:b", check="exact")

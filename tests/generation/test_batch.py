@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.base.errors import BatchError, RLFrameworkError
+from rlframework.base.errors import BatchError, BatchTypeError, RLFrameworkError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import GenerationConfig
 from rlframework.generation.batch import batch_of, generate, requests_of
@@ -52,6 +52,12 @@ def test_prompts_of_other_integers_are_converted(dtype: torch.dtype) -> None:
     ):
         assert request.prompt_ids.dtype == torch.int64
         assert torch.equal(request.prompt_ids, expected.prompt_ids)
+
+
+def test_a_temperature_that_is_no_number_is_rejected_in_the_driver():
+    """In a worker it would end all of them."""
+    with pytest.raises(BatchTypeError, match=r"^temperature is 'hot'; it must be a number"):
+        requests_of(rows(), GenerationConfig(), STOPS, temperature="hot")
 
 
 def test_ids_of_requests_are_unique_across_calls():

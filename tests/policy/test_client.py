@@ -9,7 +9,7 @@ import torch
 
 from rlframework import build_parts, create_manager, load_config
 from rlframework.algorithms.losses import NLLLoss
-from rlframework.base.errors import NotSupported
+from rlframework.base.errors import DataError, NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
@@ -77,3 +77,16 @@ def test_the_flops_are_those_of_all_workers_rows_in_the_loss(tmp_path, tiny_llam
     forward = 2 * 30_720 * 26 + 2 * 32 * len(tokenizer) * 17 + 2 * 2 * 64 * 125
     assert (trained["flops"], evaluated["flops"]) == (3 * forward, forward)
     assert trained["times"]["train"] > 0
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_before_workers_are_called(tmp_path):
+    """An error in a worker would end all of them, and with them the weights."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "run.json").touch()
+    policy = object.__new__(Policy)
+    with pytest.raises(DataError, match=r"^weights_path: there is no folder \S+typo$"):
+        policy.load_checkpoint(str(tmp_path / "typo"))
+    with pytest.raises(DataError, match=r"^optimizer_path: there is no folder \S+typo$"):
+        policy.load_checkpoint(str(tmp_path / "model"), str(tmp_path / "typo"))
+    with pytest.raises(DataError, match=r"is the checkpoint of a run; give its folders model and optimizer$"):
+        policy.load_checkpoint(str(tmp_path))

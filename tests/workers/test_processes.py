@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import os
 import pickle
@@ -12,6 +13,7 @@ import threading
 import time
 import traceback
 
+import cloudpickle
 import pytest
 import torch
 
@@ -161,6 +163,22 @@ def test_the_variable_that_cannot_be_sent_is_named(cell, form):
     variables["HELD"] = threading.Lock()
     with pytest.raises(TypeError, match=r"must be picklable: .* Loss.__call__ uses the variable 'HELD', a lock$"):
         processes._pickled(form(variables["Loss"]()))
+
+
+def test_the_code_of_a_module_that_was_reloaded_is_sent(tmp_path, monkeypatch):
+    """In a worker that imported the module before, the name alone would stand for the earlier code."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(processes._Pickler, "_sent", {})
+    (tmp_path / "losses_to_edit.py").write_text("class Loss:\n    scale = 1\n")
+    module = importlib.import_module("losses_to_edit")
+    assert b"scale" not in processes._pickled(module.Loss())
+    (tmp_path / "losses_to_edit.py").write_text("class Loss:\n    scale = 10  # edited\n")
+    importlib.reload(module)
+    sent = processes._pickled(module.Loss())
+    monkeypatch.delitem(sys.modules, "losses_to_edit")
+    (tmp_path / "losses_to_edit.py").unlink()
+    assert pickle.loads(sent).scale == 10  # noqa: S301 - pickled above
+    cloudpickle.unregister_pickle_by_value(module)
 
 
 def test_a_result_that_cannot_be_unpickled(fresh):
