@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from rlframework.base.errors import PluginError
-from rlframework.plugins.discovery import DISABLE_VARIABLE, extra_of
+from rlframework.plugins.discovery import DISABLE_VARIABLE
 from rlframework.plugins.hook_calls import Hook
 from rlframework.plugins.manager import PluginManager
 
@@ -39,7 +39,7 @@ def collect_commands(manager: PluginManager, reserved: Collection[str]) -> dict[
 
 def why_missing(name: str, manager: PluginManager) -> str:
     """Return what to do about a command `name` that neither core nor a plugin has."""
-    return f" Plugins add commands: {manager.how_to_get(extra_of(name) or 'all')}"
+    return f" Plugins add commands: {manager.how_to_get(name)}"
 
 
 def _commands(hook: Hook) -> dict[str, Any]:

@@ -81,10 +81,10 @@ def _dry_run(config: str, overrides: Sequence[str], on: str | None, *, overwrite
         from rlframework.plugins.manager import create_manager
 
         manager = create_manager()
-        if not manager.implements("rlframework_plan_elsewhere"):
-            raise PluginError(f"--on needs a plugin that estimates what a run needs: {manager.how_to_get('tools')}")
+        if not manager.implements(hook := "rlframework_plan_elsewhere"):
+            raise PluginError(f"--on needs a plugin that estimates what a run needs: {manager.how_to_get(hook)}")
         arguments = {"config": config, "overrides": overrides, "on": on, "overwrite": overwrite}
-        fits = bool(manager.call_first("rlframework_plan_elsewhere", lambda hook: hook(**arguments)))
+        fits = bool(manager.call_first(hook, lambda hook: hook(**arguments)))
     print("dry run complete: nothing was started or written")
     if not fits:
         raise Exit(1)

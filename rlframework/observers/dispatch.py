@@ -14,7 +14,7 @@ from rlframework.base.logs import printable
 from rlframework.base.secrets import hide_in_text
 from rlframework.config.base import Section
 from rlframework.config.sections import ObserversConfig
-from rlframework.plugins.discovery import DISABLE_VARIABLE, extra_of, load_target, new_pluggy
+from rlframework.plugins.discovery import DISABLE_VARIABLE, load_target, new_pluggy
 from rlframework.plugins.hookspec import RunInfo, SampleRecord, TimeSpan
 from rlframework.plugins.installation import CORE
 
@@ -43,7 +43,7 @@ def observer_problems(config: ObserversConfig, manager: PluginManager) -> list[s
     provided = _paths(config, manager)
     asked = [name for name in type(config).model_fields if isinstance(getattr(config, name), Section)]
     missing = [
-        f"observers.{name} is set, but no plugin has it: {manager.how_to_get(extra_of(name) or 'all')}"
+        f"observers.{name} is set, but no plugin has it: {manager.how_to_get(name)}"
         for name in asked
         if name not in provided
     ]

@@ -96,7 +96,7 @@ def load_from_plugin(modules: Sequence[str], hook: str, key: str) -> Any:
     manager = create_manager(modules)
     loaded = manager.call_first(hook, lambda hook: None if (target := hook()) is None else load_target(target))
     if loaded is None:
-        raise PluginError(f"{key} needs a plugin with the hook {hook}: {manager.how_to_get('serve')}")
+        raise PluginError(f"{key} needs a plugin with the hook {hook}: {manager.how_to_get(hook)}")
     return loaded
 
 
@@ -170,11 +170,11 @@ class PluginManager:
                 reason = plugin.reason.rstrip(".")
                 self._warn_once(f"the plugin {plugin.name!r} of {plugin} is broken: {reason}. {plugin.remedy}")
 
-    def how_to_get(self, extra: str) -> str:
-        """Return how to install what the `extra` of core brings, and which plugins are there but cannot be used."""
+    def how_to_get(self, name: str) -> str:
+        """Return how to install the part, command or hook `name`, and which plugins are there but cannot be used."""
         unusable = [plugin for plugin in self._plugins if plugin.status != "active"]
         notes = [f" {plugin.name} of {plugin} is {plugin.status}: {plugin.reason.rstrip('.')}." for plugin in unusable]
-        return f"{install_command(extra)}.{''.join(notes)}"
+        return f"{install_command(extra_of(name.removeprefix('rlframework_')) or 'all')}.{''.join(notes)}"
 
     def _implementations(self, hook: str) -> Iterator[tuple[Plugin, pluggy.HookImpl]]:
         """Yield each plugin that implements `hook`, in the order in which pluggy would call them."""

@@ -100,7 +100,9 @@ def _checkpoint(config: RunConfig, manager: PluginManager, given: Path | None, o
     if given is None and config.checkpoints.resume_uploaded and overwrite:
         raise ConfigError("checkpoints.resume_uploaded continues a run and --overwrite deletes it; give one of them")
     if not manager.implements("rlframework_uploads"):
-        raise PluginError(f"checkpoints.upload needs a plugin that uploads: {manager.how_to_get('storage')}")
+        raise PluginError(
+            f"checkpoints.upload needs a plugin that uploads: {manager.how_to_get('rlframework_uploads')}"
+        )
 
     def resume_from(hook: Hook) -> Path | None:
         folder = hook(config=config, checkpoint=given)

@@ -103,9 +103,10 @@ FIRST_RUN = ("dtensor", "transformers", "preferences", "report", "tools")
 
 ALIASES = (
     *("agent", "doctor", "init", "new-backend", "parity"),
+    *("agent-endpoint", "teacher-endpoint", "uploads", "plan-elsewhere"),
     *("dpo", "ipo", "kto", "orpo", "simpo", "reward-model", "process-reward-model"),
 )
-"""The extras of a part or a command of a distribution with another name."""
+"""The extras of a part, a command or a hook of a distribution with another name."""
 
 
 def test_the_extras_pin_the_plugins_and_all_names_them_all():
