@@ -22,7 +22,6 @@ from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.result_contract import ResultContract
 from rlframework.huggingface.model_directories import read_config
 from rlframework.interfaces.policy_worker import PolicyWorker
-from rlframework.interfaces.remote_calls import WorkerCalls
 from rlframework.models.rotary import regime_limits
 from rlframework.observers.timeline import REFITS
 from rlframework.plugins.types import Capability, GenerationEngineRecord
@@ -30,6 +29,7 @@ from rlframework.weight_sync.coordinator import RefitReport, Refitter
 from rlframework.weight_sync.ipc import share_gpu
 from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import PROBE_HEADROOM, Probes
+from rlframework.workers.remote_calls import WorkerCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

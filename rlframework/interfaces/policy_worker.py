@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypeAlias, Typed
 
 from rlframework.base.errors import NotSupported, RefitError, UserError
 from rlframework.base.logs import debug_span
-from rlframework.interfaces.remote_calls import sharded
+from rlframework.interfaces.worker_group import sharded
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rlframework.config.sections import WorkerGroupConfig
     from rlframework.interfaces.named_sharding import NamedSharding
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def sharded(method: F) -> F:
+    """Declare that each data-parallel rank gets its part of the first argument of `method`."""
+    method.__dict__["sharded"] = True
+    return method
 
 
 def never() -> bool:

@@ -22,7 +22,6 @@ from rlframework.huggingface.replaceable import check_replaceable
 from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows, SamplingBound
-from rlframework.interfaces.remote_calls import WorkerCalls, remote
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import CAPABILITY_OF_FORM, Capability, Record
 from rlframework.policy.balancer import BatchBalancer
@@ -36,6 +35,7 @@ from rlframework.policy.batch_checks import (
 )
 from rlframework.policy.engine import require_head, require_head_of
 from rlframework.policy.optimization import resolve_total_steps
+from rlframework.workers.remote_calls import WorkerCalls, remote
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

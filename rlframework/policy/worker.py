@@ -18,7 +18,6 @@ from rlframework.config.base import Section
 from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import GenerationConfig
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows
-from rlframework.interfaces.remote_calls import of_service
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.discovery import load_target
 from rlframework.policy.checkpoint_io import CheckpointIO
@@ -32,6 +31,7 @@ from rlframework.policy.trained_weights import Adapters, TrainedWeights, require
 from rlframework.policy.training_step import Training
 from rlframework.policy.weight_sender import WeightSender
 from rlframework.workers.device import prepare_device
+from rlframework.workers.remote_calls import of_service
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

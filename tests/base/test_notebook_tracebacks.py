@@ -1,4 +1,4 @@
-"""What a notebook shows of an error: frames of the user's code, the message and its causes."""
+"""Errors in a notebook: frames of the user's code, the message and its causes."""
 
 from __future__ import annotations
 

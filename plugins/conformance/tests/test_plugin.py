@@ -292,7 +292,10 @@ def test_test_functions_of_another_name_are_an_error(tests, pytester):
 def test_the_kit_costs_nothing_until_a_suite_is_imported(tests, pytester):
     """Without one, pytest imports only the plugin's options; a report to write is checked for its folder."""
     pytester.makepyfile(test_it="def test_mine():\n    pass\n", conftest=LOADED)
-    core = ("rlframework", *(f"rlframework.base{module}" for module in ("", ".errors", ".files", ".moved")))
+    core = (
+        "rlframework",
+        *(f"rlframework.base{module}" for module in ("", ".errors", ".files", ".moved", ".notebook_tracebacks")),
+    )
     kit = "rlframework_conformance, rlframework_conformance.pytest_plugin"
     for options, more in (
         ([], ""),

@@ -76,7 +76,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is known of the words of all frameworks, each the end of the dotted path of a key.
+    """The words of all frameworks and their counterparts here, each the end of the dotted path of a key.
 
     `keys` has our key for a word, or "" for one without counterpart; `hints` what to tell about it; `of_pairs` that for
     algorithms on preference pairs, where it differs. `values` has what values are here, by our key; `word_values` by

@@ -139,10 +139,11 @@ def broken_module(change: Callable[[Any], None]) -> Break:
     return attach
 
 
-def model_of(directory: str, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """Return the model in `directory`, with `weights` by name."""
+def model_of(directory: str, weights: Mapping[str, Tensor | None] | None = None) -> Any:
+    """Return the model in `directory`, with `weights` by name; those that are None are the directory's."""
     module = cases.load(directory)
-    module.load_state_dict(dict(weights or {}), strict=False)
+    weights = {name: weight for name, weight in (weights or {}).items() if weight is not None}
+    module.load_state_dict(weights, strict=False)
     module.tie_weights()
     return module
 

@@ -11,9 +11,9 @@ from rlframework.base.errors import RefitError, UserError
 from rlframework.config.sections import WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.policy_worker import Attempt, PolicyWorker
-from rlframework.interfaces.remote_calls import WorkerCalls, of_service, remote, sharded
-from rlframework.interfaces.worker_group import WorkerSpec
+from rlframework.interfaces.worker_group import WorkerSpec, sharded
 from rlframework.workers.inline import InlineWorkerGroup
+from rlframework.workers.remote_calls import WorkerCalls, of_service, remote
 
 
 class Interface:

@@ -38,13 +38,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 Data = TypeVar("Data")
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def sharded(method: F) -> F:
-    """Declare that each data-parallel rank gets its part of the first argument of `method`."""
-    method.__dict__["sharded"] = True
-    return method
 
 
 class WorkerCalls:
