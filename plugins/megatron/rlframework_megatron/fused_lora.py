@@ -34,7 +34,7 @@ from rlframework_megatron.upstream import (
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from rlframework_megatron.weight_layout import Columns, Grouped, Slices
+from rlframework_megatron.weight_layout import COLUMNS, Slices
 from rlframework_megatron.weights import LocalModel
 
 
@@ -53,9 +53,9 @@ class Adapter(nn.Module):
         self.enabled = True
         self._rank, self._scale = lora.rank, lora.scale
         self._sequence = core_config.sequence_parallel
-        self._splits_columns = isinstance(fused[0].layout, Columns)
         layout = fused[0].layout
-        self._groups = layout.groups // tensor if isinstance(layout, Grouped) else 1
+        self._splits_columns = layout == COLUMNS
+        self._groups = 1 if layout.groups is None or layout.joins_layers else layout.groups // tensor
         output = 1 if self._splits_columns else tensor
         self._widths = {kind_of(weight): weight.shape[0] // output // self._groups for weight in fused}
         self._adapted = [kind_of(weight) for weight in adapted]

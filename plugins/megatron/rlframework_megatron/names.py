@@ -24,15 +24,16 @@ from rlframework_megatron.architectures import (
 )
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.weight_layout import (
-    Columns,
-    Gated,
-    GatedPair,
-    Grouped,
-    GroupedTriple,
+    COLUMNS,
+    GATE,
+    GATE_UP,
+    REPLICATED,
+    ROWS,
+    UP,
+    VOCABULARY,
     Region,
-    Rows,
-    Vocabulary,
     WeightLayout,
+    grouped,
 )
 
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
@@ -134,7 +135,7 @@ def owner_of(weight: Weight, config: Any, coordinates: Coordinates) -> Owner:
     """The owner of `weight` among the ranks of the model replica described by `coordinates`."""
     virtual_stage, _ = _virtual_stage_of(weight, config, coordinates)
     expert = None if weight.expert is None else weight.expert // _experts_each(config, coordinates)
-    return Owner(coordinates.stage_of(virtual_stage), expert, weight.layout.split)
+    return Owner(coordinates.stage_of(virtual_stage), expert, weight.layout.split is not None)
 
 
 def _virtual_stage_of(weight: Weight, config: Any, coordinates: Coordinates) -> tuple[int, int]:
@@ -158,10 +159,8 @@ def _regions(weight: Weight, coordinates: Coordinates) -> tuple[Region, ...]:
     rank, size = coordinates.tensor_rank, coordinates.tensor_size
     if weight.expert is not None:
         rank, size = coordinates.expert_tensor_rank, coordinates.expert_tensor_size
-    layout = weight.layout
-    if isinstance(layout, Vocabulary):
-        layout = Vocabulary(padded=coordinates.vocabulary(weight.shape[0]))
-    return tuple(layout.regions(weight.shape, rank, size))
+    padded = coordinates.vocabulary(weight.shape[0]) if weight.layout.is_padded else 0
+    return tuple(weight.layout.regions(weight.shape, rank, size, padded))
 
 
 # -- the models -------------------------------------------------------------------------------------------------------
@@ -180,14 +179,14 @@ def model_weights(config: Any) -> list[Weight]:
     """All weights of the model of `config`, in layer order; a tied head is listed as the embedding only."""
     require_convertible(config)
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    found = [Weight(EMBEDDING, (vocabulary, hidden), "embedding.word_embeddings.weight", Vocabulary())]
+    found = [Weight(EMBEDDING, (vocabulary, hidden), "embedding.word_embeddings.weight", VOCABULARY)]
     for layer in range(config.num_hidden_layers):
         found += _layer(config, layer)
-    found.append(Weight("model.norm.weight", (hidden,), "decoder.final_layernorm.weight", WeightLayout(), last=True))
+    found.append(Weight("model.norm.weight", (hidden,), "decoder.final_layernorm.weight", REPLICATED, last=True))
     if gives_scores(config):
-        found.append(Weight(SCORE, (1, hidden), "output_layer.weight", WeightLayout(), last=True))
+        found.append(Weight(SCORE, (1, hidden), "output_layer.weight", REPLICATED, last=True))
     elif not is_tied(config):
-        found.append(Weight(HEAD, (vocabulary, hidden), "output_layer.weight", Vocabulary(), last=True))
+        found.append(Weight(HEAD, (vocabulary, hidden), "output_layer.weight", VOCABULARY, last=True))
     return found
 
 
@@ -207,7 +206,7 @@ def _layer(config: Any, layer: int) -> list[Weight]:
 def _norm(config: Any, layer: int, name: str | None, parameter: str) -> Iterator[Weight]:
     if name is not None:
         outside, inside = f"model.layers.{layer}.{name}.weight", f"decoder.layers.{{layer}}.{parameter}.weight"
-        yield Weight(outside, (config.hidden_size,), inside, WeightLayout(), layer)
+        yield Weight(outside, (config.hidden_size,), inside, REPLICATED, layer)
 
 
 def _head_norms(config: Any, layer: int) -> Iterator[Weight]:
@@ -215,7 +214,7 @@ def _head_norms(config: Any, layer: int) -> Iterator[Weight]:
     for letter, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
         if kind is not None:
             inside = f"decoder.layers.{{layer}}.self_attention.{letter}_layernorm.weight"
-            shape, layout = ((size,), WeightLayout()) if kind == "head" else ((heads * size,), Rows())
+            shape, layout = ((size,), REPLICATED) if kind == "head" else ((heads * size,), ROWS)
             yield Weight(f"model.layers.{layer}.self_attn.{letter}_norm.weight", shape, inside, layout, layer)
 
 
@@ -227,12 +226,12 @@ def _attention(config: Any, layer: int) -> Iterator[Weight]:
         width = (hidden,) if end == "weight" else ()
         for kind, rows, layout in _qkv(config, fused=found.fused_qkv):
             yield Weight(f"{outside}{kind}_proj.{end}", (rows, *width), f"{inside}linear_qkv.{end}", layout, layer)
-    yield Weight(f"{outside}o_proj.weight", (hidden, heads), f"{inside}linear_proj.weight", Columns(), layer)
+    yield Weight(f"{outside}o_proj.weight", (hidden, heads), f"{inside}linear_proj.weight", COLUMNS, layer)
     if value_of(config, found.output_bias):
-        yield Weight(f"{outside}o_proj.bias", (hidden,), f"{inside}linear_proj.bias", WeightLayout(), layer)
+        yield Weight(f"{outside}o_proj.bias", (hidden,), f"{inside}linear_proj.bias", REPLICATED, layer)
     if found.sinks:
         sinks = f"{inside}core_attention.sinks"
-        yield Weight(f"{outside}sinks", (config.num_attention_heads,), sinks, Rows(), layer)
+        yield Weight(f"{outside}sinks", (config.num_attention_heads,), sinks, ROWS, layer)
 
 
 def _qkv(config: Any, *, fused: bool) -> Iterator[tuple[str, int, WeightLayout]]:
@@ -240,10 +239,10 @@ def _qkv(config: Any, *, fused: bool) -> Iterator[tuple[str, int, WeightLayout]]
     groups, head = config.num_key_value_heads, head_size(config)
     queries = config.num_attention_heads // groups * head
     if fused:
-        yield "qkv", groups * (queries + 2 * head), GroupedTriple(groups=groups, queries=queries, head=head)
+        yield "qkv", groups * (queries + 2 * head), grouped(groups, queries, head, 0, 1, 2)
         return
-    for kind, start, rows in (("q", 0, queries), ("k", queries, head), ("v", queries + head, head)):
-        yield kind, groups * rows, Grouped(groups=groups, start=start, rows=rows, all_rows=queries + 2 * head)
+    for block, (kind, rows) in enumerate((("q", queries), ("k", head), ("v", head))):
+        yield kind, groups * rows, grouped(groups, queries, head, block)
 
 
 def _mlp(config: Any, layer: int, size: int) -> Iterator[Weight]:
@@ -252,16 +251,16 @@ def _mlp(config: Any, layer: int, size: int) -> Iterator[Weight]:
     biased = value_of(config, found.mlp_bias)
     if found.fused_gate_up:
         name, shape = f"{outside}gate_up_proj.weight", (2 * size, config.hidden_size)
-        yield Weight(name, shape, f"{inside}linear_fc1.weight", GatedPair(), layer)
+        yield Weight(name, shape, f"{inside}linear_fc1.weight", GATE_UP, layer)
         name, shape = f"{outside}down_proj.weight", (config.hidden_size, size)
-        yield Weight(name, shape, f"{inside}linear_fc2.weight", Columns(), layer)
+        yield Weight(name, shape, f"{inside}linear_fc2.weight", COLUMNS, layer)
         return
     yield from _gated(config, layer, size, outside, inside, Mixture().projections)
-    for half, kind in enumerate(("gate", "up")) if biased else ():
-        yield Weight(f"{outside}{kind}_proj.bias", (size,), f"{inside}linear_fc1.bias", Gated(half=half), layer)
+    for layout, kind in ((GATE, "gate"), (UP, "up")) if biased else ():
+        yield Weight(f"{outside}{kind}_proj.bias", (size,), f"{inside}linear_fc1.bias", layout, layer)
     if biased:
         bias = f"{inside}linear_fc2.bias"
-        yield Weight(f"{outside}down_proj.bias", (config.hidden_size,), bias, WeightLayout(), layer)
+        yield Weight(f"{outside}down_proj.bias", (config.hidden_size,), bias, REPLICATED, layer)
 
 
 def _gated(
@@ -274,11 +273,11 @@ def _gated(
     expert: int | None = None,
 ) -> Iterator[Weight]:
     hidden = config.hidden_size
-    for half, name in enumerate(projections[:2]):
+    for half, name in ((GATE, projections[0]), (UP, projections[1])):
         where = f"{inside}linear_fc1.weight"
-        yield Weight(f"{outside}{name}.weight", (size, hidden), where, Gated(half=half), layer, expert)
+        yield Weight(f"{outside}{name}.weight", (size, hidden), where, half, layer, expert)
     where = f"{inside}linear_fc2.weight"
-    yield Weight(f"{outside}{projections[2]}.weight", (hidden, size), where, Columns(), layer, expert)
+    yield Weight(f"{outside}{projections[2]}.weight", (hidden, size), where, COLUMNS, layer, expert)
 
 
 def _experts(config: Any, layer: int) -> Iterator[Weight]:
@@ -286,7 +285,7 @@ def _experts(config: Any, layer: int) -> Iterator[Weight]:
     assert mixture is not None
     outside, inside = f"model.layers.{layer}.{mixture.block}.", "decoder.layers.{layer}.mlp."
     count, hidden, size = expert_count(config), config.hidden_size, int(getattr(config, mixture.width))
-    router, whole = f"{outside}{mixture.router}", WeightLayout()
+    router, whole = f"{outside}{mixture.router}", REPLICATED
     yield Weight(f"{router}.weight", (count, hidden), f"{inside}router.weight", whole, layer)
     if mixture.stacked:
         yield Weight(f"{router}.bias", (count,), f"{inside}router.bias", whole, layer)
