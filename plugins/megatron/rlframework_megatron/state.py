@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -64,7 +64,6 @@ class ModelState(Engine, ABC):
     _local_model: LocalModel
     _local_adapters: LocalModel | None
     """The adapters of the model as weights of their own; None without LoRA."""
-    _adapters_disabled: bool = False
 
     @abstractmethod
     def _megatron(self) -> AbstractContextManager[None]:
@@ -86,7 +85,7 @@ class ModelState(Engine, ABC):
         """See `Engine.gather_weights`."""
         self._onload_weights()
         self._finish_param_gather()
-        if self._local_adapters is None or self._adapters_disabled:
+        if self._local_adapters is None or self.adapters_disabled:
             return weights_of.gather_weights(self._local_model, names)
         assert self.config.lora is not None
         return gather_merged(self._local_model, self._local_adapters, names, self.config.lora.scale)
@@ -186,20 +185,8 @@ class ModelState(Engine, ABC):
             assert self.config.lora is not None
             weights_of.load(local, partial(initial, local.weights, self.config.lora.seed))
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """See `Engine.without_adapters`."""
+    def enable_adapters(self, enabled: bool) -> None:
+        """See `Engine.enable_adapters`."""
         if self._local_adapters is None:
             raise no_adapters(self)
-        if self._adapters_disabled:
-            yield
-            return
-        try:
-            self._enable_adapters(False)
-            yield
-        finally:
-            self._enable_adapters(True)
-
-    def _enable_adapters(self, enabled: bool) -> None:
-        self._adapters_disabled = not enabled
         enable_adapters(self._local_model.chunks, enabled)
