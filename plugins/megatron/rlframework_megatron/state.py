@@ -77,24 +77,27 @@ class ModelState(Engine, ABC):
         """Onload weights that are in CPU memory. Not collective."""
         self.move(self._local_model.groups.device, model=True)
 
+    def _current_model(self) -> LocalModel:
+        """The local model with all weights of the last step, onloaded. Collective."""
+        self._onload_weights()
+        self._finish_param_gather()
+        return self._local_model
+
     def weight_specs(self) -> dict[str, WeightSpec]:
         """See `Engine.weight_specs`."""
         return weights_of.weight_specs(self._local_model.config)
 
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.gather_weights`."""
-        self._onload_weights()
-        self._finish_param_gather()
+        local_model = self._current_model()
         if self._local_adapters is None or self.adapters_disabled:
-            return weights_of.gather_weights(self._local_model, names)
+            return weights_of.gather_weights(local_model, names)
         assert self.config.lora is not None
-        return gather_merged(self._local_model, self._local_adapters, names, self.config.lora.scale)
+        return gather_merged(local_model, self._local_adapters, names, self.config.lora.scale)
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Engine.snapshot`."""
-        self._onload_weights()
-        self._finish_param_gather()
-        return weights_of.snapshot(self._local_model)
+        return weights_of.snapshot(self._current_model())
 
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """See `Engine.restore`."""
@@ -132,25 +135,21 @@ class ModelState(Engine, ABC):
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
         self._require_no_adapters()
-        self._onload_weights()
-        self._finish_param_gather()
-        return moments_of.sharded_state(self._local_model)
+        return moments_of.sharded_state(self._current_model())
 
     def save_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.save_native`."""
         self._require_no_adapters()
-        self._onload_weights()
-        self._finish_param_gather()
+        local_model = self._current_model()
         with self._megatron():
-            native.save(self._local_model, folder, optimizer=optimizer)
+            native.save(local_model, folder, optimizer=optimizer)
 
     def load_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.load_native`."""
         self._require_no_adapters()
-        self._onload_weights()
-        self._finish_param_gather()
+        local_model = self._current_model()
         with self._megatron():
-            native.load(self._local_model, folder, optimizer=optimizer)
+            native.load(local_model, folder, optimizer=optimizer)
 
     def _require_no_adapters(self) -> None:
         if self._local_adapters is not None:
@@ -161,8 +160,7 @@ class ModelState(Engine, ABC):
     def _adapters(self) -> LocalModel:
         if self._local_adapters is None:
             raise no_adapters(self)
-        self._onload_weights()
-        self._finish_param_gather()
+        self._current_model()
         return self._local_adapters
 
     def adapter_specs(self) -> dict[str, WeightSpec]:
