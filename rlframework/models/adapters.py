@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,8 +104,6 @@ class ModelAdapters(Engine, ABC):
     """The primitives of `Engine` that concern adapters, for a `model` that went through `inject`."""
 
     model: Any
-    _adapters_disabled: bool = False
-    """Whether `without_adapters` is active."""
 
     @abstractmethod
     def _named_tensors(self) -> dict[str, Tensor]:
@@ -141,21 +138,9 @@ class ModelAdapters(Engine, ABC):
         for name, tensor in self._adapters().items():
             self._write_tensor(tensor, adapters[name])
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """See `Engine.without_adapters`."""
-        if self._adapters_disabled:
-            yield
-            return
-        try:
-            self._enable_adapters(False)
-            yield
-        finally:
-            self._enable_adapters(True)
-
-    def _enable_adapters(self, enabled: bool) -> None:
+    def enable_adapters(self, enabled: bool) -> None:
+        """See `Engine.enable_adapters`."""
         self._adapters()  # releases gathered parameters: peft sets flags on the parameters, which are the sharded ones
-        self._adapters_disabled = not enabled
         for layer in layers_of(self.model).values():
             layer.enable_adapters(enabled)
 
@@ -163,7 +148,7 @@ class ModelAdapters(Engine, ABC):
     def _merged(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the full weight `name` of `tensors`, merged with its adapter if it has an enabled one. Collective."""
         weight, layer = self._gather_tensor(tensors[name]), name.removesuffix(".weight")
-        if self.config.lora is None or self._adapters_disabled or layer + A not in tensors:
+        if self.config.lora is None or self.adapters_disabled or layer + A not in tensors:
             return weight
         return merge(
             weight,

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlframework.policy.lora_math import is_adapter
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ADAPTER = "default"
 """The name of the only adapter in peft."""
@@ -99,15 +96,16 @@ class FileLayout:
     def of(cls, model: Any) -> FileLayout:
         """Return the layout of `model` as transformers built it, with adapters or without, before it is sharded."""
         tensors = named_tensors(model)
-        adapters = {
-            name: FileWeight.entire(name, tuple(one.shape)) for name, one in tensors.items() if is_adapter(name)
-        }
-        found = file_weights(model, {name: one for name, one in tensors.items() if name not in adapters})
+        adapters = [FileWeight.entire(name, tuple(one.shape)) for name, one in tensors.items() if is_adapter(name)]
+        found = file_weights(model, {name: one for name, one in tensors.items() if not is_adapter(name)})
         tied = _tied_names(model)
         weights = {tied.get(name, [name])[0]: weight for name, weight in found.items()}
         weights = {name: replace(weight, name=name) for name, weight in weights.items()}
         other_names = {first: others for first, *others in tied.values()}
-        return cls(weights, by_source({**weights, **adapters}), other_names)
+        by_source: dict[str, list[FileWeight]] = {}
+        for weight in (*weights.values(), *adapters):
+            by_source.setdefault(weight.source, []).append(weight)
+        return cls(weights, by_source, other_names)
 
 
 def by_file_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -181,14 +179,6 @@ def _tied_names(model: Any) -> dict[str, list[str]]:
         for names in groups.values()
         if len(names) > 1
     }
-
-
-def by_source(weights: Mapping[str, FileWeight]) -> dict[str, list[FileWeight]]:
-    """Group the file weights by the model's tensor that contains them."""
-    found: dict[str, list[FileWeight]] = {}
-    for weight in weights.values():
-        found.setdefault(weight.source, []).append(weight)
-    return found
 
 
 def gathered(

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlframework.interfaces.data_processor import Microbatch
+from rlframework.policy.engine import Step, StepResult
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,25 @@ class LoadBalancingLoss:
         """Return, and clear, each layer's logits `[T, N]` and chosen experts `[T, k]` in the last forward."""
         found, self._routed = self._routed, []
         return found
+
+    def add_to(
+        self, step: Step, microbatches: Sequence[Microbatch], run: Callable[[Microbatch, Step], Any], coefficient: float
+    ) -> Step:
+        """Return `step`, plus `coefficient` times each microbatch's term of the loss. Collective.
+
+        `run` runs the model over a microbatch without gradient, and a step on its output.
+        """
+        load = self.measure_load(microbatches, lambda microbatch: run(microbatch, lambda *_: StepResult()))
+
+        def with_term(output: Any, microbatch: Microbatch) -> StepResult:
+            result, term = step(output, microbatch), self.microbatch_loss(microbatch, load)
+            assert result.loss is not None
+            result.loss = result.loss + coefficient * term
+            if not microbatch.is_dummy:
+                result.outputs["router_aux_loss"] = term.detach()
+            return result
+
+        return with_term
 
     def measure_load(self, microbatches: Sequence[Microbatch], forward: Callable[[Microbatch], Any]) -> ExpertLoad:
         """Measure the loads of a global batch from this rank's `microbatches`; `forward` runs the model. Collective."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -143,6 +143,8 @@ class Engine(ABC):
     tokenizer: PreTrainedTokenizerBase
     context: WorkerContext
     device: torch.device
+    adapters_disabled: bool = field(default=False, init=False)
+    """Whether `without_adapters` is active."""
     waits: DeviceWait = field(default_factory=DeviceWait, init=False)
     """An engine that reads the gradient norm within `waits.measured()` has the metric `time/device/wait`."""
 
@@ -268,8 +270,22 @@ class Engine(ABC):
         """Load whole matrices, for all names in `adapter_specs`: each rank copies its shards. No collective."""
         raise no_adapters(self)
 
-    def without_adapters(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
         """Context manager: disable the adapters until its exit, so that the model equals its base bit for bit."""
+        if self.adapters_disabled:
+            yield
+            return
+        try:
+            self.enable_adapters(False)
+            self.adapters_disabled = True
+            yield
+        finally:
+            self.enable_adapters(True)
+            self.adapters_disabled = False
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch the adapters on or off, for `without_adapters`."""
         raise no_adapters(self)
 
     # Microbatches, placement, generation, process groups.

@@ -20,7 +20,6 @@ from rlframework.engine import (
     BACKWARD,
     FORWARD,
     ContextParallel,
-    HeadOutput,
     HeadRequest,
     HostBuffers,
     LoadBalancingLoss,
@@ -87,33 +86,17 @@ class DTensorEngine(ModelState):
                 aligned = align_media(on_host(microbatches), self.data_parallel_group())
                 microbatches = on_device(aligned, self.device)
             if self.router_loss is not None:
-                step = self._with_router_loss(step, microbatches, head)
+
+                def run(microbatch: Microbatch, step: Step) -> Any:
+                    return self._run_microbatch(microbatch, head, step, forward_only=True)
+
+                step = self.router_loss.add_to(step, microbatches, run, self.config.router_aux_loss_coef)
         results = []
         for left in range(len(microbatches) - 1, -1, -1):
             if self._reduction and not forward_only:
                 self._reduction.before_backward(last=not left)
             results.append(self._run_microbatch(microbatches[-1 - left], head, step, forward_only))
         return results
-
-    def _with_router_loss(self, step: Step, microbatches: Sequence[Microbatch], head: HeadRequest) -> Step:
-        """`step`, plus the microbatch's share of the routers' load-balancing loss."""
-        routers = self.router_loss
-        assert routers is not None
-
-        def forward(microbatch: Microbatch) -> None:
-            self._run_microbatch(microbatch, head, lambda output, _: StepResult(), forward_only=True)
-
-        load = routers.measure_load(microbatches, forward)
-
-        def with_term(output: HeadOutput, microbatch: Microbatch) -> StepResult:
-            result, part = step(output, microbatch), routers.microbatch_loss(microbatch, load)
-            assert result.loss is not None
-            result.loss = result.loss + self.config.router_aux_loss_coef * part
-            if not microbatch.is_dummy:
-                result.outputs["router_aux_loss"] = part.detach()
-            return result
-
-        return with_term
 
     def _run_microbatch(self, microbatch: Microbatch, head: HeadRequest, step: Step, forward_only: bool) -> StepResult:
         replace = self._replace_padded

@@ -14,23 +14,21 @@ from rlframework.config.policy import LoraConfig
 from rlframework.engine import A, B
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.names import Weight, model_weights, owner_of
-from rlframework_megatron.weight_layout import Columns, Gated, GatedPair, Grouped, GroupedTriple, Rows, WeightLayout
+from rlframework_megatron.weight_layout import COLUMNS, REPLICATED, ROWS
 
 MODULE = "adapter"
 """The name of the module with the adapters of a linear layer, inside that layer."""
 
 
-WHOLE = (GatedPair, GroupedTriple)
-"""Layouts of layers that transformers fuses too, with rows in another order."""
-
-
 def linear_weights(config: Any) -> list[Weight]:
     """The matrices of the linear layers that can have adapters: not those of experts, embedding, router and head."""
-    layouts = (Grouped, Gated, Columns, *WHOLE)
     return [
         weight
         for weight in model_weights(config)
-        if isinstance(weight.layout, layouts) and weight.expert is None and len(weight.shape) == 2
+        if weight.layout.split is not None
+        and not weight.layout.is_padded
+        and weight.expert is None
+        and len(weight.shape) == 2
     ]
 
 
@@ -56,10 +54,10 @@ def adapter_weights(config: Any, lora: LoraConfig) -> list[Weight]:
 
 def _matrices(weight: Weight, rank: int) -> Iterator[Weight]:
     """A and B for `weight`. Tensor ranks split B like its rows, or A like its columns, and replicate the other."""
-    if isinstance(weight.layout, Columns):
-        layouts: tuple[WeightLayout, WeightLayout] = Columns(), WeightLayout()
+    if weight.layout == COLUMNS:
+        layouts = COLUMNS, REPLICATED
     else:
-        layouts = WeightLayout(), weight.layout if isinstance(weight.layout, WHOLE) else Rows()
+        layouts = REPLICATED, weight.layout if weight.layout.joins_layers else ROWS
     rows, columns = weight.shape
     layer, module = layer_of(weight), weight.parameter.removesuffix(".weight")
     for end, shape, layout in zip((A, B), ((rank, columns), (rows, rank)), layouts, strict=True):

@@ -142,16 +142,12 @@ class MegatronEngine(ModelState):
             if self._optimizer is not None and not forward_only:
                 self._optimizer.zero_grad()
                 if self.router_loss is not None:
-                    step = self._with_router_loss(step, microbatches, head, self.router_loss)
+
+                    def run(microbatch: Microbatch, step: Step) -> Any:
+                        return self._schedule.run([microbatch], head, step, forward_only=True)
+
+                    step = self.router_loss.add_to(step, microbatches, run, self.config.router_aux_loss_coef)
             return self._schedule.run(microbatches, head, step, forward_only=forward_only)
-
-    def _with_router_loss(
-        self, step: Step, microbatches: Sequence[Microbatch], head: HeadRequest, routers: MegatronLoadBalancingLoss
-    ) -> Step:
-        def forward(microbatch: Microbatch) -> None:
-            self._schedule.run([microbatch], head, lambda output, _: StepResult(), forward_only=True)
-
-        return routers.add_to(step, microbatches, forward, self.config.router_aux_loss_coef)
 
     def clip_and_step(self, max_grad_norm: float | None, lr: float) -> tuple[float, bool]:
         """See `Engine.clip_and_step`."""

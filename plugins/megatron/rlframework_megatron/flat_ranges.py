@@ -1,7 +1,6 @@
 """Map flat element ranges of a parameter to rectangular slices of whole weights.
 
 The distributed optimizer shards flat parameters into element ranges; files and checkpoints address slices of weights.
-Supports parameters with one or two dimensions.
 """
 
 from __future__ import annotations
@@ -46,21 +45,24 @@ def flat_blocks(shape: tuple[int, ...], regions: Iterable[Region], start: int, s
 
 
 def range_blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Slices]:
-    """Split the elements `start` to `stop` of a tensor of `shape` into at most three rectangular blocks, in order."""
+    """Split the elements `start` to `stop` of a tensor of `shape` into few rectangular blocks, in order.
+
+    At most two more for each dimension after the first.
+    """
     if len(shape) == 1:
         if start < stop:
             yield (slice(start, stop),)
         return
-    width = shape[1]
+    width = math.prod(shape[1:])
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:
             end = min(width, column + stop - start)
-            yield slice(row, row + 1), slice(column, end)
+            yield from ((slice(row, row + 1), *block) for block in range_blocks(shape[1:], column, end))
             start += end - column
         else:
             rows = (stop - start) // width
-            yield slice(row, row + rows), slice(0, width)
+            yield slice(row, row + rows), *(slice(0, size) for size in shape[1:])
             start += rows * width
 
 

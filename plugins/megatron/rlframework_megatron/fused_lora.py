@@ -6,7 +6,7 @@ fused layer are computed together. Transformer Engine's layers are not supported
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,19 @@ from rlframework_megatron.upstream import (
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from rlframework_megatron.weight_layout import Columns, Grouped, Slices
+from rlframework_megatron.weight_layout import COLUMNS, Slices
 from rlframework_megatron.weights import LocalModel
+
+EXCHANGES: Mapping[tuple[bool, bool], Callable[[Tensor], Tensor]] = {
+    (False, False): copy_to_tensor_model_parallel_region,
+    (False, True): gather_from_sequence_parallel_region,
+    (True, False): reduce_from_tensor_model_parallel_region,
+    (True, True): reduce_scatter_to_sequence_parallel_region,
+}
+"""What tensor ranks do with A's output, by whether they split A's columns and the sequence.
+
+Either they sum it, each with its columns of A, or they need all of it, each for its rows of B.
+"""
 
 
 class Adapter(nn.Module):
@@ -52,10 +63,9 @@ class Adapter(nn.Module):
         tensor = core_config.tensor_model_parallel_size
         self.enabled = True
         self._rank, self._scale = lora.rank, lora.scale
-        self._sequence = core_config.sequence_parallel
-        self._splits_columns = isinstance(fused[0].layout, Columns)
         layout = fused[0].layout
-        self._groups = layout.groups // tensor if isinstance(layout, Grouped) else 1
+        self._splits_columns, self._sequence = layout == COLUMNS, core_config.sequence_parallel
+        self._groups = 1 if layout.groups is None or layout.joins_layers else layout.groups // tensor
         output = 1 if self._splits_columns else tensor
         self._widths = {kind_of(weight): weight.shape[0] // output // self._groups for weight in fused}
         self._adapted = [kind_of(weight) for weight in adapted]
@@ -78,25 +88,9 @@ class Adapter(nn.Module):
         matrices: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         all_a, all_b = ([matrices[f"{kind}_lora_{which}"] for kind in self._adapted] for which in "AB")
         low = nn.functional.linear(hidden, torch.cat(all_a)) * self._scale
-        low = self._from_all_ranks(low) if self._splits_columns else self._for_all_ranks(low)
+        low = EXCHANGES[self._splits_columns, self._sequence](low)
         parts = [nn.functional.linear(*pair) for pair in zip(low.split(self._rank, -1), all_b, strict=True)]
         return self._in_order(dict(zip(self._adapted, parts, strict=True)))
-
-    def _for_all_ranks(self, low: Tensor) -> Tensor:
-        """`low` of all tokens, for tensor ranks that have different rows of B."""
-        if self._sequence:
-            gathered: Tensor = gather_from_sequence_parallel_region(low)
-            return gathered
-        copied: Tensor = copy_to_tensor_model_parallel_region(low)
-        return copied
-
-    def _from_all_ranks(self, low: Tensor) -> Tensor:
-        """The sum of `low` over tensor ranks, which have different columns of A."""
-        if self._sequence:
-            scattered: Tensor = reduce_scatter_to_sequence_parallel_region(low)
-            return scattered
-        reduced: Tensor = reduce_from_tensor_model_parallel_region(low)
-        return reduced
 
     def _in_order(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The parts in the order of the fused matrix, with zeros for layers without an adapter."""

@@ -6,19 +6,17 @@ whose layers or sequences are split across ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rlframework.engine import LoadBalancingLoss, Microbatch, Step, StepResult
+from rlframework.engine import LoadBalancingLoss
 from rlframework_megatron.model import Chunk
 from rlframework_megatron.upstream import TopKRouter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from rlframework.engine import HeadOutput
 
 
 class MegatronLoadBalancingLoss(LoadBalancingLoss):
@@ -50,22 +48,3 @@ class MegatronLoadBalancingLoss(LoadBalancingLoss):
             return probabilities, choices
 
         return recorded_routing
-
-    def add_to(
-        self, step: Step, microbatches: Sequence[Microbatch], forward: Callable[[Microbatch], Any], coefficient: float
-    ) -> Step:
-        """Return `step` plus `coefficient` times each microbatch's share of the load-balancing loss. Collective.
-
-        `forward` runs the model over a microbatch without gradients; it is called once per microbatch before the step.
-        """
-        load = self.measure_load(microbatches, forward)
-
-        def with_router_loss(output: HeadOutput, microbatch: Microbatch) -> StepResult:
-            result, router_loss = step(output, microbatch), self.microbatch_loss(microbatch, load)
-            assert result.loss is not None
-            result.loss = result.loss + coefficient * router_loss
-            if not microbatch.is_dummy:
-                result.outputs["router_aux_loss"] = router_loss.detach()
-            return result
-
-        return with_router_loss

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlframework.base.errors import ConfigError, NotSupported
@@ -24,15 +24,16 @@ from rlframework_megatron.architectures import (
 )
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.weight_layout import (
-    Columns,
-    Gated,
-    GatedPair,
-    Grouped,
-    GroupedTriple,
+    COLUMNS,
+    GATE,
+    GATE_UP,
+    REPLICATED,
+    ROWS,
+    UP,
+    VOCABULARY,
     Region,
-    Rows,
-    Vocabulary,
     WeightLayout,
+    grouped,
 )
 
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
@@ -134,7 +135,7 @@ def owner_of(weight: Weight, config: Any, coordinates: Coordinates) -> Owner:
     """The owner of `weight` among the ranks of the model replica described by `coordinates`."""
     virtual_stage, _ = _virtual_stage_of(weight, config, coordinates)
     expert = None if weight.expert is None else weight.expert // _experts_each(config, coordinates)
-    return Owner(coordinates.stage_of(virtual_stage), expert, weight.layout.split)
+    return Owner(coordinates.stage_of(virtual_stage), expert, weight.layout.split is not None)
 
 
 def _virtual_stage_of(weight: Weight, config: Any, coordinates: Coordinates) -> tuple[int, int]:
@@ -158,10 +159,8 @@ def _regions(weight: Weight, coordinates: Coordinates) -> tuple[Region, ...]:
     rank, size = coordinates.tensor_rank, coordinates.tensor_size
     if weight.expert is not None:
         rank, size = coordinates.expert_tensor_rank, coordinates.expert_tensor_size
-    layout = weight.layout
-    if isinstance(layout, Vocabulary):
-        layout = Vocabulary(padded=coordinates.vocabulary(weight.shape[0]))
-    return tuple(layout.regions(weight.shape, rank, size))
+    padded = coordinates.vocabulary(weight.shape[0]) if weight.layout.is_padded else 0
+    return tuple(weight.layout.regions(weight.shape, rank, size, padded))
 
 
 # -- the models -------------------------------------------------------------------------------------------------------
@@ -180,59 +179,59 @@ def model_weights(config: Any) -> list[Weight]:
     """All weights of the model of `config`, in layer order; a tied head is listed as the embedding only."""
     require_convertible(config)
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    found = [Weight(EMBEDDING, (vocabulary, hidden), "embedding.word_embeddings.weight", Vocabulary())]
+    found = [Weight(EMBEDDING, (vocabulary, hidden), "embedding.word_embeddings.weight", VOCABULARY)]
     for layer in range(config.num_hidden_layers):
         found += _layer(config, layer)
-    found.append(Weight("model.norm.weight", (hidden,), "decoder.final_layernorm.weight", WeightLayout(), last=True))
+    found.append(Weight("model.norm.weight", (hidden,), "decoder.final_layernorm.weight", REPLICATED, last=True))
     if gives_scores(config):
-        found.append(Weight(SCORE, (1, hidden), "output_layer.weight", WeightLayout(), last=True))
+        found.append(Weight(SCORE, (1, hidden), "output_layer.weight", REPLICATED, last=True))
     elif not is_tied(config):
-        found.append(Weight(HEAD, (vocabulary, hidden), "output_layer.weight", Vocabulary(), last=True))
+        found.append(Weight(HEAD, (vocabulary, hidden), "output_layer.weight", VOCABULARY, last=True))
     return found
 
 
-def _layer(config: Any, layer: int) -> list[Weight]:
+def _layer(config: Any, layer: int) -> Iterator[Weight]:
+    """The weights of a layer; the functions below name them, and their parameters, within it."""
+    mlp = _experts(config) if is_sparse(config, layer) else _mlp(config)
+    for weight in (*_attention(config), *_head_norms(config), *mlp, *_norms(config)):
+        name, parameter = f"model.layers.{layer}.{weight.name}", f"decoder.layers.{{layer}}.{weight.parameter}"
+        yield replace(weight, name=name, parameter=parameter, layer=layer)
+
+
+def _norms(config: Any) -> Iterator[Weight]:
     norms = architecture(config).norms
-    return [
-        *_attention(config, layer),
-        *_head_norms(config, layer),
-        *(_experts(config, layer) if is_sparse(config, layer) else _mlp(config, layer, config.intermediate_size)),
-        *_norm(config, layer, norms.before_attention, "input_layernorm"),
-        *_norm(config, layer, norms.after_attention, "self_attn_bda.norm"),
-        *_norm(config, layer, norms.before_mlp, "pre_mlp_layernorm"),
-        *_norm(config, layer, norms.after_mlp, "mlp_bda.norm"),
-    ]
+    parameters = {
+        "input_layernorm": norms.before_attention,
+        "self_attn_bda.norm": norms.after_attention,
+        "pre_mlp_layernorm": norms.before_mlp,
+        "mlp_bda.norm": norms.after_mlp,
+    }
+    for parameter, name in parameters.items():
+        if name is not None:
+            yield Weight(f"{name}.weight", (config.hidden_size,), f"{parameter}.weight", REPLICATED)
 
 
-def _norm(config: Any, layer: int, name: str | None, parameter: str) -> Iterator[Weight]:
-    if name is not None:
-        outside, inside = f"model.layers.{layer}.{name}.weight", f"decoder.layers.{{layer}}.{parameter}.weight"
-        yield Weight(outside, (config.hidden_size,), inside, WeightLayout(), layer)
-
-
-def _head_norms(config: Any, layer: int) -> Iterator[Weight]:
+def _head_norms(config: Any) -> Iterator[Weight]:
     kind, size = architecture(config).head_norms, head_size(config)
     for letter, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
         if kind is not None:
-            inside = f"decoder.layers.{{layer}}.self_attention.{letter}_layernorm.weight"
-            shape, layout = ((size,), WeightLayout()) if kind == "head" else ((heads * size,), Rows())
-            yield Weight(f"model.layers.{layer}.self_attn.{letter}_norm.weight", shape, inside, layout, layer)
+            shape, layout = ((size,), REPLICATED) if kind == "head" else ((heads * size,), ROWS)
+            yield Weight(f"self_attn.{letter}_norm.weight", shape, f"self_attention.{letter}_layernorm.weight", layout)
 
 
-def _attention(config: Any, layer: int) -> Iterator[Weight]:
+def _attention(config: Any) -> Iterator[Weight]:
     """Weights of one fused parameter are adjacent, so that it is gathered only once."""
-    found, hidden, heads = architecture(config), config.hidden_size, config.num_attention_heads * head_size(config)
-    outside, inside = f"model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."
+    found, hidden, heads = architecture(config), config.hidden_size, config.num_attention_heads
     for end in ("weight", "bias") if value_of(config, found.qkv_bias) else ("weight",):
         width = (hidden,) if end == "weight" else ()
         for kind, rows, layout in _qkv(config, fused=found.fused_qkv):
-            yield Weight(f"{outside}{kind}_proj.{end}", (rows, *width), f"{inside}linear_qkv.{end}", layout, layer)
-    yield Weight(f"{outside}o_proj.weight", (hidden, heads), f"{inside}linear_proj.weight", Columns(), layer)
+            yield Weight(f"self_attn.{kind}_proj.{end}", (rows, *width), f"self_attention.linear_qkv.{end}", layout)
+    shape = (hidden, heads * head_size(config))
+    yield Weight("self_attn.o_proj.weight", shape, "self_attention.linear_proj.weight", COLUMNS)
     if value_of(config, found.output_bias):
-        yield Weight(f"{outside}o_proj.bias", (hidden,), f"{inside}linear_proj.bias", WeightLayout(), layer)
+        yield Weight("self_attn.o_proj.bias", (hidden,), "self_attention.linear_proj.bias", REPLICATED)
     if found.sinks:
-        sinks = f"{inside}core_attention.sinks"
-        yield Weight(f"{outside}sinks", (config.num_attention_heads,), sinks, Rows(), layer)
+        yield Weight("self_attn.sinks", (heads,), "self_attention.core_attention.sinks", ROWS)
 
 
 def _qkv(config: Any, *, fused: bool) -> Iterator[tuple[str, int, WeightLayout]]:
@@ -240,68 +239,56 @@ def _qkv(config: Any, *, fused: bool) -> Iterator[tuple[str, int, WeightLayout]]
     groups, head = config.num_key_value_heads, head_size(config)
     queries = config.num_attention_heads // groups * head
     if fused:
-        yield "qkv", groups * (queries + 2 * head), GroupedTriple(groups=groups, queries=queries, head=head)
+        yield "qkv", groups * (queries + 2 * head), grouped(groups, queries, head, 0, 1, 2)
         return
-    for kind, start, rows in (("q", 0, queries), ("k", queries, head), ("v", queries + head, head)):
-        yield kind, groups * rows, Grouped(groups=groups, start=start, rows=rows, all_rows=queries + 2 * head)
+    for block, (kind, rows) in enumerate((("q", queries), ("k", head), ("v", head))):
+        yield kind, groups * rows, grouped(groups, queries, head, block)
 
 
-def _mlp(config: Any, layer: int, size: int) -> Iterator[Weight]:
+def _mlp(config: Any) -> Iterator[Weight]:
     """Gate, up and down projections of a dense layer."""
-    found, outside, inside = architecture(config), f"model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
-    biased = value_of(config, found.mlp_bias)
+    found, hidden, size = architecture(config), config.hidden_size, config.intermediate_size
     if found.fused_gate_up:
-        name, shape = f"{outside}gate_up_proj.weight", (2 * size, config.hidden_size)
-        yield Weight(name, shape, f"{inside}linear_fc1.weight", GatedPair(), layer)
-        name, shape = f"{outside}down_proj.weight", (config.hidden_size, size)
-        yield Weight(name, shape, f"{inside}linear_fc2.weight", Columns(), layer)
+        yield Weight("mlp.gate_up_proj.weight", (2 * size, hidden), "mlp.linear_fc1.weight", GATE_UP)
+        yield Weight("mlp.down_proj.weight", (hidden, size), "mlp.linear_fc2.weight", COLUMNS)
         return
-    yield from _gated(config, layer, size, outside, inside, Mixture().projections)
-    for half, kind in enumerate(("gate", "up")) if biased else ():
-        yield Weight(f"{outside}{kind}_proj.bias", (size,), f"{inside}linear_fc1.bias", Gated(half=half), layer)
-    if biased:
-        bias = f"{inside}linear_fc2.bias"
-        yield Weight(f"{outside}down_proj.bias", (config.hidden_size,), bias, WeightLayout(), layer)
+    yield from _gated(hidden, size, "mlp", "mlp", Mixture().projections)
+    if value_of(config, found.mlp_bias):
+        yield Weight("mlp.gate_proj.bias", (size,), "mlp.linear_fc1.bias", GATE)
+        yield Weight("mlp.up_proj.bias", (size,), "mlp.linear_fc1.bias", UP)
+        yield Weight("mlp.down_proj.bias", (hidden,), "mlp.linear_fc2.bias", REPLICATED)
 
 
 def _gated(
-    config: Any,
-    layer: int,
-    size: int,
-    outside: str,
-    inside: str,
-    projections: tuple[str, str, str],
-    expert: int | None = None,
+    hidden: int, size: int, block: str, module: str, projections: tuple[str, str, str], expert: int | None = None
 ) -> Iterator[Weight]:
-    hidden = config.hidden_size
-    for half, name in enumerate(projections[:2]):
-        where = f"{inside}linear_fc1.weight"
-        yield Weight(f"{outside}{name}.weight", (size, hidden), where, Gated(half=half), layer, expert)
-    where = f"{inside}linear_fc2.weight"
-    yield Weight(f"{outside}{projections[2]}.weight", (hidden, size), where, Columns(), layer, expert)
+    """The matrices `projections` of `block`, in the parameters of `module`."""
+    for name, half in zip(projections, (GATE, UP), strict=False):
+        yield Weight(f"{block}.{name}.weight", (size, hidden), f"{module}.linear_fc1.weight", half, expert=expert)
+    down = f"{block}.{projections[2]}.weight"
+    yield Weight(down, (hidden, size), f"{module}.linear_fc2.weight", COLUMNS, expert=expert)
 
 
-def _experts(config: Any, layer: int) -> Iterator[Weight]:
+def _experts(config: Any) -> Iterator[Weight]:
     mixture = architecture(config).mixture
     assert mixture is not None
-    outside, inside = f"model.layers.{layer}.{mixture.block}.", "decoder.layers.{layer}.mlp."
+    block, router, projections = mixture.block, f"{mixture.block}.{mixture.router}", mixture.projections
     count, hidden, size = expert_count(config), config.hidden_size, int(getattr(config, mixture.width))
-    router, whole = f"{outside}{mixture.router}", WeightLayout()
-    yield Weight(f"{router}.weight", (count, hidden), f"{inside}router.weight", whole, layer)
+    yield Weight(f"{router}.weight", (count, hidden), "mlp.router.weight", REPLICATED)
     if mixture.stacked:
-        yield Weight(f"{router}.bias", (count,), f"{inside}router.bias", whole, layer)
+        yield Weight(f"{router}.bias", (count,), "mlp.router.bias", REPLICATED)
         shapes = {"gate_up_proj": (hidden, 2 * size), "gate_up_proj_bias": (2 * size,)}
         shapes |= {"down_proj": (size, hidden), "down_proj_bias": (hidden,)}
         for name, shape in shapes.items():
-            yield Weight(f"{outside}experts.{name}", (count, *shape), f"{inside}experts.{name}", whole, layer)
+            yield Weight(f"{block}.experts.{name}", (count, *shape), f"mlp.experts.{name}", REPLICATED)
         return
     for expert in range(count):
-        there, here = f"{outside}experts.{expert}.", f"{inside}experts.local_experts.{{expert}}."
-        yield from _gated(config, layer, size, there, here, mixture.projections, expert)
+        module = "mlp.experts.local_experts.{expert}"
+        yield from _gated(hidden, size, f"{block}.experts.{expert}", module, projections, expert)
     if mixture.shared:
-        shared, size = f"{inside}shared_experts.", int(config.shared_expert_intermediate_size)
-        yield from _gated(config, layer, size, f"{outside}shared_expert.", shared, mixture.projections)
-        yield Weight(f"{outside}shared_expert_gate.weight", (1, hidden), f"{shared}gate_weight", whole, layer)
+        size = int(config.shared_expert_intermediate_size)
+        yield from _gated(hidden, size, f"{block}.shared_expert", "mlp.shared_experts", projections)
+        yield Weight(f"{block}.shared_expert_gate.weight", (1, hidden), "mlp.shared_experts.gate_weight", REPLICATED)
 
 
 def gives_scores(config: Any) -> bool:

@@ -122,11 +122,6 @@ class Groups:
         """The global rank of the last stage of this rank's pipeline."""
         return int(parallel_state.get_pipeline_model_parallel_last_rank())
 
-    @property
-    def expert_rank(self) -> int:
-        """The index of this rank's shard of the experts."""
-        return int(parallel_state.get_expert_model_parallel_rank())
-
 
 def _destroy() -> None:
     """Destroy the groups, which megatron-core only drops, so that their threads do not outlive them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -64,7 +64,6 @@ class ModelState(Engine, ABC):
     _local_model: LocalModel
     _local_adapters: LocalModel | None
     """The adapters of the model as weights of their own; None without LoRA."""
-    _adapters_disabled: bool = False
 
     @abstractmethod
     def _megatron(self) -> AbstractContextManager[None]:
@@ -78,24 +77,27 @@ class ModelState(Engine, ABC):
         """Onload weights that are in CPU memory. Not collective."""
         self.move(self._local_model.groups.device, model=True)
 
+    def _current_model(self) -> LocalModel:
+        """The local model with all weights of the last step, onloaded. Collective."""
+        self._onload_weights()
+        self._finish_param_gather()
+        return self._local_model
+
     def weight_specs(self) -> dict[str, WeightSpec]:
         """See `Engine.weight_specs`."""
         return weights_of.weight_specs(self._local_model.config)
 
     def gather_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.gather_weights`."""
-        self._onload_weights()
-        self._finish_param_gather()
-        if self._local_adapters is None or self._adapters_disabled:
-            return weights_of.gather_weights(self._local_model, names)
+        local_model = self._current_model()
+        if self._local_adapters is None or self.adapters_disabled:
+            return weights_of.gather_weights(local_model, names)
         assert self.config.lora is not None
-        return gather_merged(self._local_model, self._local_adapters, names, self.config.lora.scale)
+        return gather_merged(local_model, self._local_adapters, names, self.config.lora.scale)
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Engine.snapshot`."""
-        self._onload_weights()
-        self._finish_param_gather()
-        return weights_of.snapshot(self._local_model)
+        return weights_of.snapshot(self._current_model())
 
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """See `Engine.restore`."""
@@ -133,25 +135,21 @@ class ModelState(Engine, ABC):
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
         self._require_no_adapters()
-        self._onload_weights()
-        self._finish_param_gather()
-        return moments_of.sharded_state(self._local_model)
+        return moments_of.sharded_state(self._current_model())
 
     def save_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.save_native`."""
         self._require_no_adapters()
-        self._onload_weights()
-        self._finish_param_gather()
+        local_model = self._current_model()
         with self._megatron():
-            native.save(self._local_model, folder, optimizer=optimizer)
+            native.save(local_model, folder, optimizer=optimizer)
 
     def load_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.load_native`."""
         self._require_no_adapters()
-        self._onload_weights()
-        self._finish_param_gather()
+        local_model = self._current_model()
         with self._megatron():
-            native.load(self._local_model, folder, optimizer=optimizer)
+            native.load(local_model, folder, optimizer=optimizer)
 
     def _require_no_adapters(self) -> None:
         if self._local_adapters is not None:
@@ -162,8 +160,7 @@ class ModelState(Engine, ABC):
     def _adapters(self) -> LocalModel:
         if self._local_adapters is None:
             raise no_adapters(self)
-        self._onload_weights()
-        self._finish_param_gather()
+        self._current_model()
         return self._local_adapters
 
     def adapter_specs(self) -> dict[str, WeightSpec]:
@@ -186,20 +183,8 @@ class ModelState(Engine, ABC):
             assert self.config.lora is not None
             weights_of.load(local, partial(initial, local.weights, self.config.lora.seed))
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """See `Engine.without_adapters`."""
+    def enable_adapters(self, enabled: bool) -> None:
+        """See `Engine.enable_adapters`."""
         if self._local_adapters is None:
             raise no_adapters(self)
-        if self._adapters_disabled:
-            yield
-            return
-        try:
-            self._enable_adapters(False)
-            yield
-        finally:
-            self._enable_adapters(True)
-
-    def _enable_adapters(self, enabled: bool) -> None:
-        self._adapters_disabled = not enabled
         enable_adapters(self._local_model.chunks, enabled)

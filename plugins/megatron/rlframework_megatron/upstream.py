@@ -4,6 +4,8 @@ It warns about each optional package that is missing (Transformer Engine, Apex) 
 passes small functions to `torch.compile`; without a GPU they stay uncompiled, so no compiler is loaded or needed.
 """
 
+# ruff: noqa: F401 - the names are exported
+# mypy: implicit-reexport
 from __future__ import annotations
 
 import warnings
@@ -76,49 +78,6 @@ if not hasattr(
     moe_utils, "te_general_gemm"
 ):  # 0.16.1 compares it with None but defines it only with Transformer Engine
     moe_utils.te_general_gemm = None
-
-__all__ = [
-    "MLP",
-    "CheckpointWithoutOutput",
-    "CheckpointingException",
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "GPTModel",
-    "IdentityOp",
-    "MCoreSavePlanner",
-    "MegatronModule",
-    "ModuleSpec",
-    "OptimizerConfig",
-    "ParamKey",
-    "ParamPredicate",
-    "RowParallelLinear",
-    "TopKRouter",
-    "TorchDistSaveShardedStrategy",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "VocabParallelEmbedding",
-    "bias_swiglu_impl",
-    "copy_to_tensor_model_parallel_region",
-    "dist_checkpointing",
-    "finalize_model_grads",
-    "gather_from_sequence_parallel_region",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_gpt_layer_with_transformer_engine_spec",
-    "get_megatron_optimizer",
-    "get_transformer_layer_offset",
-    "make_sharded_tensors_for_checkpoint",
-    "mcore_to_pyt_state_dict",
-    "parallel_state",
-    "quiet",
-    "random_states",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "replace_state_dict_keys_with_sharded_keys",
-    "set_tensor_model_parallel_attributes",
-]
 
 
 @contextmanager

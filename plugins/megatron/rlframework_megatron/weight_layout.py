@@ -20,135 +20,65 @@ Region = tuple[Slices, Slices]
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The layout of a weight across tensor ranks. The base class replicates it."""
+    """How a weight lies in a parameter of which each tensor rank has an equal share; by default each has all of it.
 
-    split: bool = False
-    """Whether ranks hold different shards."""
-
-    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """Yield the regions of a weight of `shape` on tensor rank `rank` of `size`; none if the rank holds nothing."""
-        everything = tuple(slice(0, extent) for extent in shape)
-        yield everything, everything
-
-
-@dataclass(frozen=True)
-class Vocabulary(WeightLayout):
-    """Equal shards of `padded` rows; rows beyond the weight are padding."""
-
-    split: bool = True
-    padded: int = 0
-
-    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `WeightLayout.regions`."""
-        share = _share(self.padded or shape[0], size)
-        start, stop = (min(rank * share + end, shape[0]) for end in (0, share))
-        if start < stop:
-            yield _rows(start, 0, stop - start, shape)
-
-
-@dataclass(frozen=True)
-class Rows(WeightLayout):
-    """Equal shards of the rows."""
-
-    split: bool = True
-
-    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `WeightLayout.regions`."""
-        share = _share(shape[0], size)
-        yield _rows(rank * share, 0, share, shape)
-
-
-@dataclass(frozen=True)
-class Columns(WeightLayout):
-    """Equal shards of the columns."""
-
-    split: bool = True
-
-    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `WeightLayout.regions`."""
-        share = _share(shape[1], size)
-        rows = slice(0, shape[0])
-        yield (rows, slice(rank * share, (rank + 1) * share)), (rows, slice(0, share))
-
-
-@dataclass(frozen=True)
-class Gated(WeightLayout):
-    """One half of `linear_fc1`: `half` 0 is the gate, 1 is `up`."""
-
-    split: bool = True
-    half: int = 0
-
-    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `WeightLayout.regions`."""
-        share = _share(shape[0], size)
-        yield _rows(rank * share, self.half * share, share, shape)
-
-
-@dataclass(frozen=True)
-class Grouped(WeightLayout):
-    """Queries, keys or values in `linear_qkv`: in each of `groups` of `all_rows`, the `rows` from `start` on."""
-
-    split: bool = True
-    groups: int = 1
-    start: int = 0
-    rows: int = 1
-    all_rows: int = 3
-
-    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `WeightLayout.regions`. With more ranks than groups, ranks split a group."""
-        share = _share(self.groups * self.all_rows, size)
-        first, last = rank * share, (rank + 1) * share
-        for group in range(self.groups):
-            begin = group * self.all_rows + self.start
-            start, stop = max(begin, first), min(begin + self.rows, last)
-            if start < stop:
-                yield _rows(group * self.rows + start - begin, start - first, stop - start, shape)
-
-
-@dataclass(frozen=True)
-class GatedPair(WeightLayout):
-    """Gate and `up` as one matrix: all rows of the gate before those of `up`."""
-
-    split: bool = True
-
-    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `WeightLayout.regions`."""
-        rows = shape[0] // 2
-        for half in (0, 1):
-            yield from _from_row(half * rows, Gated(half=half).regions((rows, *shape[1:]), rank, size))
-
-
-@dataclass(frozen=True)
-class GroupedTriple(WeightLayout):
-    """Queries, keys and values as one matrix: all queries, all keys, all values.
-
-    `queries`: the rows of the queries of a group; `head`: those of its key, and of its value.
+    Along the dimension `split`, the parameter consists of `groups`, each of blocks in the proportions of `pattern`. The
+    weight is all first blocks of its `blocks`, then all second ones, and so on.
     """
 
-    split: bool = True
-    groups: int = 1
-    queries: int = 1
-    head: int = 1
+    split: int | None = None
+    """The dimension that tensor ranks split; None: they replicate the weight."""
+    pattern: tuple[int, ...] = (1,)
+    blocks: tuple[int, ...] = (0,)
+    groups: int | None = None
+    """None: one on each rank."""
+    is_padded: bool = False
+    """Whether the parameter may have more rows than the weight."""
 
-    def regions(self, shape: tuple[int, ...], rank: int, size: int) -> Iterator[Region]:
-        """See `WeightLayout.regions`."""
-        first, start, all_rows = 0, 0, self.queries + 2 * self.head
-        for rows in (self.queries, self.head, self.head):
-            part = Grouped(groups=self.groups, start=start, rows=rows, all_rows=all_rows)
-            yield from _from_row(first, part.regions((self.groups * rows, *shape[1:]), rank, size))
-            first, start = first + self.groups * rows, start + rows
+    @property
+    def joins_layers(self) -> bool:
+        """Whether the weight is several layers of other models, one after the other."""
+        return len(self.blocks) > 1
+
+    def regions(self, shape: tuple[int, ...], rank: int, size: int, padded: int = 0) -> Iterator[Region]:
+        """Yield the regions of a weight of `shape` on tensor rank `rank` of `size`; none if the rank holds nothing.
+
+        `padded`: the parameter's rows on all ranks, if they are more than the weight's.
+        """
+        if self.split is None:
+            yield (everything := _along(None, 0, 0, shape)), everything
+            return
+        units = max(shape[self.split], padded) // sum(self.pattern[block] for block in self.blocks)
+        groups, unit = (size, _share(units, size)) if self.groups is None else (self.groups, units // self.groups)
+        width = sum(self.pattern) * unit
+        share, outside = _share(groups * width, size), 0
+        for block in self.blocks:
+            length = self.pattern[block] * unit
+            for group in range(groups):
+                begin = group * width + sum(self.pattern[:block]) * unit
+                start = max(begin, rank * share)
+                whole = outside + start - begin
+                stop = min(begin + length, (rank + 1) * share, start + shape[self.split] - whole)
+                if start < stop:
+                    local = _along(self.split, start - rank * share, stop - start, shape)
+                    yield _along(self.split, whole, stop - start, shape), local
+                outside += length
 
 
-def _from_row(first: int, regions: Iterator[Region]) -> Iterator[Region]:
-    """Shift `regions` of a matrix to one that has it from row `first` on."""
-    for (rows, *rest), local in regions:
-        yield (slice(rows.start + first, rows.stop + first), *rest), local
+REPLICATED, ROWS, COLUMNS = WeightLayout(), WeightLayout(split=0), WeightLayout(split=1)
+VOCABULARY = WeightLayout(split=0, is_padded=True)
+GATE, UP, GATE_UP = (WeightLayout(split=0, pattern=(1, 1), blocks=blocks) for blocks in ((0,), (1,), (0, 1)))
+"""The halves of `linear_fc1`, and both as one matrix."""
 
 
-def _rows(start: int, local: int, count: int, shape: tuple[int, ...]) -> Region:
-    """The region of `count` rows from `start` in the whole weight and from `local` in the parameter."""
-    rest = tuple(slice(0, extent) for extent in shape[1:])
-    return (slice(start, start + count), *rest), (slice(local, local + count), *rest)
+def grouped(groups: int, queries: int, head: int, *blocks: int) -> WeightLayout:
+    """The `blocks` of `linear_qkv`, 0 to 2: a group has the rows of its `queries`, then `head` of key and of value."""
+    return WeightLayout(split=0, pattern=(queries, head, head), blocks=blocks, groups=groups)
+
+
+def _along(dim: int | None, start: int, count: int, shape: tuple[int, ...]) -> Slices:
+    """The slices of a tensor of `shape` with `count` elements of the dimension `dim` from `start` on."""
+    return tuple(slice(start, start + count) if one == dim else slice(0, size) for one, size in enumerate(shape))
 
 
 def _share(extent: int, size: int) -> int:

@@ -254,6 +254,14 @@ def test_a_flat_range_splits_into_blocks_in_order(data):
     assert flat == list(range(start, stop))
 
 
+def test_a_flat_range_of_stacked_experts_splits_into_blocks_in_order():
+    tensor = torch.arange(3 * 4 * 5).view(3, 4, 5)
+    for start, stop in itertools.combinations(range(tensor.numel() + 1), 2):
+        found = list(range_blocks((3, 4, 5), start, stop))
+        assert len(found) <= 5
+        assert torch.cat([tensor[block].reshape(-1) for block in found]).tolist() == list(range(start, stop))
+
+
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(tensor=st.sampled_from([1, 2, 4]), cuts=st.lists(st.integers(0, 600), max_size=4))
