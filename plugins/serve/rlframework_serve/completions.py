@@ -19,13 +19,11 @@ from rlframework_serve.errors import ApiError
 from rlframework_serve.prompt_logprobs import PromptScorer, TokenScores, token_ids_of
 from rlframework_serve.request_bodies import (
     IGNORED,
-    MOST_CHOICES,
     TurnRequest,
     integer,
-    number,
     reject_unknown,
     require_plain_sampling,
-    stops_of,
+    turn_request,
 )
 from rlframework_serve.sampling import Sampler
 from rlframework_serve.sessions import Session
@@ -94,15 +92,7 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
         raise ApiError(f"echo={echo!r:.80} must be true or false")
     if limit == 0 and not echo:
         raise ApiError("max_tokens=0 generates nothing; it needs echo=true, which returns the prompt")
-    turn = TurnRequest(
-        (),
-        choices=integer(body, "n", 1, MOST_CHOICES) or 1,
-        seed=integer(body, "seed", -(2**63), 2**63 - 1),
-        max_tokens=_DEFAULT_TOKENS if limit is None else limit,
-        temperature=number(body, "temperature", 0, 2),
-        top_p=number(body, "top_p", 0, 1),
-        stop=stops_of(body.get("stop")),
-    )
+    turn = turn_request(body, (), (), _DEFAULT_TOKENS if limit is None else limit)
     if (count := len(prompts) * turn.choices) > MOST_COMPLETIONS:
         raise ApiError(f"{len(prompts)} prompts times n={turn.choices} are {count}; the most is {MOST_COMPLETIONS}")
     return CompletionRequest(prompts, turn, bool(echo), integer(body, "logprobs", 0, _MOST_TOP))

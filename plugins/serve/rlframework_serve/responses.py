@@ -20,11 +20,11 @@ from rlframework_serve.request_bodies import (
     content_of,
     integer,
     messages_of,
-    number,
     parts_of,
     reject_unknown,
     require_text_format,
     tools_of,
+    turn_request,
 )
 from rlframework_serve.sampling import Choice
 from rlframework_serve.sessions import Session
@@ -47,13 +47,8 @@ def responses_request(body: Mapping[str, Any], session: Session, images: ImageRe
     messages = [*(() if name is None else session.response(name)), *_input(body.get("input"), images)]
     if instructions := content_of(body.get("instructions"), "instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
-    return TurnRequest(
-        messages_of(messages),
-        tools_of(body.get("tools"), body.get("tool_choice"), lambda tool: tool),
-        max_tokens=integer(body, "max_output_tokens", 1, 2**31),
-        temperature=number(body, "temperature", 0, 2),
-        top_p=number(body, "top_p", 0, 1),
-    )
+    checked, tools = messages_of(messages), tools_of(body.get("tools"), body.get("tool_choice"), lambda tool: tool)
+    return turn_request(body, checked, tools, integer(body, "max_output_tokens", 1, 2**31))
 
 
 def _input(given: Any, images: ImageReader) -> list[Message]:
