@@ -15,6 +15,7 @@ import torch
 
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.rollout.episode_thread import gather_or_cancel
+from rlframework_serve.chat import Reply
 from rlframework_serve.errors import ApiError
 from rlframework_serve.prompt_logprobs import PromptScorer, TokenScores, token_ids_of
 from rlframework_serve.request_bodies import (
@@ -162,7 +163,7 @@ def _prompts(given: Any) -> Sequence[str | list[int]]:
     return [token_ids_of(given)]
 
 
-class CompletionReply:
+class CompletionReply(Reply[Completion]):
     """One reply to `request`, whose `id` and time are set when it is accepted."""
 
     def __init__(self, request: CompletionRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -182,10 +183,6 @@ class CompletionReply:
         usage = {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
         return {**self._head, "choices": found, "usage": usage}
 
-    def begin(self) -> Iterator[str]:
-        """Return the events before anything is sampled: none."""
-        return iter(())
-
     def events(self, choices: Sequence[Completion]) -> Iterator[str]:
         """Return the events of completions: each as a whole, because the engine returns it when it is complete."""
         reply = self.whole(choices)
@@ -193,10 +190,6 @@ class CompletionReply:
             yield f"data: {json.dumps({**self._head, 'choices': [choice]})}\n\n"
         yield f"data: {json.dumps({**self._head, 'choices': [], 'usage': reply['usage']})}\n\n"
         yield "data: [DONE]\n\n"
-
-    def failure(self, error: Mapping[str, Any]) -> Iterator[str]:
-        """Return the events of completions that could not be sampled."""
-        yield f"data: {json.dumps(error)}\n\n"
 
     def _choice(self, number: int, choice: Completion) -> dict[str, Any]:
         stopped = choice.result is not None and choice.result.finish_reason == "stop"

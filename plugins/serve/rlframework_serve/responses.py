@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from rlframework.interfaces.messages import Message
-from rlframework_serve.chat import usage
+from rlframework_serve.chat import Reply, usage
 from rlframework_serve.errors import ApiError
 from rlframework_serve.image_parts import TEXT_ONLY, ImageReader
 from rlframework_serve.request_bodies import (
@@ -87,7 +87,7 @@ def _add_item(found: list[Message], item: Any, where: str, images: ImageReader) 
         raise ApiError(f"{where} has the type {kind!r:.80}; it must be message, function_call or function_call_output")
 
 
-class ResponsesReply:
+class ResponsesReply(Reply[Choice]):
     """One reply. `body`: the request."""
 
     def __init__(self, body: Mapping[str, Any], model: str) -> None:
