@@ -57,7 +57,8 @@ def estimate_run(
         rows = assumed_rows(config)
         note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
         views = {name: config.of(name) for name in used_policies(config, algorithm)}
-        return estimate_models(config, manager, rows, views, **assumed, notes=(note, *notes))
+        assumed["notes"] = (note, *notes)
+        return estimate_models(config, manager, rows, views, **assumed)
     with planned_parts(config, manager, elsewhere=planned is not None) as parts:
         algorithm(parts)
         found = estimate(parts, manager, **assumed)
