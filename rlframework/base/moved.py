@@ -16,7 +16,7 @@ from types import ModuleType
 MOVED = {
     "rlframework.algorithm": "rlframework.algorithms.algorithm",
     "rlframework.algorithms.losses.preference": "rlframework_preferences.preference_losses",
-    "rlframework.algorithms.losses.reward_model": "rlframework_preferences.reward_model_losses",
+    "rlframework.algorithms.losses.reward_model": "rlframework_preferences.preference_losses",
     "rlframework.algorithms.preferences": "rlframework_preferences.preference_training",
     "rlframework.algorithms.reward_model": "rlframework_preferences.reward_model_training",
     "rlframework.config.distillation": "rlframework.config.distillation_algorithms",
@@ -88,7 +88,7 @@ MOVED = {
     "rlframework.observers.services": "rlframework_report.services",
     "rlframework.plugins.loading": "rlframework.plugins.discovery",
     "rlframework.plugins.state_layout": "rlframework_tools.estimates.state_layout",
-    "rlframework.policy.checkpoint.merged": "rlframework_tools.merged_weights",
+    "rlframework.policy.checkpoint.merged": "rlframework_tools.convert",
     "rlframework.rollout.endpoint": "rlframework_serve",
     "rlframework.rollout.endpoint.requests": "rlframework_serve.request_bodies",
     "rlframework.runner.convert": "rlframework_tools.convert",

@@ -12,7 +12,7 @@ from batched_engine import Batches
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlframework.generation.sampling import SAMPLED_ELEMENTS
-from rlframework_transformers.batch_memory import _SAMPLING_BYTES, row_bytes
+from rlframework_transformers.cache import _SAMPLING_BYTES, row_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

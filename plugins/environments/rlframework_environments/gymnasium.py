@@ -10,15 +10,15 @@ from typing import Any
 from rlframework.base.errors import ConfigError
 from rlframework.environments import threads
 from rlframework.environments.verifiable import prompt_messages
-from rlframework.interfaces.environment import Environment, Episode, Sample, Split, StepOutcome
+from rlframework.interfaces.environment import Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, encodable, text_of
 from rlframework.plugins.discovery import make_current_directory_importable
 from rlframework_environments.config import GymnasiumConfig
-from rlframework_environments.seeded_tasks import SeededTasks
+from rlframework_environments.seeded_tasks import SeededEnvironment
 
 
-class GymnasiumEnvironment(Environment):
-    """The episodes of `GymnasiumConfig.id`; a task is a seed of `reset`, which all its attempts share."""
+class GymnasiumEnvironment(SeededEnvironment):
+    """The episodes of `GymnasiumConfig.id`."""
 
     def __init__(self, config: GymnasiumConfig, *, seed: int) -> None:
         """Make one environment to look at its spaces. Raises `ConfigError` if it cannot be made or played in text."""
@@ -33,21 +33,11 @@ class GymnasiumEnvironment(Environment):
                 )
         finally:
             made.close()
-        self._tasks = SeededTasks(config.train_samples, config.validation_samples, seed, self._sample)
-
-    def samples(self, split: Split) -> Sequence[Sample]:
-        """The seeds of `split`, as `metadata["seed"]`."""
-        return self._tasks.of(split)
+        super().__init__(config, seed, _filled(config.prompt, self._names, ""))
 
     def episode(self, sample: Sample, seed: int) -> Episode:
         """Return a new episode with an environment of its own. `seed` has no effect: the task's seed decides."""
         return GymnasiumEpisode(self._config, self._names, sample)
-
-    def _sample(self, number: int) -> Sample:
-        text = _filled(self._config.prompt, self._names, "")
-        return Sample(
-            f"seed {number}", prompt_messages(self._config.system_prompt, text), "", metadata={"seed": number}
-        )
 
 
 class GymnasiumEpisode(Episode):

@@ -21,8 +21,7 @@ from rlframework.environments.tool_episodes import (
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, ToolCall, ToolSpec
 from rlframework_environments.config import McpConfig
-from rlframework_environments.mcp_pool import McpPool
-from rlframework_environments.mcp_server import McpServer
+from rlframework_environments.mcp_server import McpPool, McpServer
 
 _LOG = plugin_logger(__name__)
 

@@ -1,6 +1,6 @@
-"""A running MCP server: a program in a process group of its own, served by a thread with an event loop.
+"""Running MCP servers: each is a program in a process group of its own, served by a thread with an event loop.
 
-The thread lives as long as the server, because the kernel ends the program with the thread that started it, and because
+The thread lives as long as its server, because the kernel ends the program with the thread that started it, and because
 a server for a whole run outlives the event loops of its rollouts.
 """
 
@@ -192,3 +192,33 @@ async def _call(session: ClientSession, name: str, arguments: Mapping[str, Any],
         return True, f"the server asks for what cannot be given: {type(result).__name__}"
     texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
     return bool(result.is_error), "\n".join(texts)
+
+
+class McpPool:
+    """Running servers that no episode uses. Each is used by one episode at a time, which resets it before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[McpServer] = []
+        self._ended = False
+
+    def take(self) -> McpServer | None:
+        """Return the server that was left last, or None."""
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def leave(self, server: McpServer) -> bool:
+        """Keep a server for later episodes, and return whether that is done: not after `end`."""
+        with self._lock:
+            if not self._ended:
+                self._idle.append(server)
+            return not self._ended
+
+    def end(self) -> None:
+        """End the servers, all at the same time, and keep no more."""
+        with self._lock:
+            idle, self._idle, self._ended = self._idle, [], True
+        for server in idle:
+            server.stop()
+        for server in idle:
+            server.end()

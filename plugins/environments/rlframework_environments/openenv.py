@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlframework.base.errors import ConfigError, RLFrameworkError
 from rlframework.environments.verifiable import prompt_messages
-from rlframework.interfaces.environment import LARGEST_REWARD, Environment, Episode, Sample, Split, StepOutcome
+from rlframework.interfaces.environment import LARGEST_REWARD, Episode, Sample, StepOutcome
 from rlframework.interfaces.messages import Message, encodable, text_of
 from rlframework_environments.config import OpenEnvConfig
-from rlframework_environments.seeded_tasks import SeededTasks
+from rlframework_environments.seeded_tasks import SeededEnvironment
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -34,8 +34,8 @@ _AGAIN = 0.2
 """Seconds between two attempts at a server without room."""
 
 
-class OpenEnvEnvironment(Environment):
-    """The episodes of the server at `OpenEnvConfig.url`; a task is a seed of `reset`, which all its attempts share."""
+class OpenEnvEnvironment(SeededEnvironment):
+    """The episodes of the server at `OpenEnvConfig.url`."""
 
     def __init__(self, config: OpenEnvConfig, *, seed: int) -> None:
         """Draw the seeds; no connection is made yet. Raises `ConfigError` if the package `websockets` is missing."""
@@ -46,19 +46,11 @@ class OpenEnvEnvironment(Environment):
                 "environment.name=openenv needs websockets: pip install 'rlframework-core[openenv]'"
             ) from error
         self._config = config
-        self._tasks = SeededTasks(config.train_samples, config.validation_samples, seed, self._sample)
-
-    def samples(self, split: Split) -> Sequence[Sample]:
-        """The seeds of `split`, as `metadata["seed"]`."""
-        return self._tasks.of(split)
+        super().__init__(config, seed, config.prompt.replace("{observation}", ""))
 
     def episode(self, sample: Sample, seed: int) -> Episode:
         """Return a new episode with a connection of its own. `seed` has no effect: the task's seed decides."""
         return OpenEnvEpisode(self._config, sample)
-
-    def _sample(self, number: int) -> Sample:
-        messages = prompt_messages(self._config.system_prompt, self._config.prompt.replace("{observation}", ""))
-        return Sample(f"seed {number}", messages, "", metadata={"seed": number})
 
 
 class OpenEnvEpisode(Episode):

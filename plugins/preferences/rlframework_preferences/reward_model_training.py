@@ -17,8 +17,8 @@ from rlframework.datasets.chat.rendering import Rendered, render_steps
 from rlframework.datasets.tokens import pad_rows
 from rlframework.interfaces.environment import Sample
 from rlframework_preferences.config import ProcessRewardModelTrainingConfig, RewardModelTrainingConfig
+from rlframework_preferences.preference_losses import BradleyTerryLoss, StepLoss
 from rlframework_preferences.preference_training import PreferenceTraining
-from rlframework_preferences.reward_model_losses import BradleyTerryLoss, StepLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework_preferences.config import RewardModelTrainingConfig
-from rlframework_preferences.reward_model_losses import BradleyTerryLoss, StepLoss
+from rlframework_preferences.preference_losses import BradleyTerryLoss, StepLoss
 
 PAIRS = 5
 

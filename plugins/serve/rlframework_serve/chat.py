@@ -1,4 +1,4 @@
-"""Chat completions: replies as JSON, and as server-sent events."""
+"""The interface of replies of each API, and those of chat completions: as JSON, and as server-sent events."""
 
 from __future__ import annotations
 
@@ -6,15 +6,37 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlframework_serve.sampling import Choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+C_contra = TypeVar("C_contra", contravariant=True)
 
-class ChatReply:
+
+class Reply(Protocol[C_contra]):
+    """A reply that is sent as one object or as events, made from what was sampled."""
+
+    def whole(self, choices: Sequence[C_contra]) -> dict[str, Any]:
+        """Return the reply as one object."""
+        ...
+
+    def begin(self) -> Iterator[str]:
+        """Return the events before anything is sampled; by default none."""
+        return iter(())
+
+    def events(self, choices: Sequence[C_contra]) -> Iterator[str]:
+        """Return the events of what was sampled."""
+        ...
+
+    def failure(self, error: Mapping[str, Any]) -> Iterator[str]:
+        """Return the events of a request that could not be answered; by default one."""
+        yield f"data: {json.dumps(error)}\n\n"
+
+
+class ChatReply(Reply[Choice]):
     """One reply, whose `id` and time are set when the request is accepted. `body`: the request."""
 
     def __init__(self, body: Mapping[str, Any], model: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -51,10 +73,6 @@ class ChatReply:
         if self._usage:
             yield self._chunk([], usage(choices))
         yield "data: [DONE]\n\n"
-
-    def failure(self, error: Mapping[str, Any]) -> Iterator[str]:
-        """Return the events of a turn that could not be sampled."""
-        yield f"data: {json.dumps(error)}\n\n"
 
     def _chunk(self, choices: list[dict[str, Any]], used: dict[str, int] | None = None) -> str:
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices, "usage": used}

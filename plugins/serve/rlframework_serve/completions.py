@@ -1,30 +1,36 @@
-"""Completions of text and of token ids, without a chat template: their requests, and what answers them."""
+"""Completions of text and of token ids, without a chat template: their requests, what answers them, and replies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.rollout.episode_thread import gather_or_cancel
+from rlframework_serve.chat import Reply
 from rlframework_serve.errors import ApiError
 from rlframework_serve.prompt_logprobs import PromptScorer, TokenScores, token_ids_of
 from rlframework_serve.request_bodies import (
     IGNORED,
-    MOST_CHOICES,
     TurnRequest,
     integer,
-    number,
     reject_unknown,
     require_plain_sampling,
-    stops_of,
+    turn_request,
 )
 from rlframework_serve.sampling import Sampler
 from rlframework_serve.sessions import Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_COMPLETIONS = 1024
 """The most completions of one request: its prompts times `n`."""
@@ -87,15 +93,7 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
         raise ApiError(f"echo={echo!r:.80} must be true or false")
     if limit == 0 and not echo:
         raise ApiError("max_tokens=0 generates nothing; it needs echo=true, which returns the prompt")
-    turn = TurnRequest(
-        (),
-        choices=integer(body, "n", 1, MOST_CHOICES) or 1,
-        seed=integer(body, "seed", -(2**63), 2**63 - 1),
-        max_tokens=_DEFAULT_TOKENS if limit is None else limit,
-        temperature=number(body, "temperature", 0, 2),
-        top_p=number(body, "top_p", 0, 1),
-        stop=stops_of(body.get("stop")),
-    )
+    turn = turn_request(body, (), (), _DEFAULT_TOKENS if limit is None else limit)
     if (count := len(prompts) * turn.choices) > MOST_COMPLETIONS:
         raise ApiError(f"{len(prompts)} prompts times n={turn.choices} are {count}; the most is {MOST_COMPLETIONS}")
     return CompletionRequest(prompts, turn, bool(echo), integer(body, "logprobs", 0, _MOST_TOP))
@@ -163,3 +161,71 @@ def _prompts(given: Any) -> Sequence[str | list[int]]:
     if isinstance(given, list) and given and all(isinstance(one, list) for one in given):
         return [token_ids_of(one) for one in given]
     return [token_ids_of(given)]
+
+
+class CompletionReply(Reply[Completion]):
+    """One reply to `request`, whose `id` and time are set when it is accepted."""
+
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, choices: Sequence[Completion]) -> dict[str, Any]:
+        """Return the reply as one object."""
+        found = [self._choice(number, choice) for number, choice in enumerate(choices)]
+        prompts = sum(len(choice.prompt_ids) for choice in choices[:: self._request.turn.choices])
+        sampled = sum(len(choice.ids) for choice in choices)
+        usage = {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
+        return {**self._head, "choices": found, "usage": usage}
+
+    def events(self, choices: Sequence[Completion]) -> Iterator[str]:
+        """Return the events of completions: each as a whole, because the engine returns it when it is complete."""
+        reply = self.whole(choices)
+        for choice in reply["choices"]:
+            yield f"data: {json.dumps({**self._head, 'choices': [choice]})}\n\n"
+        yield f"data: {json.dumps({**self._head, 'choices': [], 'usage': reply['usage']})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _choice(self, number: int, choice: Completion) -> dict[str, Any]:
+        stopped = choice.result is not None and choice.result.finish_reason == "stop"
+        return {
+            "index": number,
+            "text": f"{choice.prompt}{choice.text}" if self._request.echo else choice.text,
+            "logprobs": None if self._request.logprobs is None else self._logprobs(choice),
+            "finish_reason": "stop" if stopped else "length",
+        }
+
+    def _logprobs(self, choice: Completion) -> dict[str, Any]:
+        """Return OpenAI's lists by token. Tokens with the same text share an entry: that of the most likely."""
+        ids, scores = choice.ids, choice.scores
+        if scores is None:
+            sampled = [] if choice.result is None else choice.result.logprobs.tolist()
+            scores = [{token: value} for token, value in zip(ids, sampled, strict=True)]
+        elif self._request.echo:
+            ids = [*choice.prompt_ids, *ids]
+        else:
+            scores = scores[len(choice.prompt_ids) :]
+        distinct = sorted({*ids, *(token for by_id in scores for token in by_id or ())})
+        decoded = self._tokenizer.batch_decode([[token] for token in distinct])
+        texts = dict(zip(distinct, decoded, strict=True))
+        tokens = [texts[token] for token in ids]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [
+                None if by_id is None else by_id[token] for token, by_id in zip(ids, scores, strict=True)
+            ],
+            "top_logprobs": [None if by_id is None else _by_text(by_id, texts) for by_id in scores],
+            "text_offset": list(accumulate(map(len, tokens), initial=0))[:-1],
+        }
+
+
+def _by_text(by_id: Mapping[int, float], texts: Mapping[int, str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token, value in by_id.items():
+        found[texts[token]] = max(value, found.get(texts[token], value))
+    return found

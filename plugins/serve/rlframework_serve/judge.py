@@ -24,6 +24,7 @@ from rlframework.environments.counted_failures import CountedFailures
 from rlframework.environments.reward_calls import FAILURES, Failure, Report, RewardResult
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.messages import text_of
+from rlframework.rollout.episode_thread import gather_or_cancel
 from rlframework_serve.judge_replies import Replies
 
 if TYPE_CHECKING:
@@ -143,13 +144,7 @@ class Judge:
             self._known += len(numbers) - 1
             report(numbers, [reply if isinstance(reply, Failure) else self._read(reply)] * len(numbers))
 
-        tasks = [asyncio.ensure_future(score(prompt, numbers)) for prompt, numbers in equal.items()]
-        try:
-            await asyncio.gather(*tasks)
-        finally:  # after an error, requests of other tasks would still be made
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await gather_or_cancel([score(prompt, numbers) for prompt, numbers in equal.items()])
 
     def _prompt(self, sample: Sample, completion: str) -> str:
         question = text_of(sample.messages[-1]) if sample.messages else ""

@@ -53,12 +53,24 @@ def chat_request(body: Mapping[str, Any], images: ImageReader = TEXT_ONLY) -> Tu
         raise ApiError(f"top_logprobs={body['top_logprobs']}: only sampled tokens have log-probabilities; leave it out")
     require_text_format(body.get("response_format"), "response_format")
     limits = [integer(body, key, 1, 2**31) for key in ("max_completion_tokens", "max_tokens")]
-    return TurnRequest(
+    return turn_request(
+        body,
         messages_of(body.get("messages"), images),
         tools_of(body.get("tools"), body.get("tool_choice"), lambda tool: tool.get("function")),
+        next((limit for limit in limits if limit is not None), None),
+    )
+
+
+def turn_request(
+    body: Mapping[str, Any], messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], max_tokens: int | None
+) -> TurnRequest:
+    """Return a turn with the sampling of `body`. Keys that an API does not have are absent there."""
+    return TurnRequest(
+        messages,
+        tools,
         integer(body, "n", 1, MOST_CHOICES) or 1,
         integer(body, "seed", -(2**63), 2**63 - 1),
-        next((limit for limit in limits if limit is not None), None),
+        max_tokens,
         number(body, "temperature", 0, 2),
         number(body, "top_p", 0, 1),
         stops_of(body.get("stop")),

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from rlframework.interfaces.messages import Message
-from rlframework_serve.chat import usage
+from rlframework_serve.chat import Reply, usage
 from rlframework_serve.errors import ApiError
 from rlframework_serve.image_parts import TEXT_ONLY, ImageReader
 from rlframework_serve.request_bodies import (
@@ -20,11 +20,11 @@ from rlframework_serve.request_bodies import (
     content_of,
     integer,
     messages_of,
-    number,
     parts_of,
     reject_unknown,
     require_text_format,
     tools_of,
+    turn_request,
 )
 from rlframework_serve.sampling import Choice
 from rlframework_serve.sessions import Session
@@ -47,13 +47,8 @@ def responses_request(body: Mapping[str, Any], session: Session, images: ImageRe
     messages = [*(() if name is None else session.response(name)), *_input(body.get("input"), images)]
     if instructions := content_of(body.get("instructions"), "instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
-    return TurnRequest(
-        messages_of(messages),
-        tools_of(body.get("tools"), body.get("tool_choice"), lambda tool: tool),
-        max_tokens=integer(body, "max_output_tokens", 1, 2**31),
-        temperature=number(body, "temperature", 0, 2),
-        top_p=number(body, "top_p", 0, 1),
-    )
+    checked, tools = messages_of(messages), tools_of(body.get("tools"), body.get("tool_choice"), lambda tool: tool)
+    return turn_request(body, checked, tools, integer(body, "max_output_tokens", 1, 2**31))
 
 
 def _input(given: Any, images: ImageReader) -> list[Message]:
@@ -92,7 +87,7 @@ def _add_item(found: list[Message], item: Any, where: str, images: ImageReader) 
         raise ApiError(f"{where} has the type {kind!r:.80}; it must be message, function_call or function_call_output")
 
 
-class ResponsesReply:
+class ResponsesReply(Reply[Choice]):
     """One reply. `body`: the request."""
 
     def __init__(self, body: Mapping[str, Any], model: str) -> None:

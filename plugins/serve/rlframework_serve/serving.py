@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.generation.driver import run_in_loop
 from rlframework.rollout.episode_thread import Bridge, run_beside
-from rlframework_serve.engine_sessions import EngineSessions
+from rlframework_serve.conversations import EngineSessions
 from rlframework_serve.prompt_logprobs import PromptScorer
 from rlframework_serve.sampling import Sampler, SamplingRule
 from rlframework_serve.server import Endpoint, served
@@ -68,7 +69,7 @@ def serve(
                 scorer = PromptScorer(policy, tokenizer, asyncio.get_running_loop())
             work = partial(answer, Bridge(completions, timeout=0.0), rule, scorer)
             task = asyncio.ensure_future(run_beside(work, stalled_after=_PATIENCE, name="serve"))
-            with _UntilSignal(task):
+            with _until_signal(task):
                 await asyncio.wait({task})
             if not task.cancelled():
                 task.result()
@@ -83,16 +84,14 @@ def shared_session(bridge: Bridge, token: str) -> Session:
     return Session(bridge.begin(), record=False, token=token, engine_sessions=EngineSessions(bridge.begin))
 
 
-class _UntilSignal:
+@contextmanager
+def _until_signal(task: asyncio.Task[None]) -> Iterator[None]:
     """Context in which SIGINT and SIGTERM cancel `task`. To be used in the main thread."""
-
-    def __init__(self, task: asyncio.Task[None]) -> None:
-        self._task, self._signals = task, (signal.SIGINT, signal.SIGTERM)
-
-    def __enter__(self) -> None:
-        for number in self._signals:
-            asyncio.get_running_loop().add_signal_handler(number, self._task.cancel)
-
-    def __exit__(self, *_: object) -> None:
-        for number in self._signals:
-            asyncio.get_running_loop().remove_signal_handler(number)
+    loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -22,6 +22,7 @@ from rlframework.base.secrets import hide_in_text
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation_algorithms import TeacherEndpointConfig
 from rlframework.generation.driver import run_in_loop
+from rlframework.rollout.episode_thread import gather_or_cancel
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -112,13 +113,7 @@ class TeacherEndpoint:
                 async with limit:
                     return await self._ask(client, row, top)
 
-            tasks = [asyncio.ensure_future(one(row)) for row in rows]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:  # after an error, requests of other tasks would still be made
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            return await gather_or_cancel([one(row) for row in rows])
 
     async def _ask(self, client: AsyncOpenAI, row: Sequence[int], top: int) -> PromptLogprobs:
         from openai import OpenAIError

@@ -105,7 +105,7 @@ def test_log_probabilities_of_prompt_and_completion(serving: Any) -> None:
 
 def test_tokens_with_the_same_text_have_the_larger_log_probability() -> None:
     """Else a client would take a token for the most likely one that is not."""
-    from rlframework_serve.completion_replies import _by_text
+    from rlframework_serve.completions import _by_text
 
     texts = {1: "\ufffd", 2: "\ufffd"}
     assert _by_text({1: -3.0, 2: -1.0}, texts) == _by_text({2: -1.0, 1: -3.0}, texts) == {"\ufffd": -1.0}

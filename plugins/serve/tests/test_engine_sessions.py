@@ -11,8 +11,8 @@ import torch
 from rlframework.generation.scheduler import Scheduler
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams
 from rlframework.interfaces.messages import Message
-from rlframework_serve import engine_sessions
-from rlframework_serve.engine_sessions import EngineSessions
+from rlframework_serve import conversations
+from rlframework_serve.conversations import EngineSessions
 from rlframework_serve.request_bodies import TurnRequest
 from rlframework_serve.serving import shared_session
 from rlframework_serve.sessions import Session
@@ -74,7 +74,7 @@ def test_a_conversation_keeps_its_session_and_another_one_has_its_own() -> None:
 
 
 def test_the_sessions_of_conversations_continued_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_sessions, "MOST_ANSWERS", 2)
+    monkeypatch.setattr(conversations, "MOST_ANSWERS", 2)
     numbers = count()
     sessions = EngineSessions(lambda: str(next(numbers)))
     yes = said("assistant", "yes")

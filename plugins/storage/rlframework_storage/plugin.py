@@ -15,7 +15,7 @@ def rlframework_resume_from(config: RunConfig, checkpoint: Path | None) -> Path 
     if config.checkpoints.upload is None:
         return None
     from rlframework_storage.remote_folder import RemoteFolder
-    from rlframework_storage.resuming import checkpoint_to_resume, require_unused, require_writable
+    from rlframework_storage.transfer import checkpoint_to_resume, require_unused, require_writable
 
     remote = RemoteFolder(config.checkpoints.upload)
     searched = checkpoint is None and config.checkpoints.resume_uploaded

@@ -1,4 +1,6 @@
-"""The key-value cache of the decoding loop: preallocated layers, and the bytes that a row needs."""
+"""The key-value cache of the decoding loop: preallocated layers, the bytes that a row needs, and the rows that a GPU's
+free memory allows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlframework.generation.sdk import first_size
+from rlframework.generation.sdk import SAMPLED_ELEMENTS, first_size
 
 _MIN_GROWTH = 64
 """Positions that a layer without a known capacity grows by at least. A long one grows by a quarter."""
@@ -59,13 +61,14 @@ class PreallocatedLayer(DynamicLayer):
             buffer[:rows, :, :length] = buffer[..., :length, :].index_select(0, beam_idx)
         self._show((buffers[0][:rows], buffers[1][:rows]), length)
 
-    def append_rows(self, other: PreallocatedLayer, length: int, longest: int) -> None:
-        """Add the rows of `other`; all then end at `length`, with zeros before those that are shorter.
+    def append_rows(self, others: Sequence[PreallocatedLayer], length: int, longest: int) -> None:
+        """Add the rows of `others`; all then end at `length`, with zeros before those that are shorter.
 
         Allocates `longest` further positions, if the capacity is known.
         """
         self._capacity = max(self._capacity, length + longest) if self._capacity else 0
-        self.keys, self.values = _joined(self.keys, other.keys, length), _joined(self.values, other.values, length)
+        self.keys = torch.cat([_lengthened(layer.keys, length) for layer in (self, *others)])
+        self.values = torch.cat([_lengthened(layer.values, length) for layer in (self, *others)])
 
     def _own_buffers(self) -> tuple[Tensor, Tensor] | None:
         """The tensors that `keys` and `values` are views of; None if there are none, or these were replaced."""
@@ -76,11 +79,6 @@ class PreallocatedLayer(DynamicLayer):
         self.keys, self.values = (buffer[..., :length, :] for buffer in buffers)
         self._keys_view = self.keys
         return self.keys, self.values
-
-
-def _joined(upper: Tensor | None, lower: Tensor | None, length: int) -> Tensor:
-    """Stack rows `[n, heads, S, D]` of two lengths, with zeros before those that are shorter than `length`."""
-    return torch.cat([_lengthened(part, length) for part in (upper, lower)])
 
 
 def _lengthened(states: Tensor | None, length: int) -> Tensor:
@@ -119,15 +117,10 @@ def whole_cache(config: Any, capacity: int | None = None) -> DynamicCache | None
     return cache
 
 
-def stack_rows(caches: Sequence[DynamicCache], length: int) -> None:
-    """Add the rows of all other `caches` of `PreallocatedLayer`s to the first; all then end at `length`.
-
-    There are zeros before those that are shorter.
-    """
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        first = layers[0]
-        first.keys = torch.cat([_lengthened(layer.keys, length) for layer in layers])
-        first.values = torch.cat([_lengthened(layer.values, length) for layer in layers])
+def stack_rows(caches: Sequence[DynamicCache], length: int, longest: int) -> None:
+    """Add the rows of all other `caches` to the first, see `PreallocatedLayer.append_rows`."""
+    for layer, *others in zip(*(cache.layers for cache in caches), strict=True):
+        layer.append_rows(others, length, longest)
 
 
 def cache_bytes(config: Any, positions: int, width: int) -> int:
@@ -144,3 +137,45 @@ def cache_bytes(config: Any, positions: int, width: int) -> int:
     limits = [layer.get_max_length() for layer in DynamicCache(config=config).layers]
     kept = sum(min(positions, limit) if limit > 0 else positions for limit in limits)
     return int(kept * heads * sizes * width)
+
+
+_USABLE = 0.9
+"""Share of the free memory that is planned with; the rest is left to fragmentation and to what is not counted."""
+
+_SAMPLING_BYTES = {False: 40, True: 72}
+"""Bytes of each logit that is sampled from: fp32 and fp64 copies; with top-k or top-p also their order."""
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that this process can still allocate on `device`; None if it is not a CUDA device."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def rows_that_fit(free: int, config: Any, *, prompt: int, total: int, width: int, truncated: bool) -> int:
+    """Return how many rows of a model of `config` can be decoded at once in `free` bytes, at least 1.
+
+    `prompt`, `total`: the most tokens of a prompt, and of a prompt with its completion. `width`: bytes per number of
+    weights and cache. `truncated`: with top-k or top-p. All rows are assumed to be as long as the longest.
+    """
+    sampling = SAMPLED_ELEMENTS * _SAMPLING_BYTES[truncated]
+    return max(1, int(free * _USABLE - sampling) // row_bytes(config, prompt=prompt, total=total, width=width))
+
+
+def row_bytes(config: Any, *, prompt: int, total: int, width: int) -> int:
+    """Return the bytes of a row while it is decoded, with the arguments of `rows_that_fit`.
+
+    The cache of all layers and once more that of one, which is copied when it grows or rows leave; the logits of two
+    steps in fp32 and of one as the model computes them; and the prompt's activations in one layer: four hidden and
+    three MLP widths, two norms in fp32, and the mask as bool and as numbers. Every prompt counts as different from the
+    others.
+    """
+    text = config.get_text_config(decoder=True)
+    cache = cache_bytes(config, total, width)
+    mlp = (getattr(text, "num_experts_per_tok", None) or 0) * (getattr(text, "moe_intermediate_size", None) or 0)
+    mlp = max(mlp, getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    token = (4 * text.hidden_size + 3 * mlp) * width + 8 * text.hidden_size + (1 + width) * prompt
+    per_row: int = cache + cache // text.num_hidden_layers + (8 + width) * text.vocab_size + prompt * token
+    return per_row

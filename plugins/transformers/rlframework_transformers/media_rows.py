@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,22 +47,18 @@ class MediaRows(PaddedRows):
         firsts = [keys.index(key) for key in distinct]
         caches, logits, shifts = zip(*(self._begun(prompts[n], self._media[n], longest) for n in firsts), strict=True)
         self._width = max(len(prompts[n]) for n in firsts)
-        stack_rows(caches, self._width)
+        stack_rows(caches, self._width, longest)
         self._cache, self._shifts = caches[0], torch.tensor(shifts).to(self._device)
         self._place([self._width - len(prompts[n]) for n in firsts])
         return self._expanded(torch.cat(logits), numbers)
 
-    def join(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
-        """See `RowForward.join`."""
-        other = MediaRows(self.model, self._pad_id, self._device, self._encoder)
+    def _empty(self) -> Self:
+        other = type(self)(self.model, self._pad_id, self._device, self._encoder)
         other.expect(self._media)
-        logits = other.start(prompts, longest)
-        width = max(self._width, other._width)
-        stack_rows([self._cache, other._cache], width)
-        paddings = [padding + width - rows._width for rows in (self, other) for padding in rows._paddings]
-        self._width, self._shifts = width, torch.cat((self._shifts, other._shifts))
-        self._place(paddings)
-        return logits
+        return other
+
+    def _joined(self, other: Self) -> None:
+        self._shifts = torch.cat((self._shifts, other._shifts))
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See `RowForward.advance`."""

@@ -12,7 +12,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.generation.sdk import cache_argument, scaled_logits
 from rlframework_transformers.attention import decoding_attention
-from rlframework_transformers.cache import PreallocatedLayer, decoding_cache
+from rlframework_transformers.cache import PreallocatedLayer, decoding_cache, stack_rows
 
 Prefix = Sequence[tuple[Tensor, Tensor]]
 """The keys and values `[heads, m, D]` of the first `m` tokens of a row, for each layer."""
@@ -107,15 +107,22 @@ class PaddedRows(RowForward):
         """See `RowForward.join`. Rows of a cache with other layers than `PreallocatedLayer` cannot be added."""
         if not all(type(layer) is PreallocatedLayer for layer in self._cache.layers):
             return None
-        other = PaddedRows(self.model, self._pad_id, self._device)
+        other = self._empty()
         logits = other.start(prompts, longest)
         width = max(self._width, other._width)
-        for mine, theirs in zip(self._cache.layers, other._cache.layers, strict=True):
-            mine.append_rows(theirs, width, longest)
+        stack_rows([self._cache, other._cache], width, longest)
         paddings = [padding + width - rows._width for rows in (self, other) for padding in rows._paddings]
         self._width = width
         self._place(paddings)
+        self._joined(other)
         return logits
+
+    def _empty(self) -> Self:
+        """Rows of the same kind, for those that join these."""
+        return type(self)(self.model, self._pad_id, self._device)
+
+    def _joined(self, other: Self) -> None:
+        """Take over what a subclass keeps of the rows of `other`, which come after these."""
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See `RowForward.advance`."""

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 from rlframework.generation.engine_model import cache_argument
 from rlframework_transformers import engine as transformers_engine
-from rlframework_transformers.batch_memory import free_bytes, row_bytes, rows_that_fit
-from rlframework_transformers.cache import cache_bytes
+from rlframework_transformers.cache import cache_bytes, free_bytes, row_bytes, rows_that_fit
 from rlframework_transformers.decoding import RowBatch
 
 _SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Required, TypedDict, Unpack, cast
 
 from rlframework.config.sections import RunConfig
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
@@ -243,12 +243,10 @@ class Estimate:
         table = Table("What", "When", title="Estimate", title_justify="left")
         table.add_column("GiB", justify="right")
         for place, where in PLACES.items():
-            if most := peak(self.memory, place):
-                for part in self.memory:
-                    if part.place == place:
-                        table.add_row(f"{where} of a worker: {part.name}", ", ".join(part.phases), gib(part.bytes))
-                table.add_row(f"{where} of a worker, at its peak", "", gib(most))
-        self._add_engines(table)
+            _add_uses(table, self.memory, place, f"{where} of a worker", "at its peak")
+        if self.engines is not None:
+            _add_uses(table, self.engines.memory, self._place, f"{PLACES[self._place]} of an engine", "at least")
+            table.add_row("rows that an engine decodes together, at most", f"{self.engines.rows:,}", "")
         for name, each in self.further.items():
             for place, where in PLACES.items():
                 if most := peak(each.memory, place):
@@ -273,15 +271,14 @@ class Estimate:
             table.add_row(f"optimizer steps per step, of {rows:,} rows each", f"{steps:,}", "")
         return table
 
-    def _add_engines(self, table: Table) -> None:
-        if self.engines is None:
-            return
-        place, each = self._place, PLACES[self._place]
-        for part in self.engines.memory:
-            if part.place == place:
-                table.add_row(f"{each} of an engine: {part.name}", ", ".join(part.phases), gib(part.bytes))
-        table.add_row(f"{each} of an engine, at least", "", gib(peak(self.engines.memory, place)))
-        table.add_row("rows that an engine decodes together, at most", f"{self.engines.rows:,}", "")
+
+def _add_uses(table: Table, memory: Sequence[MemoryUse], place: Place, whose: str, when: str) -> None:
+    """Add the uses of memory at `place` and their peak, unless there are none."""
+    for use in memory:
+        if use.place == place:
+            table.add_row(f"{whose}: {use.name}", ", ".join(use.phases), gib(use.bytes))
+    if most := peak(memory, place):
+        table.add_row(f"{whose}, {when}", "", gib(most))
 
 
 def _is_much(size: int, free: int | None) -> bool:
@@ -289,19 +286,19 @@ def _is_much(size: int, free: int | None) -> bool:
     return free is None or size >= LITTLE * free
 
 
-def estimate(
-    parts: Parts,
-    manager: PluginManager,
-    *,
-    reference: bool,
-    engine: GenerationEngineRecord | None = None,
-    planned: PlannedGpus | None = None,
-) -> Estimate:
+class Assumptions(TypedDict, total=False):
+    """See `estimate_rows`."""
+
+    reference: Required[bool]
+    engine: GenerationEngineRecord | None
+    planned: PlannedGpus | None
+    notes: tuple[str, ...]
+
+
+def estimate(parts: Parts, manager: PluginManager, **assumed: Unpack[Assumptions]) -> Estimate:
     """Estimate the run of `parts`, which needs no workers; see `estimate_rows`."""
     further = {name: model.config for name, model in parts.models.items()}
-    return estimate_models(
-        parts.config, manager, rows_of(parts), further, reference=reference, engine=engine, planned=planned
-    )
+    return estimate_models(parts.config, manager, rows_of(parts), further, **assumed)
 
 
 def estimate_models(
@@ -309,17 +306,14 @@ def estimate_models(
     manager: PluginManager,
     rows: Rows,
     further: Mapping[str, RunConfig],
-    *,
-    reference: bool,
-    engine: GenerationEngineRecord | None = None,
-    planned: PlannedGpus | None = None,
-    notes: tuple[str, ...] = (),
+    **assumed: Unpack[Assumptions],
 ) -> Estimate:
     """Estimate a run with its `further` policies: the configuration of each. See `estimate_rows`."""
+    planned = assumed.get("planned")
     others = {
         name: estimate_rows(view, manager, rows, reference=False, planned=planned) for name, view in further.items()
     }
-    found = estimate_rows(config, manager, rows, reference=reference, engine=engine, planned=planned, notes=notes)
+    found = estimate_rows(config, manager, rows, **assumed)
     written = {f"{name}: {what}": size for name, each in others.items() for what, size in each.disk.items()}
     return replace(found, further=others, disk=found.disk | written)
 

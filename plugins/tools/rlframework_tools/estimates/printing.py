@@ -12,7 +12,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.config.validate import notes_without_effect
 from rlframework.datasets.sources.memory import Data
 from rlframework.observers.dispatch import observer_problems, require_observers
-from rlframework.plugins.manager import create_manager
+from rlframework.plugins.manager import PluginManager, create_manager
 from rlframework.rollout.parts import Parts
 from rlframework.runner.data import with_data
 from rlframework.runner.further_policies import used_policies
@@ -24,7 +24,7 @@ from rlframework.runner.parts import (
     planned_parts,
     require_models,
 )
-from rlframework_tools.estimates.estimate import Estimate, estimate, estimate_models
+from rlframework_tools.estimates.estimate import Assumptions, Estimate, estimate, estimate_models
 from rlframework_tools.estimates.hardware import PlannedGpus
 from rlframework_tools.estimates.plan import plan_run
 from rlframework_tools.estimates.row_sizes import assumed_rows
@@ -51,26 +51,17 @@ def estimate_run(
     else:
         problems = observer_problems(config.observers, manager)
         notes += tuple(f"note: on this machine {problem}" for problem in problems)
-    engine = engine_record(config, manager)
-    algorithm = algorithm_class(config, manager)
-    reference = algorithm.needs_reference_model(config.algorithm)
+    assumed, algorithm = _assumptions(config, manager), algorithm_class(config, manager)
+    assumed["planned"] = planned
     if planned is not None and not has_tokenizer(config.policy):
         rows = assumed_rows(config)
         note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
         views = {name: config.of(name) for name in used_policies(config, algorithm)}
-        return estimate_models(
-            config,
-            manager,
-            rows,
-            views,
-            reference=reference,
-            engine=engine,
-            planned=planned,
-            notes=(note, *notes),
-        )
+        assumed["notes"] = (note, *notes)
+        return estimate_models(config, manager, rows, views, **assumed)
     with planned_parts(config, manager, elsewhere=planned is not None) as parts:
         algorithm(parts)
-        found = estimate(parts, manager, reference=reference, engine=engine, planned=planned)
+        found = estimate(parts, manager, **assumed)
     found = replace(found, notes=(*found.notes, *notes))
     try:
         check_output_dir(config, overwrite)
@@ -118,9 +109,12 @@ def print_elsewhere(config: str, overrides: Sequence[str], on: str, *, overwrite
 
 def _estimate(parts: Parts) -> Estimate:
     manager = create_manager(parts.config.plugins)
-    algorithm = algorithm_class(parts.config, manager)
-    reference = algorithm.needs_reference_model(parts.config.algorithm)
-    return estimate(parts, manager, reference=reference, engine=engine_record(parts.config, manager))
+    return estimate(parts, manager, **_assumptions(parts.config, manager))
+
+
+def _assumptions(config: RunConfig, manager: PluginManager) -> Assumptions:
+    engine, algorithm = engine_record(config, manager), algorithm_class(config, manager)
+    return {"reference": algorithm.needs_reference_model(config.algorithm), "engine": engine}
 
 
 def _print(found: Estimate) -> None:

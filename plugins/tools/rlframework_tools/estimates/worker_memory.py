@@ -18,7 +18,7 @@ LOGITS_COPIES = 3
 """On a CPU: logits, tensor saved for the backward, gradient. Sampling: logits, probabilities, cumulative sums."""
 
 DECODING_SHARE = 0.9
-"""Share of the free memory of a GPU that the embedded engine decodes in: `rlframework_transformers.batch_memory`."""
+"""Share of the free memory of a GPU that the embedded engine decodes in: `rlframework_transformers.cache`."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from rlframework.plugins.hookspec import DoctorCheck, DoctorFinding, hookimpl
 from rlframework.plugins.manager import create_manager
 from rlframework_tools.doctor import examination
 from rlframework_tools.doctor.checks import Check, Context, ok
-from rlframework_tools.doctor.examination import examine
-from rlframework_tools.doctor.plugin_checks import checks_of_plugins
+from rlframework_tools.doctor.examination import checks_of_plugins, examine
 
 DISABLE = "disable it: RLFRAMEWORK_DISABLE_PLUGINS=fake_doctor"
 
