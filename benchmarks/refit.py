@@ -56,8 +56,8 @@ from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.client import Policy
 from rlframework.weight_sync.calls import RefitCalls
 from rlframework.weight_sync.coordinator import Refitter
-from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import ProbeRequests, Probes
+from rlframework.weight_sync.proof import NoiseBound
 from rlframework_conformance.policies import InspectedEngines
 
 IPC, COLLECTIVE = "refit, ipc", "refit, collective"

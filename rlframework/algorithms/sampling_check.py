@@ -27,7 +27,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import RunConfig
 from rlframework.huggingface.model_directories import first_size, text_config
 from rlframework.interfaces.policy_worker import SAMPLED_NOW, SampledDifference, SamplingBound, TrainResult
-from rlframework.weight_sync.noise_bound import NoiseBound
+from rlframework.weight_sync.proof import NoiseBound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 _CORE = str(Path(__file__).parents[1])
@@ -39,19 +39,14 @@ def is_users_code(filename: str) -> bool:
 
 def without_library_frames(message: str) -> str:
     """Return `message` without the frames that are not the user's, of the worker's traceback that it may contain."""
-    return "\n".join(_kept(message.split("\n")))
-
-
-def _kept(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines that belong to no frame, or to one of the user's code; a frame's source is indented by four."""
-    keeps = True
-    for line in lines:
+    lines, keeps = list[str](), True
+    for line in message.split("\n"):
         if frame := _FRAME.match(line):
             keeps = is_users_code(frame["name"])
-        elif not line.startswith("    "):
+        elif not line.startswith("    "):  # the source of a frame is indented by four
             keeps = True
-        if keeps:
-            yield line
+        lines += [line] * keeps
+    return "\n".join(lines)
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

@@ -14,10 +14,9 @@ import torch
 from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch import batch_rows, sharding
 from rlframework.batch.batch_rows import describe, read_count
-from rlframework.batch.packed_tensor import PackedTensor
+from rlframework.batch.packed_tensor import PackedTensor, picklable
 from rlframework.batch.sharding import DynamicBatchingArgs as DynamicBatchingArgs
 from rlframework.batch.sharding import SequencePackingArgs as SequencePackingArgs
-from rlframework.batch.tensor_pickling import picklable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +36,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     Microbatch metadata survives pickling and `get_batch`. Every other method that returns a new batch drops it, and the
     iterators that need it raise an error that says so. Sending a batch to another process drops gradients: see
-    `rlframework.batch.tensor_pickling`.
+    `rlframework.batch.packed_tensor`.
     """
 
     micro_batch_indices: list[list[list[int]]] | None = None

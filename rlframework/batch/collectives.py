@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rlframework.base.errors import BatchError, BatchTypeError
 from rlframework.batch import batch_rows
-from rlframework.batch.packed_tensor import PackedTensor
-from rlframework.batch.tensor_pickling import picklable
+from rlframework.batch.packed_tensor import PackedTensor, picklable
 
 
 def gather_jagged_object_lists(local_objects: list[Any], group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -27,8 +27,8 @@ from rlframework.observers.timeline import REFITS
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework.weight_sync.coordinator import RefitReport, Refitter
 from rlframework.weight_sync.ipc import share_gpu
-from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import PROBE_HEADROOM, Probes
+from rlframework.weight_sync.proof import NoiseBound
 from rlframework.workers.remote_calls import WorkerCalls
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ _PLAIN = {str, int, float, tuple, type(None), SamplingParams}
 
 def _compact(value: Any) -> Any:
     """Return what is pickled instead of `value`, a tensor, a mapping of them, or anything else."""
-    from rlframework.batch.tensor_pickling import picklable
+    from rlframework.batch.packed_tensor import picklable
 
     if hasattr(value, "untyped_storage"):
         return picklable(value)

@@ -198,7 +198,7 @@ PROBE_BOUNDS: Mapping[str, float] = {"float32": 1e-3, "tf32": 0.02, "float16": 0
 """Default of `GenerationEngineRecord.probe_bounds`.
 
 The kernels of two engines differ by 1e-7 to 3e-5 in fp32, by 0.003 with TF32 and by 0.05 in bfloat16; weights in the
-wrong place by 0.5 and more. `rlframework.weight_sync.noise_bound` tightens these by the noise of the run.
+wrong place by 0.5 and more. `rlframework.weight_sync.proof` tightens these by the noise of the run.
 """
 
 

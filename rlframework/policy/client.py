@@ -17,8 +17,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packing import TokenCost
 from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
-from rlframework.huggingface.model_directories import model_sizes
-from rlframework.huggingface.replaceable import check_replaceable
+from rlframework.huggingface.model_directories import check_replaceable, model_sizes
 from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows, SamplingBound

@@ -25,14 +25,12 @@ from rlframework.generation.remote import RemoteGeneration
 from rlframework.interfaces.policy_worker import SAMPLED_NOW
 from rlframework.observers.timeline import TRAINER, timed
 from rlframework.rollout.episode_thread import Bridge, run_beside
-from rlframework.rollout.failure_log import FailureLog
 from rlframework.rollout.group_players import group_player
 from rlframework.rollout.ledger import Ledger
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import ticket_seeds
-from rlframework.rollout.staleness_metrics import StepStaleness
 from rlframework.rollout.step_rollouts import StepRollouts, add_rewards_of_models
-from rlframework.rollout.tickets import Settled, Ticket
+from rlframework.rollout.tickets import FailureLog, Settled, StepStaleness, Ticket
 
 if TYPE_CHECKING:
     from rlframework.rollout.parts import Parts

@@ -27,7 +27,7 @@ from rlframework.config.sections import GenerationConfig
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming, SamplingParams
 from rlframework.interfaces.policy_worker import PolicyWorker, Rows
 from rlframework.weight_sync.calls import RefitCalls
-from rlframework.weight_sync.noise_bound import NoiseBound
+from rlframework.weight_sync.proof import NoiseBound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlframework.base.errors import UserError
-from rlframework.huggingface.model_directories import make_llama
-from rlframework.huggingface.replaceable import check_replaceable
+from rlframework.huggingface.model_directories import check_replaceable, make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.policy.client import Policy
 

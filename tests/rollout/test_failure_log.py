@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframework.rollout.failure_log import FailureLog
+from rlframework.rollout.tickets import FailureLog
 
 
 def test_the_first_failures_of_a_step_are_logged_and_the_others_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlframework.weight_sync.noise_bound import NoiseBound
+from rlframework.weight_sync.proof import NoiseBound
 
 DECLARED = {"float32": 1e-3, "bfloat16": 0.3}
 

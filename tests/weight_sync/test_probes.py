@@ -20,8 +20,8 @@ from rlframework.interfaces.generation import (
     WeightReport,
     WeightSpan,
 )
-from rlframework.weight_sync.noise_bound import NoiseBound
 from rlframework.weight_sync.probes import Probes, probe_shapes
+from rlframework.weight_sync.proof import NoiseBound
 
 
 def refit_twice(run: Run, step: float = 1.0) -> None:

@@ -79,7 +79,7 @@ class _Pickler(cloudpickle.Pickler):
         torch = sys.modules.get("torch")
         if torch is None or type(value) is not torch.Tensor or value.requires_grad:
             return super().reducer_override(value)  # type: ignore[no-untyped-call]
-        from rlframework.batch.tensor_pickling import PickledTensor, picklable
+        from rlframework.batch.packed_tensor import PickledTensor, picklable
 
         sent = picklable(value)
         return sent.__reduce_ex__(5) if isinstance(sent, PickledTensor) else NotImplemented
