@@ -237,6 +237,10 @@ class StepLoop(Algorithm):
                 if last_of_all or (validation.every > 0 and step % validation.every == 0):
                     scores, more = self._timed_validation(step)
                     metrics, samples = metrics | scores, [*samples, *more]
+                # after the validation, which so compares with the reference that this step was trained with
+                timer = Timer(self.timeline)
+                metrics |= self.reference_sync.after_step(step, self.parts.policy, timer.phase)
+                metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
                 last |= self._report(step, metrics, samples)
                 stopped = self.early_stopping.update(step, metrics) or self.should_stop(metrics)
                 ends = stopped or step == self.config.num_steps
@@ -292,7 +296,6 @@ class StepLoop(Algorithm):
         parts.policy.reset_peak_memory_stats()
         with profiling(parts, step) as profiled, timer.phase("step"):
             metrics, samples = require_step_result(self.train_step(step, timer), type(self).__name__)
-            metrics |= self.reference_sync.after_step(step, parts.policy, timer.phase)
         metrics |= self.loader.pop_metrics()
         self.recorder.require(step)
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()

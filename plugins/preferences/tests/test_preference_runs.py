@@ -58,12 +58,21 @@ def test_dpo_raises_the_accuracy_on_held_out_pairs(run_config: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_held_out_pairs_are_compared_with_the_reference_of_now(run_config: Any, tmp_path: Path) -> None:
-    """A policy that equals its reference has a loss of log 2: at the start, and after steps 2 and 4."""
-    more = ["algorithm={num_steps: 4, validation: {every: 1}, reference_sync: {steps: 2, alpha: 1.0}}"]
-    result = run(run_config("dpo", *options(pairs_file(tmp_path, 16), "policy.optimizer.lr=1e-2", *more)))
-    equal = [abs(row["validation/loss"] - math.log(2)) < 1e-6 for row in result.history]
-    assert equal == [True, False, True, False, True]
+def test_held_out_pairs_are_compared_with_the_reference_of_the_step(run_config: Any, tmp_path: Path) -> None:
+    """A policy that equals its reference has a loss of log 2: only at the start, as one moves after the validation.
+
+    The reference that moved after step 2 is that of the validation after step 3.
+    """
+    keys = options(pairs_file(tmp_path, 16), "policy.optimizer.lr=1e-2")
+    losses = []
+    for name, more in (("moved", ", reference_sync: {steps: 2, alpha: 1.0}"), ("kept", "")):
+        algorithm = f"algorithm={{num_steps: 3, validation: {{every: 1}}{more}}}"
+        history = run(run_config("dpo", *keys, algorithm, f"output_dir={tmp_path / name}")).history
+        losses.append([row["validation/loss"] for row in history])
+    moved, kept = losses
+    assert [abs(loss - math.log(2)) < 1e-6 for loss in moved] == [True, False, False, False]
+    assert moved[:3] == kept[:3]
+    assert abs(moved[3] - kept[3]) > 1e-4
 
 
 def test_pairs_that_max_tokens_makes_equal_are_counted(tiny_llama: Any, caplog: Any) -> None:
