@@ -42,7 +42,7 @@ from rlframework_deepspeed import zero_checkpoint
 from rlframework_deepspeed.autotp import TensorParallel
 from rlframework_deepspeed.config import DeepSpeedConfig
 from rlframework_deepspeed.shards import MOMENTS, Read, Shards
-from rlframework_deepspeed.slices import Slices, fill, views_with_slices
+from rlframework_deepspeed.slices import Slices, views_with_slices
 
 
 class ModelState(adapters.ModelAdapters, Engine, ABC):
@@ -154,10 +154,8 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
 
         def read(first: int, end: int) -> Tensor:
             row = torch.empty(end - first)
-            for part, own, start in _within(parts, row, first):
-                name, partition = part.name, self._tensor.partition(tensor)
-                shape = part.shape if partition is None else self._part_shape(tensor)
-                fill(own, shape, start, partition, lambda where, name=name: slice_of(weights, name, where))  # type: ignore[misc]
+            for part, view, where in self._views(tensor, parts, row, first):
+                view.copy_(slice_of(weights, part.name, where))
             return row
 
         return read
@@ -200,13 +198,15 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
 
     def _local(self) -> dict[str, Tensor]:
         """This rank's flat shard of each tensor; empty shards are omitted."""
-        found = {}
-        for name, tensor in self._named_tensors().items():
-            if not isinstance(tensor, nn.Parameter):
-                found[name] = tensor.detach()
-            elif (slot := self._shards.slot(tensor)) is not None:
-                found[name] = slot.main
-        return found
+        named = self._named_tensors().items()
+        return {name: row[0] for name, tensor in named if (row := self._row(tensor)) is not None}
+
+    def _row(self, tensor: Tensor) -> tuple[Tensor, int] | None:
+        """This rank's flat shard of `tensor`, and where it starts in this rank's partition; None if it has none."""
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.detach().view(-1), 0
+        slot = self._shards.slot(tensor)
+        return None if slot is None else (slot.main, slot.first)
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
@@ -243,15 +243,9 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
             slot = self._shards.slot(parameter)
             if slot is None:
                 continue
-            partition, shape = self._tensor.partition(parameter), self._part_shape(parameter)
             for kind in MOMENTS:
-                for part, own, start in _within(files[name], state[kind], slot.first):
-
-                    def read(where: Slices, part: FileWeight = part, kind: str = kind) -> Tensor:
-                        found: Tensor = getattr(moments_slice(moments, part.name, where), kind)
-                        return found
-
-                    fill(own, shape if partition is not None else part.shape, start, partition, read)
+                for part, view, where in self._views(parameter, files[name], state[kind], slot.first):
+                    view.copy_(getattr(moments_slice(moments, part.name, where), kind))
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
@@ -260,7 +254,10 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
         self._require_no_adapters()
         own = self._weights()
         files = self._layout.by_source
-        weights = [shard for name, tensor in own.items() for shard in self._weight_shards(tensor, files[name])]
+        weights: list[TensorShard] = []
+        for name, tensor in own.items():
+            if (local := self._row(tensor)) is not None:
+                weights += self._tensor_shards(tensor, files[name], *local, "")
         moments: list[TensorShard] = []
         steps: dict[str, int] = {}
         for name, parameter in self._trained().items():
@@ -274,20 +271,21 @@ class ModelState(adapters.ModelAdapters, Engine, ABC):
                 moments += self._tensor_shards(parameter, files[name], row, slot.first, start)
         return ShardedState(weights, moments, steps)
 
-    def _weight_shards(self, tensor: Tensor, files: list[FileWeight]) -> Iterator[TensorShard]:
-        if not isinstance(tensor, nn.Parameter):
-            yield from self._tensor_shards(tensor, files, tensor.detach().view(-1), 0, "")
-        elif (slot := self._shards.slot(tensor)) is not None:
-            yield from self._tensor_shards(tensor, files, slot.main, slot.first, "")
-
     def _tensor_shards(
         self, tensor: Tensor, files: list[FileWeight], row: Tensor, first: int, prefix: str
     ) -> Iterator[TensorShard]:
         """Shards of `row`, this rank's partition of `tensor`, from `first` on, named by `files` with `prefix`."""
+        for part, view, where in self._views(tensor, files, row, first):
+            yield TensorShard(prefix + part.name, view, tuple(one.start for one in where), part.shape)
+
+    def _views(
+        self, tensor: Tensor, files: list[FileWeight], row: Tensor, first: int
+    ) -> Iterator[tuple[FileWeight, Tensor, Slices]]:
+        """Views of `row`, as in `_tensor_shards`, each with the weight that it is part of, and its slices of that."""
         partition, shape = self._tensor.partition(tensor), self._part_shape(tensor)
         for part, own, start in _within(files, row, first):
             for view, where in views_with_slices(own, shape if partition is not None else part.shape, start, partition):
-                yield TensorShard(prefix + part.name, view, tuple(one.start for one in where), part.shape)
+                yield part, view, where
 
 
 def _steps(moments: Mapping[str, Moments], files: list[FileWeight]) -> int:

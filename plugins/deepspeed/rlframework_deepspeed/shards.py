@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,9 @@ class Slot:
 
 class Shards(ABC):
     """The parameters of a DeepSpeed `engine` as sharded by its ZeRO stage."""
+
+    splits_gradients: ClassVar[bool] = True
+    """Whether the ranks hold different elements of the gradient."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -109,11 +112,6 @@ class Shards(ABC):
             self.wrapper._backward_active_depth = 0
             self.wrapper._epilogue_ran_this_backward = False
             self.wrapper.clear_backward_seen_flag()
-
-    @property
-    def splits_gradients(self) -> bool:
-        """Whether the ranks hold different elements of the gradient."""
-        return True
 
     # -- common to all stages -----------------------------------------------------------------------------------------
 

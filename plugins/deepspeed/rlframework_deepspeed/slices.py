@@ -7,7 +7,7 @@ converts ranges to slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -107,11 +107,3 @@ def views_with_slices(
         view = row[begin - first : stop - first].view(size)
         for inside, there in slices_of_whole(where, partition):
             yield view[inside], there
-
-
-def fill(
-    row: Tensor, shape: tuple[int, ...], first: int, partition: Partition | None, read: Callable[[Slices], Tensor]
-) -> None:
-    """Fill `row` (as in `views_with_slices`) from `read`, which returns slices of the whole weight."""
-    for view, where in views_with_slices(row, shape, first, partition):
-        view.copy_(read(where))

@@ -30,12 +30,11 @@ class _WholeWeights(Shards, ABC):
         if slot is not None and slot.holder is not parameter:
             slot.main.copy_(value[slot.first : slot.first + slot.count])
 
-    def _itself(self, parameter: nn.Parameter) -> Slot:
-        return Slot(parameter, 0, parameter.numel(), 0)
-
 
 class Stage0(_WholeWeights):
     """No ZeRO: everything is replicated, and gradients are summed over all ranks."""
+
+    splits_gradients = False
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -51,11 +50,6 @@ class Stage0(_WholeWeights):
             return []
         halves = getattr(self.wrapper, "fp16_groups", None)
         return halves if halves is not None else [group["params"] for group in self.adam.param_groups]
-
-    @property
-    def splits_gradients(self) -> bool:
-        """See `Shards.splits_gradients`."""
-        return False
 
     def slot(self, parameter: nn.Parameter) -> Slot | None:
         """See `Shards.slot`."""
@@ -179,7 +173,7 @@ class Stage12(_FlatState, _WholeWeights):
     def slot(self, parameter: nn.Parameter) -> Slot | None:
         """See `Shards.slot`."""
         if not self.is_trained(parameter):
-            return self._itself(parameter)
+            return Slot(parameter, 0, parameter.numel(), 0)
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return None

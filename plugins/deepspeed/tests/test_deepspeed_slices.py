@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframework_deepspeed.autotp import _parts
-from rlframework_deepspeed.slices import Partition, fill, range_slices, views_with_slices
+from rlframework_deepspeed.slices import Partition, range_slices, views_with_slices
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 
@@ -43,7 +43,8 @@ def test_range_slices_cover_the_range(case):
 def test_a_range_is_read_of_the_whole(case):
     shape, first, end = case
     row = torch.full((end - first,), -1.0)
-    fill(row, shape, first, None, lambda where: numbered(shape)[where])
+    for view, where in views_with_slices(row, shape, first, None):
+        view.copy_(numbered(shape)[where])
     assert row.tolist() == list(range(first, end))
 
 
@@ -69,7 +70,8 @@ def test_a_range_of_a_part_is_read_of_the_whole(widths, dim, share):
             for view, where in views_with_slices(shard, tuple(part.shape), first, partition):
                 told[where] = view
             read = torch.empty_like(shard)
-            fill(read, tuple(part.shape), first, partition, lambda where: whole[where])
+            for view, where in views_with_slices(read, tuple(part.shape), first, partition):
+                view.copy_(whole[where])
             assert torch.equal(read, shard)
     assert torch.equal(told, whole)
 

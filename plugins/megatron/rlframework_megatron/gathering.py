@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframework_megatron.coordinates import Coordinates
-from rlframework_megatron.names import Owner, Weight, WeightShard, owner_of, shards_of
+from rlframework_megatron.names import Weight, WeightShard, owner_of, shards_of
 from rlframework_megatron.weight_layout import extent
 
 
@@ -65,15 +65,11 @@ def local_coordinates(padded_vocabulary: int = 0, layers: tuple[int, ...] = (), 
     )
 
 
-def is_owner(found: Owner, coordinates: Coordinates) -> bool:
-    """Whether the rank at `coordinates` is one of a weight's owners."""
-    return coordinates.pipeline_rank == found.stage and found.expert_rank in (None, coordinates.expert_rank)
-
-
 def gather(local: Tensor | None, weight: Weight, config: Any, coordinates: Coordinates, groups: Groups) -> Tensor:
     """Return the whole `weight` on every rank. Collective.
 
-    `local`: the parameter that contains this rank's shard if `is_owner`, else None. The result may share its memory.
+    `local`: the parameter that contains this rank's shard if it is an owner, else None. The result may share its
+    memory.
     """
     owner = owner_of(weight, config, coordinates)
     tensor = groups.tensor if weight.expert is None else groups.expert_tensor

@@ -13,13 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def single_optimizers(inner: Any) -> list[Any]:
+    """Megatron-core's optimizers in `inner`: one for dense weights and, if there are experts, one for experts."""
+    return list(getattr(inner, "chained_optimizers", [inner]))
+
+
 @torch.no_grad()
 def total_norm(inner: Any, device: torch.device) -> float:
     """Return the L2 norm of the gradients of the megatron-core optimizer `inner`, as its `get_grad_norm`. Collective.
 
     Replicated elements count once; `inner` may chain several optimizers, whose gradients are reduced by other groups.
     """
-    parts = getattr(inner, "chained_optimizers", [inner])
+    parts = single_optimizers(inner)
     if len(parts) > 1 and inner.grads_states_parallel_group_is_shared():
         gradients = [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
         squares = [_reduced_square(gradients, parts[0], device)]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.base.errors import NotSupported
+from rlframework_megatron.gradients import single_optimizers
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class MainParams:
         self._device = device
         self._main_params: dict[Tensor, MainParam] = {}
         self._shardings: dict[Tensor, FlatSharding] = {}
-        for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for single in single_optimizers(optimizer):
             if single is None or single.is_stub_optimizer:
                 continue
             _require_known(single)

@@ -82,6 +82,10 @@ class Owner:
     expert_rank: int | None
     split: bool
 
+    def is_at(self, coordinates: Coordinates) -> bool:
+        """Whether the rank at `coordinates` is one of them."""
+        return coordinates.pipeline_rank == self.stage and self.expert_rank in (None, coordinates.expert_rank)
+
 
 def weight_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of all weights of the model of a transformers `config`, by name; tied weights once."""

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
 from rlframework.base.errors import DataError, NotSupported
 from rlframework.engine import INDEX, read_index, without_code
+from rlframework_megatron.gradients import single_optimizers
 from rlframework_megatron.main_params import MainParam, MainParams
 from rlframework_megatron.upstream import (
     CheckpointingException,
@@ -118,7 +119,7 @@ def _main_params(local_model: LocalModel) -> list[MainParam]:
 
 def _load_optimizer(local_model: LocalModel, loaded: Any, steps: int) -> None:
     """Load moments and fp32 weights from `loaded`; keep the current learning rate, weight decay and other settings."""
-    singles = _singles(local_model)
+    singles = single_optimizers(local_model.optimizer)
     for number, single in enumerate(singles):
         if not single.is_stub_optimizer:
             _load_single(single, loaded if len(singles) == 1 else loaded[number], steps)
@@ -145,15 +146,10 @@ def _load_single(single: Any, loaded: Any, steps: int) -> None:
         group.update(own)
 
 
-def _singles(local_model: LocalModel) -> list[Any]:
-    """Megatron-core's optimizers: one for dense weights and, if there are experts, one for experts."""
-    return list(getattr(local_model.optimizer, "chained_optimizers", [local_model.optimizer]))
-
-
 def _kind(local_model: LocalModel) -> dict[str, Any]:
     """The optimizer's class, dtype and number of steps."""
     return {
-        "class": type(_singles(local_model)[0]).__name__,
+        "class": type(single_optimizers(local_model.optimizer)[0]).__name__,
         "dtype": str(next(local_model.chunks[0].parameters()).dtype),
         "steps": max((main.steps() for main in _main_params(local_model)), default=0),
     }

@@ -15,7 +15,7 @@ from torch import nn
 from rlframework.config.policy import PolicyConfig
 from rlframework.engine import DeviceWait
 from rlframework_megatron.config import MegatronConfig
-from rlframework_megatron.gradients import total_norm
+from rlframework_megatron.gradients import single_optimizers, total_norm
 from rlframework_megatron.model import Chunk
 from rlframework_megatron.upstream import (
     DistributedDataParallel,
@@ -87,8 +87,8 @@ class Optimizer:
 
     @property
     def optimizers(self) -> list[Any]:
-        """Megatron-core's optimizers: one for dense weights and, if there are experts, one for experts."""
-        return list(getattr(self.inner, "chained_optimizers", [self.inner]))
+        """See `single_optimizers`."""
+        return single_optimizers(self.inner)
 
     def zero_grad(self) -> None:
         """Clear all gradients."""

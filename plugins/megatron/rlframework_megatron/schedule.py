@@ -7,6 +7,7 @@ Nothing is averaged: `calculate_per_token_loss` disables it, see `settings.trans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -99,12 +100,9 @@ class Schedule:
         """Run one chunk; return the next stage's input or, on the last, the head's values at all head positions."""
         if self._context is not None:
             return self._forward_shard(model, microbatch, head, self._context)
-        output: Tensor
-        if self._head is None:
-            output = model(**model_inputs(microbatch, by_length=self._by_length))
-            return output
-        with self._head.computing(head, microbatch.head_positions, microbatch.targets):
-            output = model(**model_inputs(microbatch, by_length=self._by_length))
+        positions, targets = microbatch.head_positions, microbatch.targets
+        with nullcontext() if self._head is None else self._head.computing(head, positions, targets):
+            output: Tensor = model(**model_inputs(microbatch, by_length=self._by_length))
         return output
 
     def _forward_shard(

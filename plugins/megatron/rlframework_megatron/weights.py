@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlframework.engine import GATHER, WeightSpec, slice_of, trace_span
 from rlframework_megatron.coordinates import Coordinates
-from rlframework_megatron.gathering import Groups, gather, is_owner
+from rlframework_megatron.gathering import Groups, gather
 from rlframework_megatron.main_params import MainParams
 from rlframework_megatron.names import Weight, WeightShard, model_weights, owner_of, shards_of
 from rlframework_megatron.weight_layout import Slices, extent, inside
@@ -87,7 +87,7 @@ class LocalModel:
 
         def whole(name: str) -> Tensor:
             weight = self.weights[name]
-            owned = is_owner(owner_of(weight, self.config, self.coordinates), self.coordinates)
+            owned = owner_of(weight, self.config, self.coordinates).is_at(self.coordinates)
             own = local(self._owned_shards[name]) if owned else None
             return gather(own, weight, self.config, self.coordinates, self.groups)
 
@@ -124,33 +124,24 @@ def load(local_model: LocalModel, read: Read) -> None:
             main.flat.copy_(value.view(-1)[main.start : main.stop])
 
 
-def fill(target: Tensor, shards: Iterable[WeightShard], read: Read) -> None:
+def fill(target: Tensor, shards: Sequence[WeightShard], read: Read) -> None:
     """Write `shards` into `target`, which has the shape of their parameter; the rest is zero padding."""
-    regions = [(shard.name, *region) for shard in shards for region in shard.regions]
-    if sum(extent(local_slices) for _, _, local_slices in regions) < target.numel():
+    regions = [local_slices for shard in shards for _, local_slices in shard.regions]
+    if sum(map(extent, regions)) < target.numel():
         target.zero_()
     for shard in shards:
-        for block, places in _slices_to_read(shard):
-            found = read(shard.name, block)
-            for there, local_slices in places:
-                target[local_slices].copy_(found[there])
-
-
-def _slices_to_read(shard: WeightShard) -> Iterator[tuple[Slices, list[tuple[Slices, Slices]]]]:
-    """Yield slices of the whole weight to read (one if the regions are contiguous), with the copies into `target`."""
-    if not shard.regions:
-        return
-    spans = [(min(one.start for one in along), max(one.stop for one in along)) for along in _by_dimension(shard)]
-    hull = tuple(slice(start, stop) for start, stop in spans)
-    if extent(hull) != sum(extent(whole) for whole, _ in shard.regions):
+        hull = _hull(shard)
+        found = None if hull is None else read(shard.name, hull)
         for whole, local_slices in shard.regions:
-            yield whole, [(tuple(slice(0, one.stop - one.start) for one in whole), local_slices)]
-        return
-    yield hull, [(inside(whole, hull), local_slices) for whole, local_slices in shard.regions]
+            value = read(shard.name, whole) if found is None or hull is None else found[inside(whole, hull)]
+            target[local_slices].copy_(value)
 
 
-def _by_dimension(shard: WeightShard) -> Iterator[tuple[slice, ...]]:
-    return zip(*(whole for whole, _ in shard.regions), strict=True)
+def _hull(shard: WeightShard) -> Slices | None:
+    """The slices of the whole weight that contain the regions of `shard` and nothing else, to read at once, if any."""
+    along = zip(*(whole for whole, _ in shard.regions), strict=True)
+    hull = tuple(slice(min(one.start for one in each), max(one.stop for one in each)) for each in along)
+    return hull if extent(hull) == sum(extent(whole) for whole, _ in shard.regions) else None
 
 
 def load_weights(local_model: LocalModel, weights: Mapping[str, Tensor]) -> None:
