@@ -43,7 +43,7 @@ EXCHANGES: Mapping[tuple[bool, bool], Callable[[Tensor], Tensor]] = {
     (True, False): reduce_from_tensor_model_parallel_region,
     (True, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""What tensor ranks do with A's output, by whether they split A's columns and the sequence.
+"""The exchange of A's output between tensor ranks, by whether they split A's columns and the sequence.
 
 Either they sum it, each with its columns of A, or they need all of it, each for its rows of B.
 """
