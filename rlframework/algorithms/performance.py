@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rlframework.base.gpu_models import gpu_model
 from rlframework.interfaces.policy_worker import TrainResult, WorkerInfo
 
 MIB = 2**20
@@ -41,7 +40,12 @@ def performance_metrics(
 
 def known_peak(workers: Sequence[WorkerInfo]) -> float | None:
     """Return the mean peak FLOP/s of the workers' GPUs; None if one has no known GPU."""
-    models = [gpu_model(info.get("device_name", "cpu")) for info in workers]
+    names = [info.get("device_name", "cpu") for info in workers]
+    if "cpu" in names:
+        return None
+    from rlframework.base.gpu_models import gpu_model
+
+    models = [gpu_model(name) for name in names]
     peaks = [model.bf16_flops for model in models if model is not None]
     return sum(peaks) / len(peaks) if peaks and len(peaks) == len(models) else None
 

@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from rlframework.base.errors import DataError
-from rlframework.huggingface import template_trial
 
 _GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 _PATIENCE = 60.0
@@ -47,6 +46,8 @@ def check_chat_template(text: str, where: str) -> None:
     from jinja2 import TemplateSyntaxError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from rlframework.huggingface import template_trial
 
     plain = _GENERATION_TAG.sub("", text)  # transformers marks assistant turns with a tag that Jinja does not know
     try:

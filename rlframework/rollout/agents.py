@@ -1,25 +1,18 @@
-"""Rollouts by agents, whose attempts the plugin with the endpoint runs (`rlframework_agent_endpoint`)."""
+"""The player of agents, whose attempts the plugin with the endpoint runs (`rlframework_agent_endpoint`)."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from rlframework.config.environments import AttemptsConfig
-from rlframework.datasets.chat.chat_format import ChatFormat
-from rlframework.generation.driver import run_in_loop
 from rlframework.interfaces.environment import Sample
 from rlframework.plugins.manager import load_from_plugin
-from rlframework.rollout.episode_thread import Bridge, gather_or_cancel, run_beside
-from rlframework.rollout.episodes import report_failures
-from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
+from rlframework.rollout.episodes import PlayOne, SeveralTurnsPlayer
+from rlframework.rollout.result import PlayedEpisode
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from rlframework.rollout.episode_thread import Bridge
     from rlframework.rollout.parts import Parts
 
 
@@ -42,40 +35,18 @@ def agent_runner(parts: Parts, bridge: Bridge) -> AbstractAsyncContextManager[Ag
     return context
 
 
-def play_agents(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:
-    """Have the environment's agent attempt each of `samples`, with `seeds [E]` int64; return its rows and rewards.
+class AgentsPlayer(SeveralTurnsPlayer):
+    """Has the environment's agent attempt samples, against an endpoint that is served meanwhile.
 
     The tokens depend on the seed, the weights, and the requests, in any order: see `Session.seeds`.
-    Raises `UserError` if all agents have failed.
     """
-    generation, config = parts.generation, parts.config.environment
-    assert isinstance(config, AttemptsConfig)
-    client = generation.client
-    at_once = config.max_concurrent_episodes or client.limit * client.lanes
-    tasks = list(zip(samples, seeds.tolist(), strict=True))
 
-    async def play(bridge: Bridge) -> list[PlayedEpisode]:
-        room = asyncio.Semaphore(at_once)
-        async with agent_runner(parts, bridge) as runner:
+    @asynccontextmanager
+    async def _player(self, bridge: Bridge) -> AsyncIterator[PlayOne]:
+        async with agent_runner(self.parts, bridge) as runner:
 
-            async def one(sample: Sample, seed: int) -> PlayedEpisode:
-                async with room:
+            async def play(sample: Sample, seed: int, _task_seed: int) -> PlayedEpisode:
+                async with self._room:
                     return await runner.play(sample, seed)
 
-            return await gather_or_cancel([one(*task) for task in tasks])
-
-    async def serve() -> list[PlayedEpisode]:
-        ends = ChatFormat(parts.tokenizer).turn_end_ids
-        async with generation.completions(temperature=temperature, stop_token_ids=ends) as completions:
-            bridge = Bridge(completions, config.gather_timeout)
-            client.gather = bridge.gather
-            try:
-                return await run_beside(partial(play, bridge), stalled_after=config.step_timeout, name=config.name)
-            finally:
-                client.gather = None
-
-    generation.prepare_for_generation()
-    played = run_in_loop(serve())
-    generation.finish_generation()  # not after a failure, as a second error would hide the first
-    report_failures(played, config)
-    return rollout_of(played, int(parts.tokenizer.pad_token_id), parts.images)
+            yield play

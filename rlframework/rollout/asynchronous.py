@@ -24,12 +24,11 @@ from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.generation.remote import RemoteGeneration
 from rlframework.interfaces.policy_worker import SAMPLED_NOW
 from rlframework.observers.timeline import TRAINER, timed
-from rlframework.rollout.episode_thread import Bridge, run_beside
-from rlframework.rollout.group_players import group_player
+from rlframework.rollout.episode_thread import Bridge, play_beside
 from rlframework.rollout.ledger import Ledger
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import ticket_seeds
-from rlframework.rollout.step_rollouts import StepRollouts, add_rewards_of_models
+from rlframework.rollout.step_rollouts import StepRollouts, add_rewards_of_models, group_player
 from rlframework.rollout.tickets import FailureLog, Settled, StepStaleness, Ticket
 
 if TYPE_CHECKING:
@@ -254,20 +253,13 @@ class AsynchronousRollouts(StepRollouts):
         self._loop, serving = asyncio.get_running_loop(), asyncio.current_task()
         assert serving is not None
         self._serving = serving
-        environment = self._parts.config.environment
-        stops = self._player.stop_token_ids
-        async with self._parts.generation.completions(stop_token_ids=stops, kind=InterruptibleCompletions) as found:
-            assert isinstance(found, InterruptibleCompletions)
-            self._completions = found
-            bridge, client = Bridge(found, environment.gather_timeout), self._parts.generation.client
-            if not self._config.max_staleness:  # the rows of a step are decoded together, as in synchronous runs
-                client.gather = bridge.gather
-            try:
-                await run_beside(
-                    lambda: self._play_tickets(bridge), stalled_after=environment.step_timeout, name=environment.name
-                )
-            finally:
-                client.gather = None
+        generation, stops = self._parts.generation, self._player.stop_token_ids
+        async with generation.completions(stop_token_ids=stops, kind=InterruptibleCompletions) as completions:
+            assert isinstance(completions, InterruptibleCompletions)
+            self._completions = completions
+            config, client = self._parts.config.environment, generation.client
+            gathered = not self._config.max_staleness  # the rows of a step are decoded together, as in synchronous runs
+            await play_beside(self._play_tickets, completions, client, config, gathered=gathered)
 
     async def _play_tickets(self, bridge: Bridge) -> None:
         """Play each ticket that the ledger admits, until `finish`."""

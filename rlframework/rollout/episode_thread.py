@@ -14,13 +14,18 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from rlframework.base.errors import UserError
 from rlframework.generation.completions import Completions
 from rlframework.interfaces.generation import GenerationResult, SamplingParams
+
+if TYPE_CHECKING:
+    from rlframework.config.sections import EnvironmentConfig
+    from rlframework.generation.client import GenerationClient
 
 R = TypeVar("R")
 
@@ -129,6 +134,26 @@ class Bridge:
     def _back(self, session: str) -> None:
         self._away.discard(session)
         self._came.set()
+
+
+async def play_beside(
+    work: Callable[[Bridge], Coroutine[Any, Any, R]],
+    completions: Completions,
+    client: GenerationClient,
+    config: EnvironmentConfig,
+    *,
+    gathered: bool,
+) -> R:
+    """Run `work(bridge)` as `run_beside`, with a bridge to `completions` on the engines of `client`.
+
+    `gathered`: whether exchanges with the engines wait for episodes that are away.
+    """
+    bridge = Bridge(completions, config.gather_timeout)
+    client.gather = bridge.gather if gathered else None
+    try:
+        return await run_beside(partial(work, bridge), stalled_after=config.step_timeout, name=config.name)
+    finally:
+        client.gather = None
 
 
 async def run_beside(work: Callable[[], Coroutine[Any, Any, R]], *, stalled_after: float, name: str) -> R:

@@ -1,21 +1,22 @@
-"""The rollout manager: plays many episodes at once, turn by turn, on the generation client.
-
-An episode that fails is left out; the others go on: see `EpisodePlayer`.
-"""
+"""The player of what has several turns, and of an environment's episodes. An episode that fails costs only itself."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import UserError
 from rlframework.datasets.chat.chat_format import ChatFormat
-from rlframework.generation.driver import run_in_loop
 from rlframework.interfaces.environment import Sample
+from rlframework.interfaces.generation import WeightSpan
+from rlframework.rollout.barrier import play_groups
 from rlframework.rollout.episode_player import EpisodePlayer
-from rlframework.rollout.episode_thread import Bridge, gather_or_cancel, run_beside
+from rlframework.rollout.episode_thread import Bridge, gather_or_cancel
+from rlframework.rollout.group_players import GroupPlayer
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 from rlframework.rollout.seeds import task_seeds
 
@@ -30,52 +31,76 @@ _LOG = logging.getLogger(__name__)
 _SHOWN = 3
 """Different failures of a rollout that are logged."""
 
+PlayOne = Callable[[Sample, int, int], Coroutine[Any, Any, PlayedEpisode]]
+"""Plays a sample with its seed and the seed of its environment."""
 
-def play_episodes(
-    parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None
-) -> Rollout:
-    """Play an episode of each of `samples`, with `seeds [E]` int64, and return their rows and scores.
 
-    Its tokens depend on the sample, its seed, the weights and the environment, not on the other episodes; on these, the
-    rounding of log-probabilities (and of a draw as close to the border of two tokens) depends. Raises `UserError` for
-    what an environment must not return, and if all episodes have failed.
-    """
-    generation, config = parts.generation, parts.config.environment
-    numbers: list[int] = seeds.tolist()
-    tasks = list(zip(samples, numbers, task_seeds(samples, numbers), strict=True))
-    at_once = config.max_concurrent_episodes or generation.client.limit * generation.client.lanes
+class SeveralTurnsPlayer(GroupPlayer[list[PlayedEpisode]]):
+    """Plays what has several turns; a group is the episodes of one sample."""
 
-    chat = ChatFormat(parts.tokenizer, parts.images)
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._chat = ChatFormat(parts.tokenizer, parts.images)
+        self.stop_token_ids = frozenset(self._chat.turn_end_ids)
 
-    async def play(bridge: Bridge) -> list[PlayedEpisode]:
-        player = EpisodePlayer(parts.environment, config, chat, bridge)
-        pending, played = iter(enumerate(tasks)), dict[int, PlayedEpisode]()
+    @asynccontextmanager
+    async def playing(self, bridge: Bridge) -> AsyncIterator[None]:
+        """See `GroupPlayer.playing`."""
+        config, client = self.parts.config.environment, self.parts.generation.client
+        self._room = asyncio.Semaphore(config.max_concurrent_episodes or client.limit * client.lanes)
+        async with self._player(bridge) as self._play_one:
+            yield
 
-        async def one_by_one() -> None:
+    @abstractmethod
+    def _player(self, bridge: Bridge) -> AbstractAsyncContextManager[PlayOne]:
+        """Return a context with the function that plays an episode when `_room` has a place for it."""
+
+    async def play(self, sample: Sample, seeds: Sequence[int]) -> list[PlayedEpisode]:
+        """See `GroupPlayer.play`."""
+        tasks = task_seeds([sample] * len(seeds), seeds)
+        return await gather_or_cancel([self._play_one(sample, *each) for each in zip(seeds, tasks, strict=True)])
+
+    def play_all(self, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:
+        """See `GroupPlayer.play_all`. Adjacent episodes of a sample are a group, so that they begin with the same task.
+
+        An episode's tokens depend on its sample, its seed, the weights and the environment, not on other episodes; on
+        these, the rounding of log-probabilities (and of a draw as close to the border of two tokens) depends. Raises
+        `UserError` for what an environment must not return, and if all episodes have failed.
+        """
+        return play_groups(self, samples, seeds.tolist(), temperature)
+
+    def spans(self, group: list[PlayedEpisode]) -> Iterable[WeightSpan]:
+        """See `GroupPlayer.spans`."""
+        return (span for episode in group for row in episode.rows for span in row.spans)
+
+    def rollout(self, groups: Sequence[tuple[Sample, int, list[PlayedEpisode] | str]]) -> Rollout:
+        """See `GroupPlayer.rollout`."""
+        complete = [episode for *_, group in groups if not isinstance(group, str) for episode in group]
+        report_failures(complete, self.parts.config.environment)
+        played = list[PlayedEpisode]()
+        for sample, rows, group in groups:
+            failed = [PlayedEpisode(sample, (), (), (), failure=group)] * rows if isinstance(group, str) else group
+            played += failed
+        return rollout_of(played, self.pad_id, self.parts.images)
+
+
+class EpisodesPlayer(SeveralTurnsPlayer):
+    """Plays episodes of the environment."""
+
+    @asynccontextmanager
+    async def _player(self, bridge: Bridge) -> AsyncIterator[PlayOne]:
+        player = EpisodePlayer(self.parts.environment, self.parts.config.environment, self._chat, bridge)
+
+        async def play(sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
+            await self._room.acquire()
             session = bridge.begin()
-            for number, (sample, seed, task_seed) in pending:
-                played[number] = await player.play(sample, seed, task_seed, session)
-                ended, session = session, bridge.begin()  # before that one ends, so that the engines wait for it
-                bridge.end(ended)
-            bridge.end(session)
-
-        await gather_or_cancel([one_by_one() for _ in range(min(at_once, len(tasks)))])
-        return [played[number] for number in range(len(tasks))]
-
-    async def serve() -> list[PlayedEpisode]:
-        async with generation.completions(temperature=temperature, stop_token_ids=chat.turn_end_ids) as completions:
-            bridge = Bridge(completions, config.gather_timeout)
-            generation.client.gather = bridge.gather
             try:
-                return await run_beside(partial(play, bridge), stalled_after=config.step_timeout, name=config.name)
+                return await player.play(sample, seed, task_seed, session)
             finally:
-                generation.client.gather = None
+                self._room.release()  # now, so that who waits has begun when this ends, and the engines wait for it
+                asyncio.get_running_loop().call_soon(bridge.end, session)
 
-    generation.prepare_for_generation()
-    played = run_in_loop(serve())
-    generation.finish_generation()  # not after a failure, as a second error would hide the first
-    report_failures(played, config)
-    return rollout_of(played, int(parts.tokenizer.pad_token_id), parts.images)
+        yield play
 
 
 def report_failures(played: Sequence[PlayedEpisode], config: EnvironmentConfig) -> None:

@@ -1,34 +1,35 @@
-"""Plays the groups of asynchronous training one by one, and joins those of a step into a rollout."""
+"""Players: each plays groups of one sample in its own way, and joins groups into a rollout. The one of single turns.
+
+A driver has groups played: `barrier` all of a rollout, and waits for the last; `asynchronous` each that the ledger
+admits. `step_rollouts.group_player` chooses the player of a run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from rlframework.base.errors import UserError
-from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.datasets.chat.rendering import render_prompt
-from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.generation.batch import batch_of
-from rlframework.interfaces.environment import Sample, StepOutcome, has_episodes, runs_agents
+from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import pictures_of
-from rlframework.rollout.agents import agent_runner
-from rlframework.rollout.episode_player import EpisodePlayer
-from rlframework.rollout.episode_thread import Bridge, gather_or_cancel
-from rlframework.rollout.episodes import report_failures
-from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
-from rlframework.rollout.seeds import task_seeds
-from rlframework.rollout.single_turn import NO_MEDIA, media_of, rollout_of_turns, score_turns
+from rlframework.rollout.result import Rollout
+from rlframework.rollout.single_turn import NO_MEDIA, media_of, rollout_of_turns, score_turns, single_turns
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlframework.environments.dataset import DatasetEnvironment
+    from rlframework.rollout.episode_thread import Bridge
     from rlframework.rollout.parts import Parts
 
 G = TypeVar("G")
@@ -59,6 +60,13 @@ class GroupPlayer(ABC, Generic[G]):
     @abstractmethod
     def rollout(self, groups: Sequence[tuple[Sample, int, G | str]]) -> Rollout:
         """Return the rollout of samples with the number of their rows, and their groups or why these have failed."""
+
+    @abstractmethod
+    def play_all(self, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:
+        """Play each of `samples` with its one of `seeds [E]` int64, and wait for all.
+
+        `temperature`: of sampling, 0 to decode greedily; None: that of the run.
+        """
 
     def close(self) -> None:
         """End all that was started."""
@@ -125,6 +133,10 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
         texts: list[str] = self.parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return Turns(prompt, results, texts, await self._scored([sample] * len(seeds), texts))
 
+    def play_all(self, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:
+        """See `GroupPlayer.play_all`. The prompts are one batch of the engines, and the answers one of the rewards."""
+        return single_turns(self.parts, samples, seeds, temperature=temperature)
+
     def spans(self, group: Turns) -> Iterable[WeightSpan]:
         """See `GroupPlayer.spans`."""
         return (span for result in group.results for span in result.spans)
@@ -147,8 +159,8 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
             results += group.results
             texts += group.texts
             outcomes += group.outcomes
-        if isinstance(self.parts.environment, DatasetEnvironment):
-            self.parts.environment.require_scored(outcomes)
+        if (environment := self._dataset()) is not None:
+            environment.require_scored(outcomes)
         output = batch_of(results, prompts, self.pad_id)
         result = rollout_of_turns(samples, output, texts, outcomes, torch.tensor(failed))
         result.spans = [_moved(each.spans, len(prompt)) for prompt, each in zip(prompts, results, strict=True)]
@@ -163,8 +175,15 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
         return images.processed(pictures).tensors if images is not None and pictures else NO_MEDIA
 
     def _count_calls(self, counts: bool) -> None:
-        if isinstance(self.parts.environment, DatasetEnvironment):
-            self.parts.environment.counts_calls = counts
+        if (environment := self._dataset()) is not None:
+            environment.counts_calls = counts
+
+    def _dataset(self) -> DatasetEnvironment | None:
+        """The environment, if it counts failures of rewards."""
+        from rlframework.environments.dataset import DatasetEnvironment
+
+        environment = self.parts.environment
+        return environment if isinstance(environment, DatasetEnvironment) else None
 
     async def _scored(self, samples: Sequence[Sample], texts: Sequence[str]) -> list[StepOutcome]:
         unscored = _Unscored(samples, texts)
@@ -209,85 +228,3 @@ class SingleTurnPlayer(GroupPlayer[Turns]):
 def _moved(spans: Iterable[WeightSpan], by: int) -> tuple[WeightSpan, ...]:
     """Return the spans of a completion as those of its row, whose prompt has `by` tokens."""
     return tuple(WeightSpan(start + by, end + by, version) for start, end, version in spans)
-
-
-class SeveralTurnsPlayer(GroupPlayer[list[PlayedEpisode]]):
-    """Plays what has several turns, at most as many at once as in synchronous rollouts."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        self._chat = ChatFormat(parts.tokenizer, parts.images)
-        self.stop_token_ids = frozenset(self._chat.turn_end_ids)
-
-    @asynccontextmanager
-    async def playing(self, bridge: Bridge) -> AsyncIterator[None]:
-        """See `GroupPlayer.playing`."""
-        config, client = self.parts.config.environment, self.parts.generation.client
-        self._room = asyncio.Semaphore(config.max_concurrent_episodes or client.limit * client.lanes)
-        async with self._player(bridge) as self._play_one:
-            yield
-
-    async def play(self, sample: Sample, seeds: Sequence[int]) -> list[PlayedEpisode]:
-        """See `GroupPlayer.play`."""
-        tasks = task_seeds([sample] * len(seeds), seeds)
-
-        async def one(seed: int, task_seed: int) -> PlayedEpisode:
-            async with self._room:
-                return await self._play_one(sample, seed, task_seed)
-
-        return await gather_or_cancel([one(*each) for each in zip(seeds, tasks, strict=True)])
-
-    @abstractmethod
-    def _player(self, bridge: Bridge) -> AbstractAsyncContextManager[Callable[..., Awaitable[PlayedEpisode]]]:
-        """Return a context with the function that plays a sample with its seed and the seed of its environment."""
-
-    def spans(self, group: list[PlayedEpisode]) -> Iterable[WeightSpan]:
-        """See `GroupPlayer.spans`."""
-        return (span for episode in group for row in episode.rows for span in row.spans)
-
-    def rollout(self, groups: Sequence[tuple[Sample, int, list[PlayedEpisode] | str]]) -> Rollout:
-        """See `GroupPlayer.rollout`."""
-        complete = [episode for *_, group in groups if not isinstance(group, str) for episode in group]
-        report_failures(complete, self.parts.config.environment)
-        played = list[PlayedEpisode]()
-        for sample, rows, group in groups:
-            failed = [PlayedEpisode(sample, (), (), (), failure=group)] * rows if isinstance(group, str) else group
-            played += failed
-        return rollout_of(played, self.pad_id, self.parts.images)
-
-
-class EpisodesPlayer(SeveralTurnsPlayer):
-    """Plays episodes of the environment."""
-
-    @asynccontextmanager
-    async def _player(self, bridge: Bridge) -> AsyncIterator[Callable[..., Awaitable[PlayedEpisode]]]:
-        player = EpisodePlayer(self.parts.environment, self.parts.config.environment, self._chat, bridge)
-
-        async def play(sample: Sample, seed: int, task_seed: int) -> PlayedEpisode:
-            session = bridge.begin()
-            try:
-                return await player.play(sample, seed, task_seed, session)
-            finally:
-                bridge.end(session)
-
-        yield play
-
-
-class AgentsPlayer(SeveralTurnsPlayer):
-    """Has the environment's agent attempt samples, against an endpoint that is served meanwhile."""
-
-    @asynccontextmanager
-    async def _player(self, bridge: Bridge) -> AsyncIterator[Callable[..., Awaitable[PlayedEpisode]]]:
-        async with agent_runner(self.parts, bridge) as runner:
-
-            async def play(sample: Sample, seed: int, _task_seed: int) -> PlayedEpisode:
-                return await runner.play(sample, seed)
-
-            yield play
-
-
-def group_player(parts: Parts) -> GroupPlayer[Any]:
-    """Return the player of the run's environment: of its agents, its episodes, or single turns that it scores."""
-    if runs_agents(parts.environment):
-        return AgentsPlayer(parts)
-    return EpisodesPlayer(parts) if has_episodes(parts.environment) else SingleTurnPlayer(parts)

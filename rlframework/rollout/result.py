@@ -12,18 +12,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlframework.base.errors import RLFrameworkError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.environments.tool_episodes import is_refusal
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.generation import WeightSpan
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 from rlframework.plugins.hookspec import SampleRecord
 from rlframework.rollout.outcomes import outcome_metrics
-from rlframework.rollout.trajectory import TrainingRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.datasets.image_inputs import ImageInputs
+    from rlframework.rollout.trajectory import TrainingRow
 
 Limit = Literal["max_new_tokens", "max_turns", "max_episode_tokens", "agent_request"]
 LIMITS: dict[Limit, str] = {
@@ -198,6 +197,8 @@ def rollout_of(played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs
 
     `images`: makes the columns of the rows' images; None if they have none.
     """
+    from rlframework.environments.tool_episodes import is_refusal
+
     totals = [episode.total for episode in played]
     failed = torch.tensor([bool(episode.failure) for episode in played])
     data, episode_of = _rows(played, pad_id, images)
@@ -258,6 +259,8 @@ def accuracy_of(outcome: StepOutcome) -> float:
 def _rows(
     played: Sequence[PlayedEpisode], pad_id: int, images: ImageInputs | None
 ) -> tuple[BatchedDataDict[Any], Tensor]:
+    from rlframework.rollout.trajectory import TrainingRow
+
     one, none = torch.tensor([pad_id]), torch.zeros(1)
     empty = TrainingRow(one, none.bool(), none, (), torch.full((1,), -1))
     rows = [row for episode in played for row in episode.rows or (empty,)]

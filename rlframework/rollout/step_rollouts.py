@@ -16,13 +16,26 @@ from rlframework.datasets.curriculum import Curriculum
 from rlframework.datasets.loader import PromptLoader
 from rlframework.interfaces.environment import Sample, has_episodes, runs_agents
 from rlframework.observers.timeline import ENVIRONMENT, Timeline, timed
+from rlframework.rollout.group_players import GroupPlayer, SingleTurnPlayer
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import row_seeds
-from rlframework.rollout.single_turn import single_turns
 
 if TYPE_CHECKING:
     from rlframework.policy.client import Policy
     from rlframework.rollout.parts import Parts
+
+
+def group_player(parts: Parts) -> GroupPlayer[Any]:
+    """Return the player of the run's environment: of its agents, its episodes, or single turns that it scores."""
+    if runs_agents(parts.environment):
+        from rlframework.rollout.agents import AgentsPlayer
+
+        return AgentsPlayer(parts)
+    if has_episodes(parts.environment):
+        from rlframework.rollout.episodes import EpisodesPlayer
+
+        return EpisodesPlayer(parts)
+    return SingleTurnPlayer(parts)
 
 
 def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:
@@ -31,12 +44,7 @@ def rollout(parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperatu
     `temperature`: of sampling, 0 to decode greedily; None: `generation.temperature`. Rewards are those of the
     environment, and of the run's reward model if it has one.
     """
-    play = single_turns
-    if runs_agents(parts.environment):
-        from rlframework.rollout.agents import play_agents as play
-    elif has_episodes(parts.environment):
-        from rlframework.rollout.episodes import play_episodes as play
-    result = play(parts, samples, seeds, temperature=temperature)
+    result = group_player(parts).play_all(samples, seeds, temperature=temperature)
     add_rewards_of_models(parts, result)
     return result
 

@@ -163,7 +163,6 @@ def build_evaluation(config: RunConfig) -> Iterator[Parts]:
 @contextmanager
 def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Environment]:
     """Build the environment of `config`, and shut it down on exit. `PluginError` if it cannot score as it declares."""
-    from rlframework.environments.user_tracebacks import described
     from rlframework.interfaces.environment import has_episodes, runs_agents, scores_turns
 
     require_data(config)
@@ -174,6 +173,8 @@ def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Envi
     except Exception as error:
         if isinstance(error, RLFrameworkError) or ":" not in config.environment.name:
             raise
+        from rlframework.environments.user_tracebacks import described
+
         raise UserError(
             f"environment.name: {config.environment.name!r} cannot be made: {described(error, 'its constructor')}. It "
             "is called as `__init__(config, *, seed)`; keys of its own need a `config_model`, see docs/your_own.md"

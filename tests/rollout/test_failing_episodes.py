@@ -18,7 +18,7 @@ from scripted_episodes import Counter, samples
 from rlframework.base.errors import DataError, RLFrameworkError, UserError
 from rlframework.environments.tool_episodes import ToolEpisode, ToolSession
 from rlframework.interfaces.environment import Episode, StepOutcome
-from rlframework.rollout import episodes
+from rlframework.rollout import episode_thread
 from rlframework.rollout.step_rollouts import rollout
 
 
@@ -91,9 +91,9 @@ SHORT = "environment.step_timeout=0.2"
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a short `step_timeout`, the loop of episodes counts as blocked after a minute without progress only."""
-    beside = episodes.run_beside
+    beside = episode_thread.run_beside
     monkeypatch.setattr(
-        episodes, "run_beside", lambda work, *, stalled_after, name: beside(work, stalled_after=60.0, name=name)
+        episode_thread, "run_beside", lambda work, *, stalled_after, name: beside(work, stalled_after=60.0, name=name)
     )
 
 
