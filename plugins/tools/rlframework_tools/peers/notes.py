@@ -42,7 +42,7 @@ def peer_notes(
         note = _preset_note(theirs, words, given, unnamed=bool(name))
     elif "preset" not in algorithm.model_fields:
         used = (each for each in frameworks().values() if _uses(each, words))
-        note = next((_defaults_note(each, words, "which are others here") for each in used), "")
+        note = next((_defaults_note(each, words, given, "which are others here") for each in used), "")
     return " ".join(filter(None, (note, _batches_note(words, given, algorithm), _end_note(words))))
 
 
@@ -72,9 +72,10 @@ def _uses(framework: Framework, words: Mapping[str, Any]) -> bool:
     return not words.keys().isdisjoint((*framework.words_of_grpo, *framework.words))
 
 
-def _defaults_note(theirs: Framework, words: Mapping[str, Any], which: str) -> str:
+def _defaults_note(theirs: Framework, words: Mapping[str, Any], given: Mapping[str, Any], which: str) -> str:
     """The defaults of `theirs` that are others here, in our keys, apart from those of `words`; "" if there are none."""
-    defaults = [ours for keys, ours in theirs.defaults.items() if words.keys().isdisjoint(keys.split())]
+    others = {**theirs.defaults, **theirs.defaults_of.get(str(given.get("name")), {})}
+    defaults = [ours for keys, ours in others.items() if words.keys().isdisjoint(keys.split())]
     return f"{theirs.name}'s defaults, {which}: {', '.join(defaults)}." if defaults else ""
 
 
@@ -83,7 +84,7 @@ def _preset_note(theirs: Framework, words: Mapping[str, Any], given: Mapping[str
     differing = f" ({theirs.formulas})" if given.get("name") in PRESETS and given.get("name") != "ppo" else ""
     name = f"`algorithm.name: {given['name']}` and " if unnamed else ""
     note = f"For the formulas of {theirs.name}{differing}, add {name}`algorithm.preset: {theirs.preset}`."
-    return f"{note} {_defaults_note(theirs, words, 'not set by it')}".rstrip()
+    return f"{note} {_defaults_note(theirs, words, given, 'not set by it')}".rstrip()
 
 
 def _batches_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:

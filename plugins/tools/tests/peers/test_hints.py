@@ -312,9 +312,9 @@ def test_a_problem_is_reported_where_it_was_written() -> None:
 
 def test_a_word_that_other_algorithms_have_is_told_once() -> None:
     assert error_of("algorithm.beta=0.1") == (
-        "`algorithm.beta`: unknown key (given 0.1 in override `algorithm.beta=0.1`). It is a key of `dpo`, `ipo`, "
-        "`simpo`, `kto`, but algorithm.name is `grpo`. Remove it; the override `~algorithm.beta` does that, too. "
-        "If it is a key of another framework: in rlframework this is `algorithm.loss.kl_coef`."
+        "`algorithm.beta`: unknown key (given 0.1 in override `algorithm.beta=0.1`). If it is a key of another "
+        "framework: in rlframework this is `algorithm.loss.kl_coef`. Otherwise: it is a key of `dpo`, `ipo`, "
+        "`simpo`, `kto`, but algorithm.name is `grpo`. Remove it; the override `~algorithm.beta` does that, too."
     )
 
 

@@ -90,7 +90,7 @@ def test_defaults_are_told_of_an_algorithm_without_presets() -> None:
     message = error_of("algorithm.name=sft", "per_device_train_batch_size=8", "weight_decay=0.1")
     assert message.endswith(
         "TRL's defaults, which are others here: `policy.scheduler.name: linear`, `policy.precision: bfloat16` (the "
-        "default here on a GPU alone)."
+        "default here on a GPU alone), `policy.optimizer.lr: 2.0e-5`."
     )
 
 
@@ -162,7 +162,15 @@ def test_batches_of_trl_are_not_guessed(written: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("metric", "meant"),
-    [("val_reward", "reward"), ("val:reward", "reward"), ("eval/loss", "loss"), ("Accuracy", "accuracy")],
+    [
+        ("val_reward", "reward"),
+        ("val:reward", "reward"),
+        ("eval/loss", "loss"),
+        ("Accuracy", "accuracy"),
+        ("eval_rewards/accuracies", "accuracy"),
+        ("rewards/margins", "margin"),
+        ("eval_rewards/chosen", "chosen_reward"),
+    ],
 )
 def test_a_metric_that_no_run_has_is_an_error(metric: str, meant: str) -> None:
     message = error_of(f"checkpoints.metric={metric!r}")
