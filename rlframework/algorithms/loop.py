@@ -237,6 +237,7 @@ class StepLoop(Algorithm):
                 if last_of_all or (validation.every > 0 and step % validation.every == 0):
                     scores, more = self._timed_validation(step)
                     metrics, samples = metrics | scores, [*samples, *more]
+                metrics |= self._timed_sync(step)
                 last |= self._report(step, metrics, samples)
                 stopped = self.early_stopping.update(step, metrics) or self.should_stop(metrics)
                 ends = stopped or step == self.config.num_steps
@@ -292,7 +293,6 @@ class StepLoop(Algorithm):
         parts.policy.reset_peak_memory_stats()
         with profiling(parts, step) as profiled, timer.phase("step"):
             metrics, samples = require_step_result(self.train_step(step, timer), type(self).__name__)
-            metrics |= self.reference_sync.after_step(step, parts.policy, timer.phase)
         metrics |= self.loader.pop_metrics()
         self.recorder.require(step)
         metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | parts.generation.pop_metrics()
@@ -336,6 +336,12 @@ class StepLoop(Algorithm):
             metrics |= {"validation/refit_seconds": refit.pop("time/refit", 0.0), **refit}
             seconds -= refit.get("time/engine_start", 0.0)
         return metrics | {"time/validation": seconds}, samples
+
+    def _timed_sync(self, step: int) -> dict[str, float]:
+        """Move the reference if it is due, after a validation with the reference that `step` was trained with."""
+        timer = Timer(self.timeline)
+        synced = self.reference_sync.after_step(step, self.parts.policy, timer.phase)
+        return synced | {f"time/{name}": value for name, value in timer.seconds.items()}
 
     def _report(self, step: int, metrics: dict[str, float], samples: list[SampleRecord]) -> dict[str, float]:
         """Pass the metrics of `step` on; return them with `step`."""
