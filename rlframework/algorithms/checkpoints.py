@@ -75,6 +75,12 @@ def best_checkpoint(run_dir: Path, config: CheckpointsConfig) -> tuple[Path, flo
     return None if score is None else (run_dir / FOLDER / best, score)
 
 
+def has_measured(run_dir: Path, metric: str) -> bool:
+    """Whether a step of a run, up to its newest checkpoint, has measured `metric`."""
+    newest = newest_checkpoint(run_dir)
+    return newest is not None and metric in _read(newest).metrics
+
+
 def _ranked(scores: Mapping[str, float | None], config: CheckpointsConfig) -> list[str]:
     """The names of the checkpoints that have a score, the best last."""
     sign = 1.0 if config.best == "highest" else -1.0

@@ -31,7 +31,7 @@ def show_config(config: Config, overrides: Overrides = None, as_json: Json = Fal
         return
     print("# only keys were checked; rlframework train CONFIG --dry-run checks files, data and the model too")
     for default in defaults:
-        print(f"# {default.key}: {default.value!r} is a default on a GPU: {default.reason}")
+        print(f"# {default.key}: {default.value!r} is a default {default.where}: {default.reason}")
     shown = hide_secrets(escape_interpolation(values, secrets_of_environment()))
     print(printable(to_yaml(shown).rstrip("\n")))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -56,6 +57,18 @@ _INSTEAD_OF_NULL = {
 METRICS = ("reward", "accuracy", "loss")
 """The metrics of validation by which checkpoints are compared."""
 
+_OF_PEERS = {
+    "accurac": "accuracy",
+    "margin": "margin",
+    "chosen": "chosen_reward",
+    "rejected": "rejected_reward",
+    **dict(zip(METRICS, METRICS, strict=True)),
+}
+"""Parts of peers' names of metrics, with the name of ours."""
+
+_MISSPELLED = 0.85
+"""Minimum similarity of a metric to one of `METRICS` that is probably meant."""
+
 
 def validate(
     tree: Tree,
@@ -96,7 +109,8 @@ def _problems(
         if kind == "extra_forbidden" and len(by_key) < MOST:
             other = elsewhere.get(keys)  # a word of another framework may be a key of another plugin too
             if other and (meant := hints.of_key(path, value, model)):
-                other = f"{other} If it is a key of another framework: {meant[0].lower()}{meant[1:]}"
+                said = f"{meant[0].lower()}{meant[1:]} Otherwise: {other[0].lower()}{other[1:]}"
+                other = f"If it is a key of another framework: {said}"
             own = _OWN_KEY if ":" in str(tree.get((*keys[:-1], "name"))) else ""
             problem = replace(problem, hint=other or unknown_key_hint(path, value, model, hints) or own)
         elif kind == "missing":
@@ -199,15 +213,45 @@ def check_run(config: RunConfig) -> Iterator[Problem]:
         yield replace(problem, given=attrgetter(problem.key)(config))
 
 
-def notes_without_effect(config: RunConfig) -> tuple[str, ...]:
-    """Notes about keys that are set, but that other keys leave without effect."""
+def notes_on(config: RunConfig) -> tuple[str, ...]:
+    """Notes about settings that do not say what is probably meant."""
+    return tuple(f"note: {note}" for find in (_without_effect, _unset_rate, _unlike_metrics) for note in find(config))
+
+
+def _without_effect(config: RunConfig) -> Iterator[str]:
+    """Keys that are set, but that other keys leave without effect."""
     policy, key = config.policy, "train_micro_batch_size"
     given, mode = getattr(policy, key), policy.batching.mode
     default = type(policy).model_fields[key].default
-    if mode not in ("dynamic", "packed") or key not in policy.model_fields_set or given == default:
-        return ()
-    bound = f"with policy.batching.mode={mode}, policy.batching.tokens bounds microbatches"
-    return (f"note: {bound}, not policy.{key}={given}",)
+    if mode in ("dynamic", "packed") and key in policy.model_fields_set and given != default:
+        yield f"with policy.batching.mode={mode}, policy.batching.tokens bounds microbatches, not policy.{key}={given}"
+
+
+def _unset_rate(config: RunConfig) -> Iterator[str]:
+    """A default learning rate, which is one of reinforcement learning, where a model is trained on data."""
+    policy, name = config.policy, config.algorithm.name
+    if (name == "sft" or policy.head != "language") and "lr" not in policy.optimizer.model_fields_set:
+        theirs = {"sft": "; TRL's default is 2e-5", "reward_model": "; TRL's default is 1e-4"}.get(name, "")
+        yield (
+            f"policy.optimizer.lr is not set: its default, {policy.optimizer.lr:g}, is a rate for reinforcement "
+            f"learning, and low for {name}. Usual are 1e-5 and more{theirs}"
+        )
+
+
+def _unlike_metrics(config: RunConfig) -> Iterator[str]:
+    """Metrics that are probably misspelled, and a best checkpoint by another metric than that of early stopping."""
+    stopping, metric = config.algorithm.early_stopping, config.checkpoints.metric
+    keys = {metric: "checkpoints.metric"} | ({stopping.metric: "algorithm.early_stopping.metric"} if stopping else {})
+    for name, key in keys.items():
+        kind, _, short = name.partition("/")
+        near = get_close_matches(short, METRICS, 1, _MISSPELLED) if kind == "validation" else []
+        if near and short not in METRICS:
+            yield f"{key}={name}: is validation/{near[0]} meant? A name that no step measures selects nothing"
+    if stopping and config.checkpoints.keep_best and metric != stopping.metric:
+        yield (
+            f"checkpoints.keep_best compares checkpoints.metric={metric}, and early stopping another metric, "
+            f"{stopping.metric}: the best step that it names may have no checkpoint"
+        )
 
 
 def check_further_policies(config: RunConfig, device: str) -> Iterator[Problem]:
@@ -271,14 +315,15 @@ def _conflicts(config: RunConfig) -> Iterator[Problem]:
 
 def has_no_kind(metric: str) -> bool:
     """Whether `metric` lacks a kind of metrics, as `validation/`, or has that of a peer."""
-    return metric.partition("/")[0] in (metric, "eval", "val")
+    kind = metric.partition("/")[0]
+    return kind in (metric, "eval", "val", "rewards") or kind.startswith("eval_")
 
 
 def metric_hint(value: object) -> str:
     """Return the name of the metric that a peer calls `value`; "" if it is not known, or may be ours."""
     if not isinstance(value, str) or not has_no_kind(value):
         return ""
-    meant = next((name for name in METRICS if name in value.lower()), "")
+    meant = next((name for part, name in _OF_PEERS.items() if part in value.lower()), "")
     return f"Set it to validation/{meant}." if meant else ""
 
 
@@ -287,10 +332,10 @@ def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
     algorithm, stopping = config.algorithm, config.algorithm.early_stopping
     if not type(algorithm).__module__.startswith("rlframework.") or ":" in algorithm.name:
         return
-    metrics = {"checkpoints.metric": config.checkpoints.metric}
-    if stopping is not None:
-        metrics["algorithm.early_stopping.metric"] = stopping.metric
-    for key, metric in metrics.items():
+    metrics = {config.checkpoints.metric: "checkpoints.metric"}
+    if stopping is not None:  # checkpoints follow it
+        metrics[stopping.metric] = "algorithm.early_stopping.metric"
+    for metric, key in metrics.items():
         if has_no_kind(metric):
             names = ", ".join(f"validation/{name}" for name in METRICS)
             yield Problem(key, f"must be a metric as named in metrics.jsonl, such as {names}", metric_hint(metric))

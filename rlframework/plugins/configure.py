@@ -18,9 +18,9 @@ from pydantic import ConfigDict
 from rlframework.base.errors import PluginError
 from rlframework.base.secrets import secrets_of_environment
 from rlframework.config.base import Section
-from rlframework.config.device_defaults import Default, device_defaults
+from rlframework.config.device_defaults import Default, checkpoint_defaults, device_defaults
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section, with_shared_keys
-from rlframework.config.hints import Hints
+from rlframework.config.hints import Hints, models_in
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
 from rlframework.config.policy import PolicyConfig
@@ -134,9 +134,9 @@ def _of_section(problem: Problem, name: str) -> Problem:
 
 
 def _device_defaults(config: RunConfig, device: str, selected: Mapping[str, Registered]) -> list[Default]:
-    """The defaults of the policy, and of each further policy under its own keys."""
+    """The defaults of the run, and of each further policy under its own keys."""
     parts = {section: part for section, part in selected.items() if section.partition(".")[0] not in FURTHER_POLICIES}
-    defaults = _defaults_of(config, device, parts)
+    defaults = _defaults_of(config, device, parts) + checkpoint_defaults(config)
     for name in config.further_policies:
         found = _defaults_of(config.of(name), device, {"policy": selected[name]})
         defaults += [replace(each, key=in_section(each.key, name)) for each in found]
@@ -323,11 +323,21 @@ def _without_defaults_of_others(tree: Tree, selected: Mapping[str, Registered], 
         defaults = [model.model_construct().model_dump(mode="json") for model in models] if switched else []
         own = _section_model(selected[section]).model_fields
         values[section] = {
-            key: value
+            key: _without_defaults_inside(tree, (section, key), own[key].annotation, defaults) if key in own else value
             for key, value in tree.values[section].items()
             if key in own or not _says_nothing(tree, (section, key), keys, defaults)
         }
     return replace(tree, values=values)
+
+
+def _without_defaults_inside(tree: Tree, keys: Keys, annotation: Any, defaults: Iterable[Mapping[str, Any]]) -> Any:
+    """The value at `keys`, a key of the selected plugin, without what says nothing in a section of others inside."""
+    value, models = tree.get(keys), models_in(annotation)
+    others = [inside for each in defaults if isinstance(inside := each.get(str(keys[-1])), Mapping)]
+    if not (models and others and isinstance(value, Mapping)):
+        return value
+    own = {name for model in models for name in model.model_fields}
+    return {key: item for key, item in value.items() if key in own or not _says_nothing(tree, (*keys, key), (), others)}
 
 
 def _says_nothing(tree: Tree, keys: Keys, others: Collection[str], defaults: Iterable[Mapping[str, Any]]) -> bool:

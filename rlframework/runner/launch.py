@@ -27,9 +27,9 @@ from rlframework.base.logs import log_to_stderr
 from rlframework.base.secrets import has_secrets, hide_secrets
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
-from rlframework.config.validate import notes_without_effect
+from rlframework.config.validate import notes_on
 from rlframework.config.yaml_text import parse_yaml
-from rlframework.observers.jsonl import drop_steps_after
+from rlframework.observers.jsonl import METRICS_FILE, drop_steps_after, read_history
 from rlframework.observers.run_environment import flatten
 from rlframework.plugins.configure import config_yaml, dump_config, load_config
 from rlframework.plugins.hook_calls import Hook
@@ -85,6 +85,8 @@ def run(
     if checkpoint is None:
         check_output_dir(config, overwrite)
     require_models(config)
+    for note in notes_on(config):
+        _LOG.info("%s", note)
     # signals raise, so that workers and observers shut down; the training loop has its own handler
     with ending_on_signals(), ExitStack() as stack:
         lock = cache(lambda: stack.enter_context(exclusive_directory(config.output_dir)))
@@ -181,18 +183,20 @@ def _save_models(parts: Parts, folder: Path) -> None:
 
 def _note_best(config: RunConfig) -> None:
     """Log which of the kept checkpoints of a finished run is the best, and how to get its model."""
-    from rlframework.algorithms.checkpoints import best_checkpoint
+    from rlframework.algorithms.checkpoints import best_checkpoint, has_measured
 
     section = config.checkpoints
     if not (section.every and section.keep_best):
         return
     found = best_checkpoint(config.output_dir, section)
     if found is None:
+        every = "let checkpoints.every be a multiple of algorithm.validation.every, or "
         _LOG.warning(
             "checkpoints.keep_best=%d kept no checkpoint: none is of a step that has the metric checkpoints.metric=%r; "
-            "let checkpoints.every be a multiple of algorithm.validation.every, or name another metric",
+            "%sname another metric",
             section.keep_best,
             section.metric,
+            every if has_measured(config.output_dir, section.metric) else "no step of this run had it: ",
         )
         return
     path, value = found
@@ -248,18 +252,30 @@ def resume(
         raise ConfigError(f"{str(run_dir)!r} holds no run to resume: it has no config.yaml. Give a run's output_dir")
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
-        model = Path(run_dir) / "model"
-        trained = f". To train its final model further, start a run with policy.model_name={model}"
-        raise ConfigError(
-            f"{str(run_dir)!r} has no checkpoint to resume from. Start the run again with --overwrite, or in another "
-            "output_dir, and set checkpoints.every=N to write one every N steps"
-            f"{trained if model.is_dir() else ''}"
-        )
+        raise _nothing_to_resume(Path(run_dir))
     source = None if trust_run else Path(run_dir)
     if source is not None:
         require_own_files(source)
     config = load_config(path, [*overrides, f"output_dir={run_dir}"], run=source)
     return run(config, data=data, checkpoint=checkpoint)
+
+
+def _nothing_to_resume(run_dir: Path) -> ConfigError:
+    """The error for a run without a checkpoint: it was to write none, or ended before the first one."""
+    every = flatten(parse_yaml((run_dir / "config.yaml").read_text("utf-8"), "config.yaml").values).get(
+        "checkpoints.every"
+    )
+    metrics, model = run_dir / METRICS_FILE, run_dir / "model"
+    rows = read_history(metrics) if every and metrics.is_file() else []
+    reason, remedy = "", ", and set checkpoints.every=N to write one every N steps"
+    if every:
+        reason = f": it ended at step {rows[-1]['step'] if rows else 0:.0f}, and checkpoints.every is {every}"
+        remedy = ", with a smaller checkpoints.every if it may end early again"
+    trained = f". To train its final model further, start a run with policy.model_name={model}"
+    return ConfigError(
+        f"{str(run_dir)!r} has no checkpoint to resume from{reason}. Start the run again with --overwrite, or in "
+        f"another output_dir{remedy}{trained if model.is_dir() else ''}"
+    )
 
 
 def dry_run(config: Source, *, data: Data | None = None, overwrite: bool = False) -> list[str]:
@@ -284,7 +300,7 @@ def dry_run(config: Source, *, data: Data | None = None, overwrite: bool = False
         check_output_dir(config, overwrite)
     except ConfigError as error:
         _LOG.warning("warning: %s", error)
-    return list(notes_without_effect(config))
+    return list(notes_on(config))
 
 
 def run_planned(parts: Parts, manager: PluginManager, *, dry_run: bool) -> None:

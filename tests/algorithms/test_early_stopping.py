@@ -10,6 +10,7 @@ import pytest
 from probe_runs import numbers_of
 
 from rlframework import run
+from rlframework.algorithms.checkpoints import checkpoints_in
 from rlframework.algorithms.early_stopping import EarlyStopping
 from rlframework.algorithms.loop import StepLoop
 from rlframework.config.sections import EarlyStoppingConfig
@@ -70,6 +71,22 @@ def test_a_misspelled_metric_is_told_at_the_first_validation_and_at_the_end(
     assert "no metric checkpoints.metric='validation/accurcy'; there are validation/accuracy" in of_best
     assert caplog.text.count("has nothing to compare") == 2
     assert "compared nothing: no step of this run has measured 'validation/acuracy'" in caplog.text
+
+
+def test_the_checkpoint_of_the_best_step_is_kept(run_config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The metric falls with each step, so that the first one is the best; checkpoints of later steps would replace it.
+
+    The step that the end names is that of the best checkpoint.
+    """
+    keep = "checkpoints={every: 1, keep_last: 1, keep_best: 1}"
+    early = "algorithm.early_stopping={metric: train/lr, patience: 2}"
+    schedule = "policy.scheduler={name: linear, warmup_steps: 0}"
+    config = run_config("sft", "algorithm.num_steps=6", early, keep, schedule)
+    with caplog.at_level(logging.INFO):
+        run(config)
+    assert [path.name for path in checkpoints_in(config.output_dir)] == ["step-000001", "step-000003"]
+    assert "train/lr has not improved on 0.001, that of step 1," in caplog.text
+    assert f"best checkpoint: {config.output_dir / 'checkpoints' / 'step-000001'}, with train/lr" in caplog.text
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ def test_keeping_the_best_by_a_metric_that_no_checkpoint_has_is_told(run_config,
     keep = ["checkpoints={every: 5, keep_best: 1}", "algorithm.num_steps=5", "algorithm.validation.at_end=false"]
     run(run_config("sft", *overrides(tmp_path / "run"), *keep))
     assert "checkpoints.keep_best=1 kept no checkpoint: none is of a step that has" in caplog.text
+    assert "let checkpoints.every be a multiple of algorithm.validation.every, or name another metric" in caplog.text
 
 
 def test_a_misspelled_metric_is_told_once_it_could_be_compared(run_config, tmp_path, caplog):
@@ -89,6 +90,8 @@ def test_a_misspelled_metric_is_told_once_it_could_be_compared(run_config, tmp_p
     run(run_config("sft", *keep, "algorithm.validation.every=1", f"output_dir={tmp_path / 'run'}"))
     message = "there is no metric checkpoints.metric='validation/accurcy'; there are validation/accuracy"
     assert caplog.text.count(message) == 1
+    assert "'validation/accurcy'; no step of this run had it: name another metric" in caplog.text
+    assert "multiple of" not in caplog.text
 
 
 def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_path):
@@ -146,6 +149,17 @@ def test_nothing_to_resume(run_config, tmp_path):
     run(run_config("sft", *overrides(tmp_path / "run"), "checkpoints.every=0"))
     with pytest.raises(ConfigError, match=r"has no checkpoint to resume from.*checkpoints\.every=N"):
         resume(tmp_path / "run")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_so(run_config, tmp_path):
+    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=3", "checkpoints.every=4"))
+    for written in ("checkpoints", "model"):  # at the end
+        shutil.rmtree(tmp_path / "run" / written)
+    with pytest.raises(
+        ConfigError, match=r"resume from: it ended at step 3, and checkpoints\.every is 4\. Start"
+    ) as error:
+        resume(tmp_path / "run")
+    assert "checkpoints.every=N" not in str(error.value)
 
 
 def test_two_processes_do_not_share_a_run(run_config, tmp_path):

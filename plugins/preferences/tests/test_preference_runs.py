@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from rlframework import run
 from rlframework.base.errors import BatchError, ConfigError, DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
+from rlframework.cli import main
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message
@@ -73,6 +75,24 @@ def test_held_out_pairs_are_compared_with_the_reference_of_the_step(run_config: 
     assert [abs(loss - math.log(2)) < 1e-6 for loss in moved] == [True, False, False, False]
     assert moved[:3] == kept[:3]
     assert abs(moved[3] - kept[3]) > 1e-4
+
+
+def test_the_settings_that_evaluate_names_evaluate_the_model(run_config: Any, tmp_path: Path, capsys: Any) -> None:
+    """The run's configuration has keys that only the environment of pairs has, such as `columns.chosen`."""
+    config = run_config("dpo", *options(pairs_file(tmp_path, 16), "algorithm.num_steps=1"))
+    run(config)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(8)), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", str(config.output_dir)])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    settings = re.search(r"give rows with answers \((.*)\), or", printed)
+    assert settings is not None, printed
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", str(config.output_dir), *settings[1].replace("FILE", str(rows)).split(" ")])
+    assert ended.value.code == 0
+    assert "accuracy" in capsys.readouterr().out
 
 
 def test_pairs_that_max_tokens_makes_equal_are_counted(tiny_llama: Any, caplog: Any) -> None:

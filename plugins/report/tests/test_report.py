@@ -352,6 +352,10 @@ def test_settings_are_flat_and_without_secrets() -> None:
     assert settings_of(None) is None
 
 
+def test_steps_that_follow_from_passes_are_no_setting() -> None:
+    assert settings_of({"algorithm": {"num_steps": 0, "num_epochs": 2}}) == {"algorithm.num_epochs": "2"}
+
+
 @pytest.mark.slow
 def test_the_page_of_three_long_runs_stays_small() -> None:
     history = [{"step": float(i), **{f"train/m{n}": math.sin(i * n) for n in range(1, 36)}} for i in range(1, 1001)]

@@ -83,6 +83,8 @@ def settings_of(values: Mapping[str, Any] | None) -> dict[str, str] | None:
     if values is None:
         return None
     found = {name: _by_name(value) for name, value in flatten(hide_secrets(values)).items()}
+    if found.get("algorithm.num_steps") == 0:  # then it is that of num_epochs
+        del found["algorithm.num_steps"]
     if "earlier" in found:
         found["earlier"] = ", ".join(str(one.get("started")) for one in values["earlier"])
     return {name: _text(name, value) for name, value in flatten(found).items()}

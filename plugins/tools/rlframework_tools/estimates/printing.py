@@ -9,7 +9,7 @@ from rlframework.base.errors import ConfigError, DataError, NotSupported
 from rlframework.base.logs import plugin_logger
 from rlframework.cli.common import print_table
 from rlframework.config.sections import RunConfig
-from rlframework.config.validate import notes_without_effect
+from rlframework.config.validate import notes_on
 from rlframework.datasets.sources.memory import Data
 from rlframework.observers.dispatch import observer_problems, require_observers
 from rlframework.plugins.manager import PluginManager, create_manager
@@ -45,7 +45,7 @@ def estimate_run(
     config = config if data is None else with_data(config, data)
     require_models(config)
     manager = create_manager(config.plugins)
-    notes = notes_without_effect(config)
+    notes = notes_on(config)
     if planned is None:
         require_observers(config.observers, manager)
     else:

@@ -77,12 +77,14 @@ def scored_samples(parts: Parts, split: Split, count: int | None) -> Sequence[Sa
     """The first `count` samples of `split` (None: all). Raises a `DataError` as `evaluate` says."""
     name = parts.config.environment.name
     if not parts.environment.scores:
-        scored = ""
-        if hasattr(parts.config.environment, "reward"):
-            scored = "set a reward (environment.reward=MODULE:FUNCTION) or a check (environment.check=exact), or "
+        ways = (
+            "set a reward (environment.reward=MODULE:FUNCTION) or a check (environment.check=exact)"
+            if hasattr(parts.config.environment, "check")
+            else "give rows with answers (environment.name=dataset environment.path=FILE environment.check=exact)"
+        )
         raise DataError(
-            f"environment {name!r} does not score completions as configured, so it cannot be evaluated; {scored}name a "
-            "configuration with an environment that does (--config FILE)"
+            f"environment {name!r} does not score completions as configured, so it cannot be evaluated; {ways}, or "
+            "name a configuration that has one (--config FILE)"
         )
     samples = parts.environment.samples(split)[:count]
     if not len(samples):

@@ -70,6 +70,7 @@ class Framework:
     words_of_grpo: Sequence[str] = ()
     words: Sequence[str] = ()
     defaults: Mapping[str, str] = field(default_factory=dict)
+    defaults_of: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     prefix: str = ""
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 

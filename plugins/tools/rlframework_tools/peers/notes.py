@@ -40,6 +40,9 @@ def peer_notes(
     theirs, note = _framework_of(words, given, algorithm), ""
     if theirs and f"algorithm.preset={theirs.preset}" not in told:
         note = _preset_note(theirs, words, given, unnamed=bool(name))
+    elif "preset" not in algorithm.model_fields:
+        used = (each for each in frameworks().values() if _uses(each, words))
+        note = next((_defaults_note(each, words, given, "which are others here") for each in used), "")
     return " ".join(filter(None, (note, _batches_note(words, given, algorithm), _end_note(words))))
 
 
@@ -61,8 +64,19 @@ def _framework_of(words: Mapping[str, Any], given: Mapping[str, Any], algorithm:
         return None
     own = PRESETS.get(str(given.get("name")))
     presets = own or {name for part in (field.annotation, *get_args(field.annotation)) for name in get_args(part)}
-    theirs = (each for each in frameworks().values() if not words.keys().isdisjoint((*each.words_of_grpo, *each.words)))
-    return next((each for each in theirs if each.preset in presets), None)
+    return next((each for each in frameworks().values() if _uses(each, words) and each.preset in presets), None)
+
+
+def _uses(framework: Framework, words: Mapping[str, Any]) -> bool:
+    """Whether one of `words` is a key that only `framework` has."""
+    return not words.keys().isdisjoint((*framework.words_of_grpo, *framework.words))
+
+
+def _defaults_note(theirs: Framework, words: Mapping[str, Any], given: Mapping[str, Any], which: str) -> str:
+    """The defaults of `theirs` that are others here, in our keys, apart from those of `words`; "" if there are none."""
+    others = {**theirs.defaults, **theirs.defaults_of.get(str(given.get("name")), {})}
+    defaults = [ours for keys, ours in others.items() if words.keys().isdisjoint(keys.split())]
+    return f"{theirs.name}'s defaults, {which}: {', '.join(defaults)}." if defaults else ""
 
 
 def _preset_note(theirs: Framework, words: Mapping[str, Any], given: Mapping[str, Any], *, unnamed: bool) -> str:
@@ -70,8 +84,7 @@ def _preset_note(theirs: Framework, words: Mapping[str, Any], given: Mapping[str
     differing = f" ({theirs.formulas})" if given.get("name") in PRESETS and given.get("name") != "ppo" else ""
     name = f"`algorithm.name: {given['name']}` and " if unnamed else ""
     note = f"For the formulas of {theirs.name}{differing}, add {name}`algorithm.preset: {theirs.preset}`."
-    defaults = [ours for word, ours in theirs.defaults.items() if word not in words]
-    return f"{note} {theirs.name}'s defaults, not set by it: {', '.join(defaults)}." if defaults else note
+    return f"{note} {_defaults_note(theirs, words, given, 'not set by it')}".rstrip()
 
 
 def _batches_note(words: Mapping[str, Any], given: Mapping[str, Any], algorithm: type[BaseModel]) -> str:

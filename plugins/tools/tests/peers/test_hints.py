@@ -218,6 +218,29 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
         ("load_best_model_at_end=true", "`checkpoints.keep_best`. Another framework's true is a number of checkpoints"),
         ("metric_for_best_model=eval_reward", "`checkpoints.metric`. Set it to validation/reward."),
         ("greater_is_better=false", "`checkpoints.best`. Another framework's false is lowest."),
+        (
+            "vllm_importance_sampling_mode=sequence_mask",
+            "sequence_mask with an upper bound of 3.0, is `algorithm.loss`",
+        ),
+        (
+            "vllm_importance_sampling_correction=true",
+            "importance_mask: sequence, importance_mask_min: 0.0, importance_",
+        ),
+        ("vllm_importance_sampling_clip_max=3.0", "`algorithm.loss.importance_cap`. With TRL's modes sequence_mask"),
+        ("vllm_importance_sampling_clip_min=0.5", "`algorithm.loss.importance_floor`. With TRL's modes sequence_mask"),
+        ("vllm_server_port=8000", "The run starts its engines itself (`generation.workers`): remove the key."),
+        ("vllm_max_model_length=512", "With vLLM it is generation.vllm.max_model_len."),
+        ("bf16=true", "`policy.precision`: bfloat16"),
+        ("bf16=false", "Another framework's false is float32, unless fp16 is true."),
+        ("fp16=false", "Another framework's false needs no key: TRL's precision is then bfloat16"),
+        ("disable_tqdm=true", "`observers.console`. Another framework's true is false."),
+        ("early_stopping_patience=3", "`algorithm.early_stopping.patience`."),
+        ("overwrite_output_dir=true", "use `rlframework train CONFIG --overwrite`: remove the key."),
+        ("ref_model_sync_steps=64", "`algorithm.reference_sync.steps`. TRL counts optimizer steps"),
+        ("lr_scheduler_kwargs={min_lr_rate: 0.1}", "min_lr_rate is `policy.scheduler.min_ratio`"),
+        ("use_adaptive_entropy=true", "`algorithm.loss.entropy_coef` is constant: remove the key."),
+        ("dataset_num_proc=4", "once by `rlframework tokenize`: remove the key."),
+        ("use_cpu=true", "`device`. Another framework's true is cpu."),
         ("callbacks=[a]", "EarlyStoppingCallback is `algorithm.early_stopping`"),
         ("attn_implementation=sdpa", "The attention is chosen for the device: remove the key."),
         ("torch_compile=true", "It has no counterpart: remove the key."),
@@ -289,9 +312,9 @@ def test_a_problem_is_reported_where_it_was_written() -> None:
 
 def test_a_word_that_other_algorithms_have_is_told_once() -> None:
     assert error_of("algorithm.beta=0.1") == (
-        "`algorithm.beta`: unknown key (given 0.1 in override `algorithm.beta=0.1`). It is a key of `dpo`, `ipo`, "
-        "`simpo`, `kto`, but algorithm.name is `grpo`. Remove it; the override `~algorithm.beta` does that, too. "
-        "If it is a key of another framework: in rlframework this is `algorithm.loss.kl_coef`."
+        "`algorithm.beta`: unknown key (given 0.1 in override `algorithm.beta=0.1`). If it is a key of another "
+        "framework: in rlframework this is `algorithm.loss.kl_coef`. Otherwise: it is a key of `dpo`, `ipo`, "
+        "`simpo`, `kto`, but algorithm.name is `grpo`. Remove it; the override `~algorithm.beta` does that, too."
     )
 
 

@@ -35,8 +35,9 @@ def test_the_preset_of_another_framework_is_told_once(written: str, preset: str)
             (
                 "For the formulas of TRL (normalization, which groups count), add `algorithm.name: grpo` and "
                 "`algorithm.preset: trl`. TRL's defaults, not set by it: `policy.optimizer.weight_decay: 0.0`, "
-                "`policy.scheduler.name: linear`. TRL's batches are `policy.train_global_batch_size: 16` and "
-                "`algorithm.prompts_per_step: 2`, each times the number of devices."
+                "`policy.scheduler.name: linear`, `policy.precision: bfloat16` (the default here on a GPU alone). "
+                "TRL's batches are `policy.train_global_batch_size: 16` and `algorithm.prompts_per_step: 2`, each "
+                "times the number of devices."
             ),
         ),
         (
@@ -44,7 +45,7 @@ def test_the_preset_of_another_framework_is_told_once(written: str, preset: str)
             "TRL's batches are `policy.train_global_batch_size: 8` and `algorithm.prompts_per_step: 2`, each",
         ),
         (
-            {"num_generations": 8, "weight_decay": 0.1, "lr_scheduler_type": "cosine"},
+            {"num_generations": 8, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "fp16": True},
             "add `algorithm.name: grpo` and `algorithm.preset: trl`.",
         ),
         ({"num_generations": 8, "loss_type": "cispo"}, "add `algorithm.name: cispo` and `algorithm.preset: trl`."),
@@ -83,6 +84,14 @@ def test_no_algorithm_is_named_that_the_keys_do_not_say(written: dict[str, Any])
     with pytest.raises(ConfigError) as error:
         load_config({key: value for key, value in MINIMAL.items() if key != "algorithm"} | written)
     assert "add `algorithm.name" not in str(error.value)
+
+
+def test_defaults_are_told_of_an_algorithm_without_presets() -> None:
+    message = error_of("algorithm.name=sft", "per_device_train_batch_size=8", "weight_decay=0.1")
+    assert message.endswith(
+        "TRL's defaults, which are others here: `policy.scheduler.name: linear`, `policy.precision: bfloat16` (the "
+        "default here on a GPU alone), `policy.optimizer.lr: 2.0e-5`."
+    )
 
 
 def test_a_hint_with_another_preset_does_not_hide_that_of_the_framework() -> None:
@@ -153,7 +162,15 @@ def test_batches_of_trl_are_not_guessed(written: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("metric", "meant"),
-    [("val_reward", "reward"), ("val:reward", "reward"), ("eval/loss", "loss"), ("Accuracy", "accuracy")],
+    [
+        ("val_reward", "reward"),
+        ("val:reward", "reward"),
+        ("eval/loss", "loss"),
+        ("Accuracy", "accuracy"),
+        ("eval_rewards/accuracies", "accuracy"),
+        ("rewards/margins", "margin"),
+        ("eval_rewards/chosen", "chosen_reward"),
+    ],
 )
 def test_a_metric_that_no_run_has_is_an_error(metric: str, meant: str) -> None:
     message = error_of(f"checkpoints.metric={metric!r}")
