@@ -1,7 +1,7 @@
 """The base class of every configuration model (unknown keys are errors, instances are frozen), and marks on keys."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Annotated, Any
@@ -15,6 +15,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Show the keys whose values are not the defaults."""
+        defaults = vars(type(self).model_construct())
+        return [(key, value) for key, value in super().__repr_args__() if key not in defaults or value != defaults[key]]
 
 
 OwnPath = Annotated[str, Field(pattern=":")]

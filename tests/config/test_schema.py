@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from rlframework.config.policy import OptimizerConfig, PolicyConfig
 from rlframework.config.yaml_text import parse_yaml, read_yaml
 from rlframework.plugins.configure import config_schema, config_yaml, load_config
 from rlframework.plugins.manager import create_manager
@@ -151,3 +152,8 @@ def test_every_number_of_ours_has_bounds(installed: dict[str, Any]) -> None:
 
     visit(installed, "")
     assert unbounded == []
+
+
+def test_a_section_shows_the_keys_that_differ_from_their_defaults():
+    policy = PolicyConfig(model_name="m", optimizer=OptimizerConfig(lr=0.5))
+    assert repr(policy) == "PolicyConfig(model_name='m', optimizer=OptimizerConfig(lr=0.5))"
