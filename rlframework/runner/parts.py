@@ -107,8 +107,13 @@ def planned_parts(config: RunConfig, manager: PluginManager, *, elsewhere: bool 
 
 
 def _require_head(config: RunConfig, head: str) -> None:
-    """Raise `ConfigError` unless the model has the head that the algorithm trains."""
+    """Raise `ConfigError` unless the model has the head that the algorithm trains, and steps with it are recordable."""
     if config.policy.head == head:
+        if head != "language" and (config.recording.steps or config.recording.every):
+            raise ConfigError(
+                f"recording: a recorded step has log-probabilities of tokens, and a model with policy.head={head} has "
+                "none; remove recording.steps and recording.every"
+            )
         return
     new = "" if head == "language" else "; and policy.head_init=zeros, if policy.model_name is a language model"
     raise ConfigError(

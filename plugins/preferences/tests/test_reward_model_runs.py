@@ -107,6 +107,8 @@ def test_mistakes_are_found_before_the_start(run_config: Any, tmp_path: Path) ->
         run(run_config("reward_model", *options(pairs, "language")))
     with pytest.raises(ConfigError, match=r"algorithm\.name=dpo trains a model with policy\.head=language"):
         run(run_config("dpo", *options(pairs, "score")))
+    with pytest.raises(ConfigError, match=r"remove recording\.steps"):
+        run(run_config("reward_model", *options(pairs, "score", "recording.steps=[1]")))
     with pytest.raises(ConfigError, match=r"(?s)policy\.train_global_batch_size.*3 rows are not whole pairs"):
         run_config("reward_model", *options(pairs, "score", "policy.train_global_batch_size=3"))
     with pytest.raises(DataError, match=r"has no margin, which algorithm\.margin_coef needs"):
