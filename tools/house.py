@@ -1,8 +1,9 @@
-"""Prints the sizes of the house: lines, rooms, arrows, imports of a run and of backends, times, dependencies.
+"""Prints the sizes of the house: lines, rooms, arrows, modules of a step, imports, times, dependencies.
 
     python tools/house.py [--json FILE]
 
-Rooms are the packages of `rlframework/`, arrows the imports between them (type-only imports count), by grimp.
+Rooms are the packages of `rlframework/`, arrows the imports between them (type-only imports count), by grimp. A step
+enters a module when it calls one of its functions in the driver's process; the steps are second ones, with dtensor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import grimp
@@ -25,11 +27,40 @@ BACKENDS = ("dtensor", "deepspeed", "megatron", "ddp")
 RUN = """
 import sys
 import rlframework
-config = rlframework.load_config({config!r}, {overrides!r})
-rlframework.run(config)
-ours = [m for name, m in list(sys.modules.items()) if name.split(".")[0].startswith("rlframework") and m.__file__]
-print("MODULES", len(ours), sum(open(m.__file__).read().count("\\n") for m in ours))
+if __name__ == "__main__":
+    rlframework.run(rlframework.load_config(CONFIG, OVERRIDES))
+    ours = [m for name, m in list(sys.modules.items()) if name.split(".")[0].startswith("rlframework") and m.__file__]
+    print("MODULES", len(ours), sum(open(m.__file__).read().count("\\n") for m in ours))
 """
+STEP = """
+import sys, threading
+import rlframework
+from rlframework.algorithms.loop import StepLoop
+ordinary, entered, tracing = StepLoop._timed_step, set(), False
+def note(frame, event, argument):
+    if tracing and event == "call" and frame.f_code.co_flags & 2:  # a function's, not a class's body
+        entered.add(frame.f_code.co_filename)
+def traced(self, step):
+    global tracing
+    tracing = step == 2
+    sys.setprofile(note if tracing else None)
+    try:
+        return ordinary(self, step)
+    finally:
+        sys.setprofile(None)
+        tracing = False
+threading.setprofile(note)
+StepLoop._timed_step = traced
+if __name__ == "__main__":
+    rlframework.run(rlframework.load_config(CONFIG, OVERRIDES))
+    print("MODULES", len([name for name in entered if "/rlframework" in name.rpartition("/")[0]]), 0)
+"""
+WITH_AN_ENGINE = ["algorithm={name: grpo, num_steps: 2}", "generation.workers={group: processes, num_workers: 1}"]
+STEPS = {
+    "SFT": ["algorithm={name: sft, num_steps: 2}", "environment.name=addition", "policy.batching.mode=packed"],
+    "synchronous GRPO": WITH_AN_ENGINE,
+    "asynchronous GRPO": [*WITH_AN_ENGINE, "algorithm.async.max_staleness=1"],
+}
 
 
 def lines_in(*folders: Path) -> int:
@@ -62,24 +93,24 @@ def modules_of_core(backend: str) -> int:
     return len({name for name in imported if name.startswith("rlframework.")})
 
 
-def imports_of_a_run() -> tuple[int, int]:
-    """Our modules, and their lines, that a GRPO run with the embedded engine has imported at its end.
+def run_program(code: str, overrides: Sequence[str]) -> tuple[int, int]:
+    """Run `code` with a configuration; return the modules and lines that it prints.
 
     The plugins `DISABLED` are not imported, as if they were not installed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        from rlframework.huggingface.model_directories import make_llama
-        from rlframework.huggingface.tokenizer import character_tokenizer
+    from rlframework.huggingface.model_directories import make_llama
+    from rlframework.huggingface.tokenizer import character_tokenizer
 
+    with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_positions": 128}
         model = make_llama(Path(folder) / "model", character_tokenizer("0123456789+= "), **sizes)
-        config = Path(folder) / "run.yaml"
-        config.write_text("algorithm: {name: grpo, num_steps: 1}\nenvironment: {name: addition}\n")
-        overrides = [f"policy.model_name={model}", f"output_dir={folder}/run"]
+        config, program = Path(folder) / "run.yaml", Path(folder) / "program.py"
+        config.write_text("environment: {name: addition}\n")
+        overrides = [f"policy.model_name={model}", f"output_dir={folder}/run", *overrides]
         overrides += ["generation.max_new_tokens=4", "observers.console=false", "policy.backend=dtensor"]
-        code = RUN.format(config=str(config), overrides=overrides)
+        program.write_text(code.replace("CONFIG", repr(str(config))).replace("OVERRIDES", repr(overrides)))
         environment = {**os.environ, "RLFRAMEWORK_DISABLE_PLUGINS": DISABLED}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True, env=environment)
     word, count, lines = done.stdout.split()[-3:]
     assert word == "MODULES"
     return int(count), int(lines)
@@ -98,7 +129,7 @@ def seconds_of(command: str, times: int = 5) -> float:
 def table() -> dict[str, object]:
     """The rows of the table."""
     rooms, arrows = rooms_and_arrows()
-    modules, lines = imports_of_a_run()
+    modules, lines = run_program(RUN, ["algorithm={name: grpo, num_steps: 1}"])
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     program = Path(sys.executable).with_name("rlframework")
     return {
@@ -107,6 +138,7 @@ def table() -> dict[str, object]:
         "arrows": len(arrows),
         "our modules in a GRPO run (dtensor and transformers alone)": modules,
         "their lines": lines,
+        **{f"modules that a step of {name} enters": run_program(STEP, keys)[0] for name, keys in STEPS.items()},
         "seconds of `import rlframework` and `rlframework plugins`": round(
             seconds_of(f"{sys.executable} -c 'import rlframework'; {program} plugins"), 2
         ),
