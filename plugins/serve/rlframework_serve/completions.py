@@ -15,8 +15,8 @@ import torch
 
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.rollout.episode_thread import gather_or_cancel
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.chat import Reply
-from rlframework_serve.errors import ApiError
 from rlframework_serve.prompt_logprobs import PromptScorer, TokenScores, token_ids_of
 from rlframework_serve.request_bodies import (
     IGNORED,

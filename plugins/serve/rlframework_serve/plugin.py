@@ -38,7 +38,7 @@ def rlframework_environments() -> list[EnvironmentRecord]:
 @hookimpl
 def rlframework_agent_endpoint() -> str:
     """Return the path of `agent_runner`."""
-    return "rlframework_serve.agents:agent_runner"
+    return "rlframework_serve.agent_environment:agent_runner"
 
 
 @hookimpl

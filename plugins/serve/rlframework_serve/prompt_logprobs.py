@@ -14,7 +14,7 @@ import torch
 
 from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework_serve.errors import ApiError
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.request_bodies import integer, number, reject_unknown
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframework.interfaces.messages import Content, ContentPart, Message, Picture, TextPart, ToolCall, ToolSpec
-from rlframework_serve.errors import ApiError
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.image_parts import IMAGE_PARTS, TEXT_ONLY, ImageReader
 
 MOST_CHOICES = 64

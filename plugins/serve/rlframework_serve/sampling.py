@@ -24,8 +24,8 @@ from rlframework.interfaces.messages import Message, Picture, pictures_of
 from rlframework.rollout.episode_thread import gather_or_cancel
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.conversations import Turn
-from rlframework_serve.errors import ApiError
 from rlframework_serve.request_bodies import TurnRequest
 from rlframework_serve.sessions import Session
 

@@ -18,8 +18,8 @@ from rlframework.observers.timeline import ENVIRONMENT, Timeline
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
 from rlframework.rollout.trajectory import Trajectory
+from rlframework_serve.bodies import ApiError, unauthorized
 from rlframework_serve.conversations import Conversations, EngineSessions, Turn
-from rlframework_serve.errors import ApiError, unauthorized
 from rlframework_serve.request_bodies import TurnRequest
 
 if TYPE_CHECKING:

@@ -17,11 +17,10 @@ from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
 from rlframework.plugins.configure import resolve_device
 from rlframework.plugins.manager import PluginManager
 from rlframework.plugins.types import GenerationEngineRecord
-from rlframework_tools.estimates.advice import engine_remedy, remedy
 from rlframework_tools.estimates.disk import disk, gib
-from rlframework_tools.estimates.engines import Engines, engines_of, gpus_taken
-from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.engines import Engines, engine_remedy, engines_of, gpus_taken, remedy
 from rlframework_tools.estimates.model_size import model_size
+from rlframework_tools.estimates.plan import PlannedGpus
 from rlframework_tools.estimates.row_sizes import Rows, optimizer_steps, rows_of
 from rlframework_tools.estimates.state_layout import Place, PlannedWorker, StateLayout, assumed_layout
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory

@@ -25,8 +25,7 @@ from rlframework.runner.parts import (
     require_models,
 )
 from rlframework_tools.estimates.estimate import Assumptions, Estimate, estimate, estimate_models
-from rlframework_tools.estimates.hardware import PlannedGpus
-from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.estimates.plan import PlannedGpus, plan_run
 from rlframework_tools.estimates.row_sizes import assumed_rows
 
 _LOG = plugin_logger(__name__)

@@ -1,4 +1,4 @@
-"""Hints for the keys that other libraries call differently, as `rlframework.config.hints.Hints` asks for them."""
+"""Hints for keys and values of other libraries, as `rlframework.config.hints.Hints` asks for them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from pydantic import BaseModel
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section
 from rlframework.config.hints import Path, key_paths, models_in
 from rlframework.config.problems import shortened
+from rlframework.config.validate import metric_hint
 from rlframework_tools.peers.frameworks import IS, vocabulary
-from rlframework_tools.peers.values import value_hint
 
 OF_SECTIONS_TOO = ("optim", "model")
 """Keys that are the name of another framework's section, which has keys of its own."""
 
 _MOST = 40
 _MOST_NAMES = 12
+
+_OBSERVERS: Mapping[str, str] = {
+    **dict.fromkeys(("console", "tensorboard"), "true"),
+    **dict.fromkeys(("wandb", "mlflow", "trackio"), "{}"),
+}
+"""Observers that peers have too, by the name of ours, with the value that enables each."""
 
 
 def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = None) -> str:
@@ -111,3 +117,43 @@ def keys_inside(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping) and vocabulary().keys.get(_word(path, vocabulary().keys)) != "":
         for key, item in value.items():
             yield from keys_inside((*path, str(key)), item)
+
+
+def value_hint(key: str, value: object, word: str = "") -> str:
+    """Return what the value of a peer is for our `key`, which the peer calls `word`; "" if it is no peer's, or ours."""
+    written = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    known = vocabulary()
+    if meaning := known.word_values.get(word, {}).get(written) or known.values.get(key, {}).get(written):
+        return f"Another framework's {written} {meaning}."
+    if key == "observers":
+        return _observers(value)
+    if key == "policy.scheduler":
+        return _scheduler(value)
+    if key == "checkpoints.metric":
+        return metric_hint(value)
+    if key == "checkpoints.best" and isinstance(value, Mapping):
+        return "The name of the metric is the key checkpoints.metric, and checkpoints.best is highest or lowest."
+    return ""
+
+
+def _scheduler(value: object) -> str:
+    """How to write `value`, a list of torch's schedulers; "" for anything else."""
+    if not isinstance(value, list):
+        return ""
+    parts = {str(part.get("name", "")).rpartition(".")[2]: part for part in value if isinstance(part, Mapping)}
+    kwargs = parts.get("LinearLR", {}).get("kwargs")
+    steps = kwargs.get("total_iters", "N") if isinstance(kwargs, Mapping) else "N"
+    name = "cosine" if "CosineAnnealingLR" in parts else "constant"
+    warmup = f", warmup_steps: {steps}" if "LinearLR" in parts else ""
+    return (
+        "A warm-up (torch's LinearLR, of total_iters steps) and what follows it are one section: write "
+        f"`policy.scheduler: {{name: {name}{warmup}}}`."
+    )
+
+
+def _observers(value: object) -> str:
+    """How to write `value`, a list of observers or the name of one; "" if it has none that are known."""
+    names = value if isinstance(value, (list, tuple)) else [value]
+    known = [name for name in _OBSERVERS if name in names]
+    example = ", ".join(f"{name}: {_OBSERVERS[name]}" for name in known)
+    return f"Each observer is a key: write `observers: {{{example}}}`." if known else ""
