@@ -204,6 +204,4 @@ def _turn_size(turn: Turn) -> int:
 
 
 def _truncate(text: str) -> str:
-    return (
-        text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n… {len(text) - MOST_TEXT:,} more characters"
-    )
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n… {len(text) - MOST_TEXT:,} more characters"
