@@ -98,7 +98,7 @@ def _planned(config):
 def test_what_does_not_fit_is_warned_of(run_config, machine, words):
     config = run_config("grpo")
     with _planned(config) as parts:
-        warnings = replace(estimate(parts, create_manager(config.plugins), reference=False), **machine).warnings()
+        warnings = replace(estimate(parts, create_manager(config.plugins)), **machine).warnings()
     assert len(warnings) == len(words)
     for warning, word in zip(warnings, words, strict=True):
         assert warning.startswith("warning: ")
