@@ -12,6 +12,7 @@ A run resumes from the newest checkpoint on a machine that has none; its address
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,6 @@ from rlframework_storage.remote_folder import RemoteFolder, StorageError
 FORMAT = 1
 COMPLETE = "uploaded.json"
 PROGRESS = "uploading.json"
-_BLOCK = 1 << 20
 
 
 class FileFacts(BaseModel):
@@ -67,12 +67,9 @@ class Sent:
 
 def describe_file(path: Path) -> FileFacts:
     """Return size and digest of a local file."""
-    digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return FileFacts(bytes=size, xxh3=digest.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileFacts(bytes=file.tell(), xxh3=digest.hexdigest())
 
 
 def describe_folder(folder: Path) -> dict[str, FileFacts]:

@@ -55,7 +55,7 @@ def rlframework_configuration_hint(
     model: type[BaseModel] | None,
 ) -> str | None:
     """Return a note on a configuration with their keys: its preset, and its batches in numbers."""
-    from rlframework_tools.peers.notes import peer_notes
+    from rlframework_tools.peers.hints import peer_notes
 
     return peer_notes(unknown, hints, algorithm, model) or None
 

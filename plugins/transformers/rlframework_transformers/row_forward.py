@@ -211,23 +211,13 @@ class PaddedRows(RowForward):
         return self._call(ids, attention_mask=mask, use_cache=True, **{self._cache_name: self._cache}, **inputs)
 
 
-class EqualRows(RowForward):
-    """Rows of equal length with a cache, from which the model finds positions and attention masks itself."""
+class EqualRows(PaddedRows):
+    """Rows of equal length, without padding: the model finds positions and attention masks itself."""
 
-    def start(self, prompts: Sequence[Tensor], longest: int, prefixes: Sequence[Prefix | None] = ()) -> Tensor:
-        """See `RowForward.start`."""
-        distinct, numbers = self._distinct(prompts)
-        ids = torch.stack(distinct).to(self._device)
-        self._cache = _cache(self.model, self._device, ids.shape[1] + longest)
-        return self._expanded(self._call(ids, use_cache=True, **{self._cache_name: self._cache}), numbers)
+    equal_lengths = True
 
-    def advance(self, tokens: Tensor) -> Tensor:
-        """See `RowForward.advance`."""
-        return self._call(tokens[:, None], use_cache=True, **{self._cache_name: self._cache})
-
-    def keep(self, rows: Tensor) -> None:
-        """See `RowForward.keep`."""
-        self._cache.reorder_cache(rows.to(self._device))
+    def _cached(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._call(ids, use_cache=True, **{self._cache_name: self._cache})
 
 
 class WholeRows(RowForward):
