@@ -32,7 +32,7 @@ from rlframework.plugins.user_defined import load_agent
 from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.outcomes import require_numbers
 from rlframework.rollout.result import PlayedEpisode
-from rlframework_serve.config import AgentConfig
+from rlframework_serve.plugin import AgentConfig
 from rlframework_serve.sampling import Sampler, SamplingRule
 from rlframework_serve.server import Endpoint, served
 from rlframework_serve.sessions import Session
