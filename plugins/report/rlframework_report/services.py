@@ -12,7 +12,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from contextvars import Context
 from importlib.machinery import PathFinder
@@ -47,26 +47,19 @@ TRACKIO_ID_LENGTH = 8
 
 def problems_of_services(config: ObserversConfig) -> list[str]:
     """Return a message for each enabled service whose package is missing or whose address contains a password."""
-    return [*_missing_services(config), *_passwords(config)]
-
-
-def _missing_services(config: ObserversConfig) -> list[str]:
-    """Return a message for each enabled service whose package is missing."""
-    return [
+    problems = [
         f"observers.{name} is set, but the package {name!r} is not installed: run pip install "
         f"'rlframework-core[{name}]', or set observers.{name}=false"
         for name in SERVICES
         if getattr(config, name) and not _installed(name)
     ]
-
-
-def _passwords(config: ObserversConfig) -> Iterator[str]:
     uri = config.mlflow.tracking_uri if config.mlflow else None
     if uri and hide_in_text(uri) != uri:
-        yield (
+        problems.append(
             "observers.mlflow.tracking_uri contains a user or password, but the configuration is stored with the run: "
             "remove them from the address and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
+    return problems
 
 
 class TensorBoardObserver:

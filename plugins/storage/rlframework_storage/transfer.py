@@ -13,7 +13,6 @@ A run resumes from the newest checkpoint on a machine that has none; its address
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,16 +160,9 @@ def delete_unfinished(remote: RemoteFolder, before: str) -> None:
     """
     paths = remote.sizes()
     complete = {path.partition("/")[0] for path in paths if _is_manifest(path)}
-    left = {path for path in paths if _is_unfinished(path, before, complete)}
-    for path in left:
-        remote.delete(path)
-    for name in {path.partition("/")[0] for path in left}:
-        remote.delete_empty(name)
-
-
-def _is_unfinished(path: str, before: str, complete: Collection[str]) -> bool:
-    name = path.partition("/")[0]
-    return _is_checkpoint(name) and name < before and name not in complete
+    for name in {path.partition("/")[0] for path in paths} - complete:
+        if _is_checkpoint(name) and name < before:
+            delete(remote, name)
 
 
 def _is_checkpoint(name: str) -> bool:
