@@ -27,8 +27,8 @@ from rlframework.generation.engine_handle import RemoteEngine
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, Incoming
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
-from rlframework_ray.config import RayGroupConfig
 from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.plugin import RayGroupConfig
 
 PROMPT, TOKENS, SLICE = torch.arange(8), 64, 0.005
 

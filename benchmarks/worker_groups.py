@@ -37,8 +37,8 @@ from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerContext, WorkerSpec
 from rlframework.workers import machine as this_machine
 from rlframework_ray import runtime
-from rlframework_ray.config import RayGroupConfig
 from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.plugin import RayGroupConfig
 
 OURS, TENSORS, ARRAYS, BARE = "ours", "tensors", "arrays", "bare actors"
 WIDTH = 1024

@@ -19,8 +19,8 @@ from rlframework.config.sections import RunConfig
 from rlframework.plugins.manager import create_manager
 from rlframework_tools.estimates.disk import gib
 from rlframework_tools.estimates.estimate import MARGIN, layout_of
-from rlframework_tools.estimates.hardware import PlannedGpus
 from rlframework_tools.estimates.model_size import ModelSize, model_size
+from rlframework_tools.estimates.plan import PlannedGpus
 from rlframework_tools.estimates.row_sizes import Rows
 from rlframework_tools.estimates.state_layout import PlannedWorker
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory

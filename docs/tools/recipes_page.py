@@ -16,8 +16,7 @@ from rlframework.config.load import compose
 from rlframework.config.sections import RunConfig
 from rlframework_tools.estimates.disk import gib
 from rlframework_tools.estimates.estimate import Estimate
-from rlframework_tools.estimates.hardware import PlannedGpus
-from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.estimates.plan import PlannedGpus, plan_run
 from rlframework_tools.estimates.printing import estimate_run
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"

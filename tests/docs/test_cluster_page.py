@@ -22,7 +22,7 @@ import yaml
 
 from rlframework import load_config
 from rlframework.config.sections import FaultToleranceConfig, RemoteGroupConfig
-from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.plugin import RayGroupConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")

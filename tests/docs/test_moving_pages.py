@@ -18,7 +18,7 @@ from rlframework import load_config
 from rlframework.algorithms.advantages import group_advantages, normalize
 from rlframework.environments.tools import tools_of
 from rlframework.interfaces.environment import Sample
-from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.plan import PlannedGpus
 from rlframework_tools.estimates.printing import estimate_run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "moving"

@@ -15,8 +15,8 @@ from rlframework.huggingface.image_processor import image_tokens
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
-from rlframework_transformers.config import TransformersGenerationConfig
 from rlframework_transformers.engine import TransformersEngine
+from rlframework_transformers.plugin import TransformersGenerationConfig
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+=?")
 IMAGES = [1, 0, 2, 1, 3]

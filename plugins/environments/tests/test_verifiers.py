@@ -142,7 +142,7 @@ def test_an_environment_that_cannot_be_used(make, keys, problem):
 
 @pytest.mark.slow
 def test_a_start_that_takes_too_long(make, monkeypatch, tmp_path):
-    monkeypatch.setattr("rlframework_environments.verifiers_process._END_SECONDS", 0.5)  # it does not end by itself
+    monkeypatch.setattr("rlframework_environments.verifiers._END_SECONDS", 0.5)  # it does not end by itself
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)

@@ -75,10 +75,13 @@ class PairwiseConfig(PreferenceConfig):
     sft_weight: Coefficient = Field(0.0, description="weight of the SFT term, the likelihood of chosen answers; 0: off")
     sft_mean: SFTMean = Field("answer", description=_SFT_MEAN)
 
+    loss: ClassVar[Mapping[str, Any]] = {}
+    """The settings of the loss that the algorithm fixes."""
+
     def pair_loss(self) -> PairLossConfig:
-        """Return the settings of the loss."""
+        """Return the settings of the loss: those that are keys here too, and `loss`."""
         shared = PairLossConfig.model_fields.keys() & type(self).model_fields.keys()
-        return PairLossConfig(**{name: getattr(self, name) for name in shared})
+        return PairLossConfig(**{name: getattr(self, name) for name in shared} | dict(self.loss))
 
 
 class DPOConfig(WithReferenceSync, PairwiseConfig):
@@ -110,15 +113,12 @@ class IPOConfig(WithReferenceSync, PairwiseConfig):
     """Identity preference optimization (arXiv:2310.12036)."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"length_mean": True, "sft_mean": "token"}}
+    loss: ClassVar[Mapping[str, Any]] = {"objective": "squared"}
 
     name: Literal["ipo"] | OwnPath = Field("ipo", description="identity preference optimization")
     preset: Literal["paper", "trl"] = Field("paper", description=_PRESET)
     beta: Limit = Field(0.1, description="tau of the paper: the difference of log-ratios is drawn to 1 / (2 beta)")
     length_mean: bool = Field(False, description="divide the log-ratio of an answer by its number of tokens")
-
-    def pair_loss(self) -> PairLossConfig:
-        """See `PairwiseConfig`."""
-        return super().pair_loss().model_copy(update={"objective": "squared"})
 
 
 class SimPOConfig(PairwiseConfig):
@@ -126,6 +126,7 @@ class SimPOConfig(PairwiseConfig):
 
     uses_reference: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"trl": {"beta": 0.1, "gamma": 0.5, "sft_mean": "token"}}
+    loss: ClassVar[Mapping[str, Any]] = {"score": "logprob", "length_mean": True}
 
     name: Literal["simpo"] | OwnPath = Field("simpo", description="simple preference optimization")
     preset: Literal["paper", "trl"] = Field("paper", description=_PRESET)
@@ -137,22 +138,18 @@ class SimPOConfig(PairwiseConfig):
 
     def pair_loss(self) -> PairLossConfig:
         """See `PairwiseConfig`."""
-        changes = {"score": "logprob", "length_mean": True, "margin": self.gamma}
-        return super().pair_loss().model_copy(update=changes)
+        return super().pair_loss().model_copy(update={"margin": self.gamma})
 
 
 class ORPOConfig(PairwiseConfig):
     """Odds ratio preference optimization (arXiv:2403.07691), without a reference policy."""
 
     uses_reference: ClassVar[bool] = False
+    loss: ClassVar[Mapping[str, Any]] = {"score": "log_odds", "length_mean": True, "beta": 1.0}
 
     name: Literal["orpo"] | OwnPath = Field("orpo", description="odds ratio preference optimization")
     weight: Coefficient = Field(0.1, description="weight of the odds ratio term, lambda of the paper")
     sft_weight: Coefficient = Field(1.0, description="weight of the SFT term, the likelihood of chosen answers; 0: off")
-
-    def pair_loss(self) -> PairLossConfig:
-        """See `PairwiseConfig`."""
-        return super().pair_loss().model_copy(update={"score": "log_odds", "length_mean": True, "beta": 1.0})
 
 
 class KTOConfig(WithReferenceSync, PreferenceConfig):

@@ -32,6 +32,7 @@ from rlframework.datasets.sources.opening import open_rows
 from rlframework.datasets.tool_rows import read_tools
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Content, Message, text_of
+from rlframework_preferences.config import PreferenceColumnsConfig
 from rlframework_preferences.pairs import PreferenceRow, is_score
 
 LAYOUTS = (
@@ -39,6 +40,9 @@ LAYOUTS = (
     "input + preferred_output + non_preferred_output (OpenAI)"
 )
 """The layouts, for messages."""
+
+COLUMNS = PreferenceColumnsConfig()
+"""The usual names of columns."""
 
 
 def read_preferences(source: str | Path | RowSequence, pictures: PictureReader | None = None) -> list[PreferenceRow]:
@@ -57,19 +61,14 @@ def preference_of(
     row: Mapping[str, Any],
     where: str,
     label: str = "",
-    *,
-    prompt: str = "prompt",
-    chosen: str = "chosen",
-    rejected: str = "rejected",
-    image: str = "image",
-    images: str = "images",
+    columns: PreferenceColumnsConfig = COLUMNS,
     pictures: PictureReader | None = None,
 ) -> PreferenceRow:
     """Return the pair in `row`, with the id `label`. Raises a `DataError` that begins with `where` if there is none.
 
-    `prompt`, `chosen`, `rejected`, `image` and `images` are the names of these columns. `pictures`: reads the images of
-    the prompt; None: there may be none.
+    `pictures`: reads the images of the prompt; None: there may be none.
     """
+    prompt, chosen, rejected = columns.prompt, columns.chosen, columns.rejected
     row = {name: value for name, value in row.items() if not is_missing(value)}
     if "preferred_output" in row or "non_preferred_output" in row:
         row = _from_openai(row, where)
@@ -90,7 +89,7 @@ def preference_of(
             "turn only"
         )
     if pictures is not None:
-        names = [name for name in (image, images) if name in row]
+        names = [name for name in (columns.image, columns.images) if name in row]
         supply = [each for name in names for each in pictures.of(row[name], f"{where}, column {name!r}")]
         first = pictures.placed([*first, better, worse], supply, where)[:-2]
     tools = read_tools(row.get("tools"), f"{where}, column 'tools'")

@@ -76,12 +76,12 @@ class PreferencesEnvironment(Environment):
 
     def _read(self, rows: Rows) -> list[PreferenceRow]:
         """The pairs in `rows`. Decodes their images: one that cannot be used raises, or its row is left out."""
-        columns, images = self._config.columns.model_dump(), self._config.images
+        columns, images = self._config.columns, self._config.images
         pictures = reader_of(self._config, self._addresses, validation=rows is self._given)
         found, numbers, problems = list[PreferenceRow](), list[int](), list[ImageError]()
         for number, row in enumerate(rows):
             try:
-                pair = preference_of(row, rows.where(number), rows.label(number), pictures=pictures, **columns)
+                pair = preference_of(row, rows.where(number), rows.label(number), columns, pictures)
                 for picture in pictures_of(pair.messages):
                     decoded(picture)
             except ImageError as error:

@@ -12,6 +12,7 @@ import pytest
 from rlframework.base.errors import DataError
 from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.pictures import PictureReader
+from rlframework_preferences.config import PreferenceColumnsConfig
 from rlframework_preferences.preference_rows import preference_of, read_preferences
 
 TOOL = {"name": "half", "description": "Halve n", "parameters": {"type": "object", "properties": {}}}
@@ -59,7 +60,8 @@ def test_prompts_of_several_turns_scores_and_tools() -> None:
 
 
 def test_columns_of_other_names() -> None:
-    pair = preference_of({"q": "1?", "good": 1, "bad": "x"}, "here", prompt="q", chosen="good", rejected="bad")
+    columns = PreferenceColumnsConfig(prompt="q", chosen="good", rejected="bad")
+    pair = preference_of({"q": "1?", "good": 1, "bad": "x"}, "here", "", columns)
     assert (pair.messages, pair.chosen, pair.rejected) == ((turn("user", "1?"),), "1", "x")
 
 

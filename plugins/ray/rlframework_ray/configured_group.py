@@ -20,7 +20,7 @@ from rlframework.workers import machine
 from rlframework.workers.dispatch import DispatchingWorkerGroup
 from rlframework.workers.remote_group import check_ranks
 from rlframework_ray import runtime
-from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.plugin import RayGroupConfig
 from rlframework_ray.ray_group import RayWorkerGroup
 from rlframework_ray.virtual_cluster import RayVirtualCluster
 from rlframework_ray.worker_builder import RayWorkerBuilder

@@ -32,8 +32,8 @@ from rlframework.workers import dispatch, machine
 from rlframework.workers.failures import FAILURE, HostFailure, root_cause
 from rlframework.workers.remote_group import KILL_WAIT, SMALL, RemoteWorkerGroup, check_ranks
 from rlframework_ray import heartbeat, runtime, transport, virtual_cluster
-from rlframework_ray.config import RayGroupConfig
 from rlframework_ray.placement import ClusterArgumentError, assign_workers, one_worker_per_bundle
+from rlframework_ray.plugin import RayGroupConfig
 from rlframework_ray.virtual_cluster import RayVirtualCluster
 from rlframework_ray.worker_actor import NOTICES, Configuration, Description, Method
 from rlframework_ray.worker_builder import (

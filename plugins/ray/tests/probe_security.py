@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[3] / "tests" / "workers"))
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework_ray import private_ray, runtime
-from rlframework_ray.config import RayGroupConfig
 from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.plugin import RayGroupConfig
 
 
 def processes():

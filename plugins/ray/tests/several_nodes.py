@@ -20,8 +20,8 @@ from rlframework.config.sections import DeadlinesConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework_ray import heartbeat
-from rlframework_ray.config import RayGroupConfig
 from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.plugin import RayGroupConfig
 from rlframework_ray.ray_group import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from rlframework_ray.virtual_cluster import RayVirtualCluster
 

@@ -15,8 +15,8 @@ from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework_ray import transport
-from rlframework_ray.config import RayGroupConfig
 from rlframework_ray.configured_group import ConfiguredRayWorkerGroup
+from rlframework_ray.plugin import RayGroupConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped on Linux only")

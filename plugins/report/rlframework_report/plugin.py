@@ -26,7 +26,7 @@ def rlframework_observers() -> dict[str, str]:
         "curve": "rlframework_report.curve:CurveObserver",
         "wandb": "rlframework_report.services:WandbObserver",
         "mlflow": "rlframework_report.services:MlflowObserver",
-        "trackio": "rlframework_report.trackio:TrackioObserver",
+        "trackio": "rlframework_report.services:TrackioObserver",
     }
 
 

@@ -1,4 +1,4 @@
-"""Observers that report to TensorBoard, Weights & Biases (extra `wandb`) and MLflow (extra `mlflow`).
+"""Observers that report to TensorBoard, and to services: Weights & Biases, MLflow and Trackio, each with an extra.
 
 The packages are imported when they are used, and find their credentials themselves. Models are not uploaded; only their
 paths are logged.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from contextvars import Context
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -38,29 +41,25 @@ MLFLOW_TAG = "rlframework.run_id"
 MLFLOW_VALUE_LENGTH = 500
 """Maximum length of a parameter's value that every MLflow server accepts."""
 
+TRACKIO_ID_LENGTH = 8
+"""Characters of the run's id in the name of a Trackio run."""
+
 
 def problems_of_services(config: ObserversConfig) -> list[str]:
     """Return a message for each enabled service whose package is missing or whose address contains a password."""
-    return [*_missing_services(config), *_passwords(config)]
-
-
-def _missing_services(config: ObserversConfig) -> list[str]:
-    """Return a message for each enabled service whose package is missing."""
-    return [
+    problems = [
         f"observers.{name} is set, but the package {name!r} is not installed: run pip install "
         f"'rlframework-core[{name}]', or set observers.{name}=false"
         for name in SERVICES
         if getattr(config, name) and not _installed(name)
     ]
-
-
-def _passwords(config: ObserversConfig) -> Iterator[str]:
     uri = config.mlflow.tracking_uri if config.mlflow else None
     if uri and hide_in_text(uri) != uri:
-        yield (
+        problems.append(
             "observers.mlflow.tracking_uri contains a user or password, but the configuration is stored with the run: "
             "remove them from the address and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
+    return problems
 
 
 class TensorBoardObserver:
@@ -239,3 +238,69 @@ def sample_table(samples: Sequence[SampleRecord]) -> dict[str, Any]:
 def _installed(module: str) -> bool:
     spec = PathFinder.find_spec(module)
     return spec is not None and spec.origin is not None  # a folder `wandb` left by a run is not a package
+
+
+class TrackioObserver:
+    """Logs metrics by step under their own names, a table `samples`, checkpoint paths and the final state.
+
+    Trackio finds the run to resume by its name, so the name ends with the beginning of the run's id: another run in a
+    folder of the same name is another run there too. What Trackio prints is logged at the level DEBUG. A resumed run
+    repeats some steps, whose earlier values Trackio keeps.
+    """
+
+    _run: Any = None
+    _step = 0
+
+    @hookimpl
+    def rlframework_run_started(self, run: RunInfo) -> None:
+        """Create the run, or resume the one that was created for `output_dir`.
+
+        `init` would finish the run that is active in its context, which may be the program's own: so it gets an empty
+        context.
+        """
+        import trackio
+
+        section = run.config.observers.trackio
+        assert section
+        config, environment = description(run)
+        name = section.run_name or run.output_dir.absolute().name
+        with redirect_stdout(io.StringIO()) as printed:
+            self._run = Context().run(
+                trackio.init,
+                project=section.project,
+                name=f"{name}-{run_id(run.output_dir)[:TRACKIO_ID_LENGTH]}",
+                space_id=section.space_id,
+                private=section.private,
+                config={**config, "environment_of_run": environment},
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        _LOG.debug("%s", printed.getvalue())
+        shown = self._run.url or f"trackio show --project {shlex.quote(section.project)}"  # the Space, or the server
+        _LOG.info("Trackio: run %s in %r: %s", self._run.name, section.project, shown)
+
+    @hookimpl
+    def rlframework_step_finished(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]
+    ) -> None:
+        """Log the step."""
+        import trackio
+
+        self._step = step
+        table = {"samples": trackio.Table(**sample_table(samples))} if samples else {}
+        self._run.log({**metrics, **table}, step=step)
+
+    @hookimpl
+    def rlframework_checkpoint_saved(self, step: int, path: Path) -> None:
+        """Log the path of the checkpoint."""
+        self._run.log({"checkpoint/path": str(path)}, step=step)
+
+    def close(self, state: str) -> None:
+        """End the run as `state`: finished, failed or killed."""
+        if self._run is not None:
+            self._run.log({"state": state}, step=self._step)
+            with redirect_stdout(io.StringIO()) as printed:
+                self._run.finish()
+            _LOG.debug("%s", printed.getvalue())

@@ -20,8 +20,7 @@ from rlframework_report.report import figures, render, write_report
 from rlframework_report.report.charts import arrange
 from rlframework_report.report.content import breakdowns_of, content, phases_of, thin
 from rlframework_report.report.figures import draw_figures
-from rlframework_report.report.runs import facts_of, headlines, settings_of
-from rlframework_report.report.samples import thin_samples
+from rlframework_report.report.runs import facts_of, headlines, settings_of, thin_samples
 
 CONFIG = """
 seed: 3

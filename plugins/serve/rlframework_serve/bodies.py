@@ -1,4 +1,6 @@
-"""Bodies of requests within their limits, and answers that reach a client which is still sending its body."""
+"""Bodies of requests within their limits, errors in OpenAI's form, and answers that reach a client which is still
+sending its body.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,28 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rlframework.environments.tool_episodes import json_value
-from rlframework_serve.errors import ApiError
 
 if TYPE_CHECKING:
     from starlette.responses import Response
+
+
+class ApiError(Exception):
+    """A request was rejected with the HTTP status `status`; the text says what was given and what is allowed."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def body(self) -> dict[str, Any]:
+        """Return the error as OpenAI's API does."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+def unauthorized() -> ApiError:
+    """Return the error of a token that belongs to no open session. It says nothing else."""
+    return ApiError("invalid bearer token", status=401, code="invalid_api_key")
+
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

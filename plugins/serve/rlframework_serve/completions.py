@@ -1,4 +1,8 @@
-"""Completions of text and of token ids, without a chat template: their requests, what answers them, and replies."""
+"""Completions of text and of token ids, without a chat template: what samples or only scores them, and replies.
+
+A completion that only scores its prompt, for a distillation, has log-probabilities of given tokens by token id. The
+fields are vLLM's: `prompt` as token ids, `prompt_logprobs`, and `max_tokens` of 0 or 1, since nothing is generated.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +17,79 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlframework.base.errors import BatchError
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.rollout.episode_thread import gather_or_cancel
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.chat import Reply
-from rlframework_serve.errors import ApiError
-from rlframework_serve.prompt_logprobs import PromptScorer, TokenScores, token_ids_of
-from rlframework_serve.request_bodies import (
-    IGNORED,
-    TurnRequest,
-    integer,
-    reject_unknown,
-    require_plain_sampling,
-    turn_request,
-)
+from rlframework_serve.request_bodies import CompletionRequest, integer, number, reject_unknown, token_ids_of
 from rlframework_serve.sampling import Sampler
 from rlframework_serve.sessions import Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_COMPLETIONS = 1024
-"""The most completions of one request: its prompts times `n`."""
+    from rlframework.policy.client import Policy
 
-_DEFAULT_TOKENS = 16
-"""OpenAI's `max_tokens` of a request without one."""
+MOST_TOP = 1024
+"""The largest `prompt_logprobs` of a request."""
 
-_MOST_TOP = 20
+_SCORING_KEYS = frozenset({"model", "prompt", "max_tokens", "prompt_logprobs", "temperature", "user"})
 
-_KEYS = IGNORED | {
-    "prompt", "echo", "logprobs", "n", "seed", "max_tokens", "temperature", "top_p", "stop", "frequency_penalty",
-    "presence_penalty", "logit_bias",
-}  # fmt: skip
+TokenScores = Sequence[dict[int, float] | None]
+"""Log-probabilities by token id at each position of a sequence: of its own token and the most likely; first None."""
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
-    """The completions that a client asks for: `turn.choices` of each of `prompts`, texts or token ids.
+class PromptScorer:
+    """Scores prompts with a policy of the driver's process, in the event loop `loop` of the driver."""
 
-    `echo`: whether the prompt comes with its completions. `logprobs`: how many most likely tokens come with each token;
-    None: no log-probabilities.
-    """
+    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, loop: asyncio.AbstractEventLoop) -> None:
+        self._policy, self._tokenizer, self._loop = policy, tokenizer, loop
 
-    prompts: Sequence[str | list[int]]
-    turn: TurnRequest
-    echo: bool
-    logprobs: int | None
+    async def answer(self, body: Mapping[str, Any], model: str) -> dict[str, Any]:
+        """Return the answer to the body of a completion; called in any thread. Raises `ApiError`."""
+        reject_unknown(body, _SCORING_KEYS)
+        ids, top = token_ids_of(body.get("prompt")), integer(body, "prompt_logprobs", 0, MOST_TOP) or 0
+        if (integer(body, "max_tokens", 0, 2**31) or 0) > 1:
+            raise ApiError(f"max_tokens={body['max_tokens']}, but nothing is generated; it must be 0, 1 or left out")
+        number(body, "temperature", 0, 100)  # of sampling, which does not change the log-probabilities of a prompt
+        found = [None if by_id is None else self._entries(by_id) for by_id in await self.score(ids, top)]
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "prompt_logprobs": found}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+        head = {"id": f"cmpl-{time.time_ns():x}", "object": "text_completion", "created": int(time.time())}
+        return {**head, "model": model, "choices": [choice], "usage": usage}
 
-    @property
-    def scored(self) -> bool:
-        """Whether log-probabilities are asked for that are not known from sampling."""
-        return self.logprobs is not None and (self.echo or self.logprobs > 0)
+    def _entries(self, by_id: Mapping[int, float]) -> dict[str, Any]:
+        return {
+            str(token): {"logprob": value, "decoded_token": self._tokenizer.decode([token])}
+            for token, value in by_id.items()
+        }
+
+    async def score(self, ids: Sequence[int], top: int) -> TokenScores:
+        """Return log-probabilities of `ids` and of the `top` most likely tokens at each; called in any thread."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._score(ids, top), self._loop))
+
+    async def _score(self, ids: Sequence[int], top: int) -> TokenScores:
+        data: BatchedDataDict[Any] = BatchedDataDict(
+            {"input_ids": torch.tensor([ids]), "input_lengths": torch.tensor([len(ids)])}
+        )
+        temperature = self._policy.config.generation.temperature or 1.0
+        if temperature != 1.0:
+            raise ApiError(f"the model is served at temperature {temperature:g}; prompt_logprobs need 1", status=409)
+        try:
+            own = self._policy.get_logprobs(data)["logprobs"][0].tolist()
+            best: Any = self._policy.get_topk_logits(data, top) if top else None
+        except BatchError as error:
+            raise ApiError(str(error)) from error
+        found: list[dict[int, float] | None] = [None]
+        for place in range(1, len(ids)):
+            by_id = {ids[place]: own[place]}
+            if best is not None:
+                logprobs = best["topk_logits"][0, place] - best["topk_normalizers"][0, place]
+                by_id |= dict(zip(best["topk_indices"][0, place].tolist(), logprobs.tolist(), strict=True))
+            found.append(by_id)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,21 +109,6 @@ class Completion:
     def ids(self) -> list[int]:
         """The tokens after the prompt."""
         return [] if self.result is None else list(self.result.token_ids.tolist())
-
-
-def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
-    """Return the completions that a body asks for. Raises `ApiError` for what is not served."""
-    reject_unknown(body, _KEYS)
-    require_plain_sampling(body)
-    echo, prompts, limit = body.get("echo"), _prompts(body.get("prompt")), integer(body, "max_tokens", 0, 2**31)
-    if echo not in (None, True, False):
-        raise ApiError(f"echo={echo!r:.80} must be true or false")
-    if limit == 0 and not echo:
-        raise ApiError("max_tokens=0 generates nothing; it needs echo=true, which returns the prompt")
-    turn = turn_request(body, (), (), _DEFAULT_TOKENS if limit is None else limit)
-    if (count := len(prompts) * turn.choices) > MOST_COMPLETIONS:
-        raise ApiError(f"{len(prompts)} prompts times n={turn.choices} are {count}; the most is {MOST_COMPLETIONS}")
-    return CompletionRequest(prompts, turn, bool(echo), integer(body, "logprobs", 0, _MOST_TOP))
 
 
 class Completer:
@@ -150,17 +162,6 @@ class Completer:
                 raise ApiError(f"prompt {place} has no tokens; give at least one")
             found.append((text, ids))
         return found
-
-
-def _prompts(given: Any) -> Sequence[str | list[int]]:
-    """Return the prompts of a request: a text, texts, token ids, or lists of token ids."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
-        return given
-    if isinstance(given, list) and given and all(isinstance(one, list) for one in given):
-        return [token_ids_of(one) for one in given]
-    return [token_ids_of(given)]
 
 
 class CompletionReply(Reply[Completion]):

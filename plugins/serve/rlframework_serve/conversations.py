@@ -1,6 +1,6 @@
-"""The conversations of a session, as a tree of messages: a shared beginning is kept once.
+"""The conversations of a session, by the digests of their beginnings: a shared beginning is kept once.
 
-A request brings its conversation as messages. The tree finds the recorded turns in it, whose exact tokens it continues.
+A request brings its conversation as messages. The recorded turns in it are found, whose exact tokens it continues.
 Clients that share a token have an engine session for each conversation, so that all engines share the load.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from rlframework.interfaces.messages import Content, Message, ToolSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,44 +46,27 @@ class Turn:
         return ids
 
 
-@dataclass(eq=False)
-class _Node:
-    """A message after those above it. `turn`: set if the model has sampled it."""
-
-    turn: Turn | None = None
-    next: dict[Any, _Node] = field(default_factory=dict)
-
-
 class Conversations:
     """The recorded conversations. A request costs time in proportion to its messages, and memory for new ones."""
 
     def __init__(self) -> None:
-        self._roots: dict[str, _Node] = {}
+        self._by_beginning: dict[bytes, Turn | None] = {}
+        """What has been said, by `_beginnings`: the turn of those that end with a sampled message."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Turn | None:
         """Return the longest recorded turn whose conversation `messages` begins with."""
-        node, found = self._roots.get(identity_of_tools(tools)), None
-        for message in messages:
-            node = None if node is None else node.next.get(identity_of_message(message))
-            if node is None:
-                break
-            found = node.turn or found
-        return found
+        return _of_longest_beginning(self._by_beginning, messages, tools)
 
     def add(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], message: Message, before: Turn | None, ids: Tensor
     ) -> list[Message]:
         """Record the turn `message`, an answer to `messages`; return those of `messages` that are new."""
-        node, new = self._roots.setdefault(identity_of_tools(tools), _Node()), []
-        for said in messages:
-            key = identity_of_message(said)
-            if key not in node.next:
-                node.next[key] = _Node()
-                new.append(said)
-            node = node.next[key]
-        sampled = node.next.setdefault(identity_of_message(message), _Node())
+        *beginnings, whole = _beginnings([*messages, message], tools)
+        new = [said for said, digest in zip(messages, beginnings, strict=True) if digest not in self._by_beginning]
+        for digest in beginnings:
+            self._by_beginning.setdefault(digest, None)
         length = len(ids) + (0 if before is None else before.length)
-        sampled.turn = Turn((*messages, message), before, ids, length)
+        self._by_beginning[whole] = Turn((*messages, message), before, ids, length)
         return new
 
 
@@ -127,8 +112,7 @@ class EngineSessions:
 
     def of(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """Return the session of the longest beginning of `messages` that ends with an answer, or a new one."""
-        sessions = (self._by_beginning.get(digest) for digest in reversed(list(_beginnings(messages, tools))))
-        return next((session for session in sessions if session is not None), None) or self._begin()
+        return _of_longest_beginning(self._by_beginning, messages, tools) or self._begin()
 
     def answered(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], answer: Message, engine_session: str
@@ -148,3 +132,11 @@ def _beginnings(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Itera
         seen = repr(identity_of_message(message)).encode("utf-8", "backslashreplace")
         digest = hashlib.blake2b(digest + seen, digest_size=16).digest()
         yield digest
+
+
+def _of_longest_beginning(
+    values: Mapping[bytes, V | None], messages: Sequence[Message], tools: Sequence[ToolSpec]
+) -> V | None:
+    """The value of the longest beginning of `messages` that has one."""
+    found = (values.get(digest) for digest in reversed(list(_beginnings(messages, tools))))
+    return next((value for value in found if value is not None), None)

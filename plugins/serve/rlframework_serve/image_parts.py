@@ -14,7 +14,7 @@ from rlframework.base.errors import ImageError
 from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.pictures import decoded, scheme_of
 from rlframework.interfaces.messages import ImagePart, Picture
-from rlframework_serve.errors import ApiError
+from rlframework_serve.bodies import ApiError
 
 IMAGE_PARTS = ("image_url", "input_image")
 """The types of parts that are images: of chat completions, and of the Responses API."""

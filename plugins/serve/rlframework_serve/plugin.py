@@ -8,16 +8,32 @@ import secrets
 from typing import Annotated
 
 import typer
+from pydantic import Field
 from typer import Argument, Option
 
 from rlframework.base.errors import UserError
 from rlframework.cli.common import Debug, OldOverrides, Overrides, TrustRun, with_old_overrides
+from rlframework.config.base import CallableAsPath, ImportsCode
+from rlframework.config.environments import AttemptsConfig, DatasetConfig
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.builtin import check_tools, problem_of
 from rlframework.plugins.hookspec import hookimpl
 from rlframework.plugins.types import EnvironmentRecord, Problem
 from rlframework.plugins.user_defined import load_agent
-from rlframework_serve.config import AgentConfig
+
+
+class AgentConfig(AttemptsConfig, DatasetConfig):
+    """Rows of your data as tasks for an agent of yours, which talks to the run's OpenAI-compatible endpoint."""
+
+    name: str = Field("agent", description="an agent of yours")
+    agent: Annotated[str, CallableAsPath, ImportsCode()] = Field(
+        description="import path of `async def solve(sample, session)`; the session has base_url, api_key, model and id"
+    )
+
+    @property
+    def unseen_by_training(self) -> frozenset[str]:
+        """See `EnvironmentConfig.unseen_by_training`: agents do not change the rows."""
+        return super().unseen_by_training | {"environment.agent"}
 
 
 @hookimpl
@@ -38,7 +54,7 @@ def rlframework_environments() -> list[EnvironmentRecord]:
 @hookimpl
 def rlframework_agent_endpoint() -> str:
     """Return the path of `agent_runner`."""
-    return "rlframework_serve.agents:agent_runner"
+    return "rlframework_serve.agent_environment:agent_runner"
 
 
 @hookimpl

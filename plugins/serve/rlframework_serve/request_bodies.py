@@ -1,4 +1,4 @@
-"""Parse the bodies of requests: what both APIs share, and chat completions."""
+"""Parse the bodies of requests: what all APIs share, chat completions, and completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframework.interfaces.messages import Content, ContentPart, Message, Picture, TextPart, ToolCall, ToolSpec
-from rlframework_serve.errors import ApiError
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.image_parts import IMAGE_PARTS, TEXT_ONLY, ImageReader
 
 MOST_CHOICES = 64
@@ -30,6 +30,22 @@ _CHAT_KEYS = IGNORED | {
     "stop", "logprobs", "top_logprobs", "response_format", "frequency_penalty", "presence_penalty", "logit_bias",
 }  # fmt: skip
 
+MOST_COMPLETIONS = 1024
+"""The most completions of one request: its prompts times `n`."""
+
+_DEFAULT_TOKENS = 16
+"""OpenAI's `max_tokens` of a request without one."""
+
+_MOST_TOP = 20
+
+_COMPLETION_KEYS = IGNORED | {
+    "prompt", "echo", "logprobs", "n", "seed", "max_tokens", "temperature", "top_p", "stop", "frequency_penalty",
+    "presence_penalty", "logit_bias",
+}  # fmt: skip
+
+_END = 2**31
+"""Beyond all token ids; which of them the model has is checked with the batch."""
+
 
 @dataclass(frozen=True)
 class TurnRequest:
@@ -43,6 +59,25 @@ class TurnRequest:
     temperature: float | None = None
     top_p: float | None = None
     stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """The completions that a client asks for: `turn.choices` of each of `prompts`, texts or token ids.
+
+    `echo`: whether the prompt comes with its completions. `logprobs`: how many most likely tokens come with each token;
+    None: no log-probabilities.
+    """
+
+    prompts: Sequence[str | list[int]]
+    turn: TurnRequest
+    echo: bool
+    logprobs: int | None
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are asked for that are not known from sampling."""
+        return self.logprobs is not None and (self.echo or self.logprobs > 0)
 
 
 def chat_request(body: Mapping[str, Any], images: ImageReader = TEXT_ONLY) -> TurnRequest:
@@ -75,6 +110,21 @@ def turn_request(
         number(body, "top_p", 0, 1),
         stops_of(body.get("stop")),
     )
+
+
+def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
+    """Return the completions that a body asks for. Raises `ApiError` for what is not served."""
+    reject_unknown(body, _COMPLETION_KEYS)
+    require_plain_sampling(body)
+    echo, prompts, limit = body.get("echo"), _prompts(body.get("prompt")), integer(body, "max_tokens", 0, 2**31)
+    if echo not in (None, True, False):
+        raise ApiError(f"echo={echo!r:.80} must be true or false")
+    if limit == 0 and not echo:
+        raise ApiError("max_tokens=0 generates nothing; it needs echo=true, which returns the prompt")
+    turn = turn_request(body, (), (), _DEFAULT_TOKENS if limit is None else limit)
+    if (count := len(prompts) * turn.choices) > MOST_COMPLETIONS:
+        raise ApiError(f"{len(prompts)} prompts times n={turn.choices} are {count}; the most is {MOST_COMPLETIONS}")
+    return CompletionRequest(prompts, turn, bool(echo), integer(body, "logprobs", 0, _MOST_TOP))
 
 
 def messages_of(given: Any, images: ImageReader = TEXT_ONLY) -> tuple[Message, ...]:
@@ -234,3 +284,24 @@ def stops_of(given: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise ApiError(f"stop must be a text, or a list of at most {_MOST_STOPS} texts")
     return tuple(stops)
+
+
+def _prompts(given: Any) -> Sequence[str | list[int]]:
+    """Return the prompts of a request: a text, texts, token ids, or lists of token ids."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
+        return given
+    if isinstance(given, list) and given and all(isinstance(one, list) for one in given):
+        return [token_ids_of(one) for one in given]
+    return [token_ids_of(given)]
+
+
+def token_ids_of(given: Any) -> list[int]:
+    """Return a prompt of token ids. `ApiError` for anything else."""
+    if not isinstance(given, list) or not given or not all(type(token) is int and 0 <= token < _END for token in given):
+        raise ApiError(
+            f"prompt must be a list of token ids, integers from 0 to {_END - 1}, or without prompt_logprobs a text; or "
+            "a list of either"
+        )
+    return given

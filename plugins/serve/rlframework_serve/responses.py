@@ -10,8 +10,8 @@ from itertools import count
 from typing import Any
 
 from rlframework.interfaces.messages import Message
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.chat import Reply, usage
-from rlframework_serve.errors import ApiError
 from rlframework_serve.image_parts import TEXT_ONLY, ImageReader
 from rlframework_serve.request_bodies import (
     IGNORED,

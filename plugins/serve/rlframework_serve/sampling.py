@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -21,11 +21,11 @@ from rlframework.datasets.chat.chat_format import ChatFormat, characters_of, is_
 from rlframework.environments.tool_episodes import is_malformed, is_whole
 from rlframework.interfaces.generation import GenerationResult, SamplingParams, WeightSpan
 from rlframework.interfaces.messages import Message, Picture, pictures_of
-from rlframework.rollout.episode_thread import gather_or_cancel
+from rlframework.rollout.episode_thread import Bridge, gather_or_cancel
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.conversations import Turn
-from rlframework_serve.errors import ApiError
 from rlframework_serve.request_bodies import TurnRequest
 from rlframework_serve.sessions import Session
 
@@ -37,26 +37,6 @@ if TYPE_CHECKING:
 
 Foreign = Literal["reject", "override", "allow"]
 """The treatment of a temperature or top_p that is not the configured one."""
-
-
-class Completer(Protocol):
-    """Completes prompts: `rlframework.rollout.episode_thread.Bridge`."""
-
-    positions: int | None
-    max_new_tokens: int
-
-    async def complete(
-        self,
-        prompt_ids: Sequence[int] | Tensor,
-        seed: int,
-        max_new_tokens: int,
-        session: str,
-        sampling: SamplingParams | None = None,
-        *,
-        media: Mapping[str, Tensor] | None = None,
-    ) -> GenerationResult:
-        """Return the completion of a prompt; `media`: the inputs of the model for its images, by name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +89,7 @@ class Choice:
 
 
 class Sampler:
-    """Samples turns with `completer`, whose prompts have at most `max_tokens` tokens with their completion.
+    """Samples turns on `bridge`; prompts have at most `max_tokens` tokens with their completion.
 
     `images`: makes tokens and inputs of the model from images; None if messages have none.
     """
@@ -117,14 +97,14 @@ class Sampler:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        completer: Completer,
+        bridge: Bridge,
         rule: SamplingRule,
         max_tokens: int | None = None,
         images: ImageInputs | None = None,
     ) -> None:
         self.tokenizer, self.chat = tokenizer, ChatFormat(tokenizer, images)
-        self._completer, self._rule = completer, rule
-        limits = [limit for limit in (max_tokens, completer.positions) if limit is not None]
+        self._bridge, self._rule = bridge, rule
+        limits = [limit for limit in (max_tokens, bridge.positions) if limit is not None]
         self._most = min(limits, default=None)
 
     def check(self, request: TurnRequest) -> None:
@@ -133,7 +113,7 @@ class Sampler:
 
     async def sample(self, session: Session, request: TurnRequest) -> list[Choice]:
         """Return the choices of a turn, and record them if the session does."""
-        sampling, known = self._rule.of(request), session.find(request.messages, request.tools)
+        sampling, known = self._rule.of(request), session.conversations.find(request.messages, request.tools)
         self.require_short(session, request.messages)
         pictures = pictures_of(request.messages)
         work = partial(self._inputs, request, known, pictures)
@@ -144,7 +124,7 @@ class Sampler:
         seeds = session.seeds(ids, request.choices, pictures) or _own_seeds(request)
         name = session.engine_session_of(request)
         results = await self._results(
-            [self._completer.complete(ids, seed, room, name, sampling, media=media) for seed in seeds]
+            [self._bridge.complete(ids, seed, room, name, sampling, media=media) for seed in seeds]
         )
         choices = [self._choice(session, request, ids, result, known) for result in results]
         if session.engine_sessions is not None:
@@ -161,7 +141,7 @@ class Sampler:
         """
         sampling, room = self._rule.of(request), self._room(session, request, len(ids))
         seeds, name = session.seeds(ids, request.choices) or _own_seeds(request), session.engine_session_of(request)
-        results = await self._results([self._completer.complete(ids, seed, room, name, sampling) for seed in seeds])
+        results = await self._results([self._bridge.complete(ids, seed, room, name, sampling) for seed in seeds])
         found = []
         for result in results:
             cut = self._cut(result, request.stop)
@@ -210,8 +190,8 @@ class Sampler:
             )
 
     def _room(self, session: Session, request: TurnRequest, used: int) -> int:
-        room = self._completer.max_new_tokens if request.max_tokens is None else request.max_tokens
-        room = min(room, self._completer.max_new_tokens)
+        room = self._bridge.max_new_tokens if request.max_tokens is None else request.max_tokens
+        room = min(room, self._bridge.max_new_tokens)
         if self._most is None:
             return room
         if used >= self._most:
@@ -225,7 +205,7 @@ class Sampler:
 
     def _limit(self, request: TurnRequest, used: int) -> Limit:
         """Return what has cut a turn after `used` tokens: the tightest of the limits that `_room` applies."""
-        own = self._completer.max_new_tokens
+        own = self._bridge.max_new_tokens
         asked = own if request.max_tokens is None else request.max_tokens
         if self._most is not None and self._most - used < min(own, asked):
             return "max_episode_tokens"

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlframework.base.errors import ConfigError, UserError
 from rlframework.base.logs import plugin_logger
 from rlframework.config.sections import ImagesConfig
-from rlframework_serve.bodies import Incoming, answer_early, json_response
+from rlframework_serve.bodies import ApiError, Incoming, answer_early, json_response
 from rlframework_serve.chat import ChatReply, Reply
-from rlframework_serve.completions import Completer, CompletionReply, completion_request
-from rlframework_serve.errors import ApiError
+from rlframework_serve.completions import Completer, CompletionReply, PromptScorer
 from rlframework_serve.image_parts import ImageReader
-from rlframework_serve.prompt_logprobs import PromptScorer
-from rlframework_serve.request_bodies import TurnRequest, chat_request
+from rlframework_serve.request_bodies import TurnRequest, chat_request, completion_request
 from rlframework_serve.responses import ResponsesReply, responses_request
 from rlframework_serve.sampling import Choice, Sampler
 from rlframework_serve.sessions import Session, Sessions

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.generation.driver import run_in_loop
 from rlframework.rollout.episode_thread import Bridge, run_beside
+from rlframework_serve.completions import PromptScorer
 from rlframework_serve.conversations import EngineSessions
-from rlframework_serve.prompt_logprobs import PromptScorer
 from rlframework_serve.sampling import Sampler, SamplingRule
 from rlframework_serve.server import Endpoint, served
 from rlframework_serve.sessions import Session

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.base.errors import EngineFault, RefitError
 from rlframework.interfaces.environment import LARGEST_REWARD
-from rlframework.interfaces.messages import Message, Picture, ToolSpec, text_of
+from rlframework.interfaces.messages import Message, Picture, text_of
 from rlframework.observers.timeline import ENVIRONMENT, Timeline
 from rlframework.rollout.result import Limit
 from rlframework.rollout.seeds import turn_seed
 from rlframework.rollout.trajectory import Trajectory
+from rlframework_serve.bodies import ApiError, unauthorized
 from rlframework_serve.conversations import Conversations, EngineSessions, Turn
-from rlframework_serve.errors import ApiError, unauthorized
 from rlframework_serve.request_bodies import TurnRequest
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Session:
     pictures: dict[str, Picture] = field(default_factory=dict)
     timeline: Timeline | None = None
     engine_sessions: EngineSessions | None = None
+    conversations: Conversations = field(default_factory=Conversations)
     _own_since: float | None = None
-    _conversations: Conversations = field(default_factory=Conversations)
     _responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
     _asked: dict[bytes, int] = field(default_factory=dict)
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -113,16 +113,12 @@ class Session:
         shared = self.engine_sessions
         return self.engine_session if shared is None else shared.of(request.messages, request.tools)
 
-    def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Turn | None:
-        """Return the longest recorded turn whose conversation `messages` begins with."""
-        return self._conversations.find(messages, tools)
-
     def add_turn(self, request: TurnRequest, message: Message, before: Turn | None, ids: Tensor, row: int = 0) -> None:
         """Record `message`, the model's answer to a request; `ids` are the exact tokens after those of `before`.
 
         `row`: the training row that has the answer, counted from 0.
         """
-        new = self._conversations.add(request.messages, request.tools, message, before, ids)
+        new = self.conversations.add(request.messages, request.tools, message, before, ids)
         self.transcript += ({**said, "trained": False} for said in new)
         self.transcript.append({**message, "trained": True, **({"row": row + 1} if row else {})})
         self.completion = text_of(message)

@@ -22,6 +22,8 @@ from rlframework.base.secrets import hide_in_text
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation_algorithms import TeacherEndpointConfig
 from rlframework.generation.driver import run_in_loop
+from rlframework.policy.microbatches.data_processor import wanted_targets
+from rlframework.policy.microbatches.global_batch import real_tokens
 from rlframework.rollout.episode_thread import gather_or_cancel
 
 if TYPE_CHECKING:
@@ -167,8 +169,4 @@ class TeacherEndpoint:
 
 def _wanted(data: Rows, positions: str) -> Tensor:
     """Return 1 at the positions that are scored, `[B, S]`; see `PolicyWorker.get_logprobs`."""
-    columns = torch.arange(data["input_ids"].shape[1])
-    wanted: Tensor = ((columns > 0) & (columns < data["input_lengths"][:, None])).float()
-    if positions != "all":
-        wanted = wanted * (data["token_mask"] != 0)
-    return wanted * (data["sample_mask"] != 0)[:, None] if positions == "loss" else wanted
+    return wanted_targets(data, real_tokens(data), positions).float()

@@ -24,7 +24,7 @@ from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.observers.timeline import Timeline
 from rlframework.rollout.step_rollouts import rollout
-from rlframework_serve.errors import ApiError
+from rlframework_serve.bodies import ApiError
 from rlframework_serve.sessions import Session, Sessions
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"

@@ -211,8 +211,8 @@ def test_the_limit_of_characters_counts_what_all_templates_render() -> None:
 
 
 def test_a_token_id_beyond_64_bits_is_rejected() -> None:
-    from rlframework_serve.errors import ApiError
-    from rlframework_serve.prompt_logprobs import PromptScorer
+    from rlframework_serve.bodies import ApiError
+    from rlframework_serve.completions import PromptScorer
 
     scorer: Any = PromptScorer(None, None, None)  # type: ignore[arg-type]
     for token in (2**63, 2**31, -1, True):
@@ -231,7 +231,7 @@ def test_the_pixels_of_a_requests_new_images_are_bounded_before_they_are_decoded
 
     from rlframework.config.sections import ImagesConfig
     from rlframework_serve import image_parts
-    from rlframework_serve.errors import ApiError
+    from rlframework_serve.bodies import ApiError
 
     def part(number: int) -> dict[str, Any]:
         stored = BytesIO()

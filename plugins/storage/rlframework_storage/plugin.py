@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from rlframework.config.sections import RunConfig
@@ -34,7 +34,5 @@ def rlframework_uploads(config: RunConfig) -> Uploads | None:
     from rlframework_storage.remote_folder import RemoteFolder
     from rlframework_storage.uploads import Uploads as UploadsInBackground
 
-    def keep(scores: Mapping[str, float | None]) -> set[str]:
-        return kept_checkpoints(scores, config.checkpoints)
-
+    keep = partial(kept_checkpoints, config=config.checkpoints)
     return UploadsInBackground(RemoteFolder(config.checkpoints.upload), keep)

@@ -12,7 +12,7 @@ A run resumes from the newest checkpoint on a machine that has none; its address
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from rlframework_storage.remote_folder import RemoteFolder, StorageError
 FORMAT = 1
 COMPLETE = "uploaded.json"
 PROGRESS = "uploading.json"
-_BLOCK = 1 << 20
 
 
 class FileFacts(BaseModel):
@@ -67,12 +66,9 @@ class Sent:
 
 def describe_file(path: Path) -> FileFacts:
     """Return size and digest of a local file."""
-    digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return FileFacts(bytes=size, xxh3=digest.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileFacts(bytes=file.tell(), xxh3=digest.hexdigest())
 
 
 def describe_folder(folder: Path) -> dict[str, FileFacts]:
@@ -164,16 +160,9 @@ def delete_unfinished(remote: RemoteFolder, before: str) -> None:
     """
     paths = remote.sizes()
     complete = {path.partition("/")[0] for path in paths if _is_manifest(path)}
-    left = {path for path in paths if _is_unfinished(path, before, complete)}
-    for path in left:
-        remote.delete(path)
-    for name in {path.partition("/")[0] for path in left}:
-        remote.delete_empty(name)
-
-
-def _is_unfinished(path: str, before: str, complete: Collection[str]) -> bool:
-    name = path.partition("/")[0]
-    return _is_checkpoint(name) and name < before and name not in complete
+    for name in {path.partition("/")[0] for path in paths} - complete:
+        if _is_checkpoint(name) and name < before:
+            delete(remote, name)
 
 
 def _is_checkpoint(name: str) -> bool:

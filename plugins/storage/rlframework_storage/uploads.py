@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Uploads:
         self._current: _Job | None = None
         self._next: _Job | None = None
         self._thread: threading.Thread | None = None
-        self._metrics: dict[str, float] = {}
+        self._metrics: defaultdict[str, float] = defaultdict(float)
         self._failure: str | None = None
 
     def add(self, path: Path, score: float | None = None) -> None:
@@ -75,7 +76,7 @@ class Uploads:
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of uploads that have ended since the last call."""
         with self._changed:
-            metrics, self._metrics = self._metrics, {}
+            metrics, self._metrics = dict(self._metrics), defaultdict(float)
             return metrics
 
     def finish(self) -> None:
@@ -146,8 +147,8 @@ class Uploads:
     def _succeeded(self, count: int, seconds: float) -> None:
         with self._changed:
             self._failure = None
-            self._add_metric("checkpoint/upload_bytes", count)
-            self._add_metric("checkpoint/upload_seconds", seconds)
+            self._metrics["checkpoint/upload_bytes"] += count
+            self._metrics["checkpoint/upload_seconds"] += seconds
 
     def _failed(self, job: _Job, error: Exception) -> None:
         text = (
@@ -157,10 +158,7 @@ class Uploads:
         _LOG.warning("%s", text)
         with self._changed:
             self._failure = f"{text}. It is complete on the local disk; resuming the run uploads it"
-            self._add_metric("checkpoint/upload_failures", 1.0)
-
-    def _add_metric(self, name: str, value: float) -> None:
-        self._metrics[name] = self._metrics.get(name, 0.0) + value
+            self._metrics["checkpoint/upload_failures"] += 1.0
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ from rlframework.base.errors import UserError
 from rlframework.cli.common import Config, Debug, Json, Overrides, print_table
 from rlframework.plugins.hookspec import hookimpl
 from rlframework_tools.evaluation.commands import evaluate, generate
-from rlframework_tools.init_command import init
+from rlframework_tools.new_config import init
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig
@@ -42,7 +42,7 @@ def rlframework_key_hint(path: tuple[str, ...], value: object, model: type[BaseM
 @hookimpl
 def rlframework_value_hint(key: str, value: object) -> str | None:
     """Return what one of them means by `value`."""
-    from rlframework_tools.peers.values import value_hint
+    from rlframework_tools.peers.hints import value_hint
 
     return value_hint(key, value) or None
 
@@ -55,7 +55,7 @@ def rlframework_configuration_hint(
     model: type[BaseModel] | None,
 ) -> str | None:
     """Return a note on a configuration with their keys: its preset, and its batches in numbers."""
-    from rlframework_tools.peers.notes import peer_notes
+    from rlframework_tools.peers.hints import peer_notes
 
     return peer_notes(unknown, hints, algorithm, model) or None
 

@@ -15,8 +15,7 @@ from rlframework.config.algorithms import GRPOConfig
 from rlframework.config.policy import OptimizerConfig
 from rlframework.plugins.configure import load_config
 from rlframework.plugins.manager import create_manager
-from rlframework_tools.estimates.hardware import PlannedGpus
-from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.estimates.plan import PlannedGpus, plan_run
 from rlframework_tools.estimates.printing import estimate_run
 from rlframework_tools.new_config import default_batch
 

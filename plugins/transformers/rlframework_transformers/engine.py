@@ -36,10 +36,10 @@ from rlframework.generation.sdk import (
     never_sampled,
 )
 from rlframework_transformers.cache import free_bytes, rows_that_fit
-from rlframework_transformers.config import TransformersGenerationConfig
 from rlframework_transformers.decoding import Row, RowBatch
 from rlframework_transformers.key_values import SessionPrefixes
 from rlframework_transformers.media_rows import MediaRows, no_media
+from rlframework_transformers.plugin import TransformersGenerationConfig
 from rlframework_transformers.probing import row_forward
 from rlframework_transformers.row_forward import PaddedRows, RowForward, WholeRows
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from rlframework.base.errors import NotSupported
 from rlframework.generation.sdk import PLAIN, RowLayout, Scores, Segments, attention, register
-from rlframework_transformers.key_values import KeyValues, Slots
+from rlframework_transformers.key_values import KeyValues, SharedPrompts, Slots
 from rlframework_transformers.row_forward import Prefix, RowForward
-from rlframework_transformers.shared_prompts import SharedPrompts
 
 PREFILL_TOKENS = 4096
 """Tokens of prompts in a forward, unless a single prompt has more: bounds the memory of activations."""

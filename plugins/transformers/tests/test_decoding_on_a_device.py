@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlframework_transformers.attention import ATTENTION, decoding_attention, grouped_attention
-from rlframework_transformers.row_forward import logits_in_fp32
+from rlframework_transformers.row_forward import ATTENTION, decoding_attention, grouped_attention, logits_in_fp32
 
 RAGGED = [[5], [3, 9, 4, 12, 6], [3, 9, 4, 12, 6], [7, 2, 13] * 7, [14, 13], [8] * 11, [5, 5], [2]]
 

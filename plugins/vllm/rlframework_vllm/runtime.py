@@ -52,8 +52,7 @@ class Runtime:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from rlframework_vllm.image_prompts import engine_input, take_tensors
-        from rlframework_vllm.sampler import install
+        from rlframework_vllm.inside_vllm import engine_input, install, take_tensors
 
         try:
             if images is not None:
@@ -157,7 +156,7 @@ class Runtime:
 def _import_vllm() -> None:
     """Import vLLM; raise `PluginError` if that fails, which no setting of a run can cause."""
     try:
-        for module in ("vllm.v1.engine.llm_engine", "rlframework_vllm.image_prompts", "rlframework_vllm.sampler"):
+        for module in ("vllm.v1.engine.llm_engine", "rlframework_vllm.inside_vllm"):
             import_module(module)
     except Exception as error:
         raise PluginError(

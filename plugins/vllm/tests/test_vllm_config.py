@@ -245,8 +245,7 @@ def test_a_vllm_that_cannot_be_imported_is_not_blamed_on_settings(tmp_path, monk
     monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets some for vLLM
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("rlframework_vllm.image_prompts", "rlframework_vllm.sampler"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "rlframework_vllm.inside_vllm", raising=False)
     with pytest.raises(PluginError, match=r"vLLM cannot be imported .*torchvision::nms .* uninstall -y torch"):
         Runtime(model="m")
 

@@ -133,7 +133,7 @@ def make_microbatch(
     real = real_tokens(selected)
     input_ids = selected["input_ids"].to(torch.int64).where(real, 0)  # padding need not contain valid token ids
     width = input_ids.shape[1]
-    row, column = _wanted_targets(selected, real, positions).nonzero(as_tuple=True)
+    row, column = wanted_targets(selected, real, positions).nonzero(as_tuple=True)
     before = 0 if positions in ("last", "loss_last") else 1  # the token that predicts the target
     multimodal, bounds = has_media(selected), None
     if packed:
@@ -201,7 +201,7 @@ def _select_rows(data: BatchedDataDict[Any], rows: Tensor) -> BatchedDataDict[An
     return truncated.select_indices(rows)
 
 
-def _wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) -> Tensor:
+def wanted_targets(rows: BatchedDataDict[Any], real: Tensor, positions: str) -> Tensor:
     """Return `[b, S']` bool: the tokens to score, never at position 0; or the last token of each row."""
     if positions in ("last", "loss_last"):
         last: Tensor = torch.arange(real.shape[1], device=real.device) == rows["input_lengths"][:, None] - 1

@@ -26,8 +26,7 @@ from rlframework_report.report.charts import (
     split_of,
     worth_drawing,
 )
-from rlframework_report.report.runs import facts_of, headlines, settings_of
-from rlframework_report.report.samples import samples_of
+from rlframework_report.report.runs import facts_of, headlines, samples_of, settings_of
 from rlframework_report.report.timeline import timeline_of
 
 BARS = 8

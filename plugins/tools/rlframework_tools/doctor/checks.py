@@ -6,8 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,35 +14,22 @@ from typing import Any, NamedTuple
 from rlframework.config.sections import RunConfig
 from rlframework.generation.engine_environment import ask
 from rlframework.plugins.configure import load_config, resolve_device
+from rlframework.plugins.hookspec import DoctorFinding
 from rlframework.plugins.manager import PluginManager, create_manager
 
 PROBE_SECONDS = 90.0
 """Time limit of a child process: on a busy machine, the first import of torch can take most of a minute."""
 
 
-class Level(StrEnum):
-    """The severity of a finding. Only `broken` makes the exit code 1; `unknown`: the check itself failed."""
-
-    OK = "ok"
-    NOTE = "note"
-    UNKNOWN = "unknown"
-    WARNING = "warning"
-    BROKEN = "broken"
-
-
 @dataclass(frozen=True)
-class Finding:
-    """One result of a check: a description, what to do about it, and the facts as JSON values.
+class Finding(DoctorFinding):
+    """A finding with the topic and the name of its check."""
 
-    `topic` and `name` are set to those of the check when it is run.
-    """
-
-    level: Level
-    text: str
-    remedy: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
     topic: str = ""
     name: str = ""
+
+
+Findings = Iterable[DoctorFinding]
 
 
 class Check(NamedTuple):
@@ -51,18 +37,18 @@ class Check(NamedTuple):
 
     topic: str
     name: str
-    function: Callable[[Context], Iterable[Finding]]
+    function: Callable[[Context], Findings]
     remedy: str = "Please report this bug in the doctor"
 
 
-ok = partial(Finding, Level.OK)
-note = partial(Finding, Level.NOTE)
-unknown = partial(Finding, Level.UNKNOWN)
-warning = partial(Finding, Level.WARNING)
-broken = partial(Finding, Level.BROKEN)
+ok = partial(DoctorFinding, "ok")
+note = partial(DoctorFinding, "note")
+unknown = partial(DoctorFinding, "unknown")
+warning = partial(DoctorFinding, "warning")
+broken = partial(DoctorFinding, "broken")
 
 
-def judged(good: bool, text: str, remedy: str, facts: Mapping[str, Any] | None = None) -> Finding:
+def judged(good: bool, text: str, remedy: str, facts: Mapping[str, Any] | None = None) -> DoctorFinding:
     """Ok if `good`, else a warning with `remedy`."""
     return ok(text, facts=facts or {}) if good else warning(text, remedy, facts or {})
 
@@ -115,9 +101,9 @@ class Context:
         """Whether a worker group of the configuration is `name`."""
         return any(policy_run.worker_group.name == name for policy_run in self.policy_runs)
 
-    def problem(self, text: str, remedy: str, *, needed: bool) -> Finding:
+    def problem(self, text: str, remedy: str, *, needed: bool) -> DoctorFinding:
         """Return a finding for a failure: broken if the run needs it or no run is given, else a warning."""
-        return Finding(Level.BROKEN if needed or self.source is None else Level.WARNING, text, remedy)
+        return (broken if needed or self.source is None else warning)(text, remedy)
 
     def probe(self, name: str, *arguments: str, seconds: float = PROBE_SECONDS) -> Any:
         """Return the result of `probes.NAME(*arguments)` in a child process, which all checks share.

@@ -24,11 +24,13 @@ from rlframework.plugins.discovery import Plugin
 from rlframework.plugins.hook_calls import Hook
 from rlframework.plugins.hookspec import DoctorCheck, DoctorFinding
 from rlframework_tools.doctor import machine, run
-from rlframework_tools.doctor.checks import Check, Context, Finding, Level, unknown
+from rlframework_tools.doctor.checks import Check, Context, Finding, Findings, unknown
 from rlframework_tools.doctor.rates import rates as engines_and_trainers
 
 
-def _if_loaded(check: Callable[[Context, RunConfig], Iterable[Finding]]) -> Callable[[Context], Iterable[Finding]]:
+def _if_loaded(
+    check: Callable[[Context, RunConfig], Iterable[DoctorFinding]],
+) -> Callable[[Context], Iterable[DoctorFinding]]:
     """`check`, without findings if the configuration does not load."""
     return lambda context: check(context, context.config) if context.config is not None else ()
 
@@ -65,13 +67,8 @@ RATES = Check("run", "engines and trainers", _if_loaded(engines_and_trainers))
 """The check that comes after all others."""
 
 _TOGETHER = 8
-_COLOURS = {
-    Level.OK: "green",
-    Level.NOTE: "cyan",
-    Level.UNKNOWN: "magenta",
-    Level.WARNING: "yellow",
-    Level.BROKEN: "bold red",
-}
+_COLOURS = {"ok": "green", "note": "cyan", "unknown": "magenta", "warning": "yellow", "broken": "bold red"}
+"""The colour of each level, the mildest first."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Examination:
     @property
     def exit_code(self) -> int:
         """1 if something is broken, else 0."""
-        return int(any(finding.level is Level.BROKEN for finding in self.findings))
+        return int(any(finding.level == "broken" for finding in self.findings))
 
     def as_json(self) -> str:
         """Return a JSON object with `version`, `exit_code` and `findings`, a list with the fields of `Finding`."""
@@ -110,8 +107,8 @@ class Examination:
 
     def summary(self) -> str:
         """Return the last line of the output."""
-        counts = Counter(finding.level for finding in self.findings)
-        parts = [f"{counts[level]} {level}" for level in reversed(Level) if counts[level] and level is not Level.NOTE]
+        counts: Counter[str] = Counter(finding.level for finding in self.findings)
+        parts = [f"{counts[level]} {level}" for level in reversed(_COLOURS) if counts[level] and level != "note"]
         if self.exit_code:
             verdict = "this run will fail" if self.of_run else "something is broken"
         else:
@@ -152,11 +149,19 @@ def _by_topic(checks: Sequence[Check]) -> list[Check]:
 def _findings(one: Check, context: Context) -> list[Finding]:
     """The findings of one check; an exception becomes a finding."""
     try:
-        found = list(one.function(context))
+        found = list(map(_checked, one.function(context)))
     except Exception as error:  # noqa: BLE001 - an error in one check must not stop the others
         text = f"could not be checked: {type(error).__name__}: {error}"
         found = [unknown(text, one.remedy)]
-    return [replace(finding, topic=one.topic, name=one.name) for finding in found]
+    return [Finding(**vars(finding), topic=one.topic, name=one.name) for finding in found]
+
+
+def _checked(finding: DoctorFinding) -> DoctorFinding:
+    if not isinstance(finding, DoctorFinding):
+        raise TypeError(f"{finding!r} is no DoctorFinding")
+    if finding.level not in _COLOURS:
+        raise ValueError(f"{finding.level!r} is not a valid Level")
+    return finding
 
 
 def _hidden(finding: Finding) -> Finding:
@@ -187,19 +192,13 @@ def _checks(hook: Hook) -> list[DoctorCheck]:
 def _as_check(plugin: Plugin, check: DoctorCheck) -> Check:
     name = f"{check.name} ({plugin.name})"
 
-    def run(context: Context) -> list[Finding]:
+    def run(context: Context) -> Findings:
         if check.topic == "run" and context.config is None:
             return []
         with log_if_slow(f"the check {name} of {plugin}", logging.WARNING, plugin.how_to_disable):
-            return [_finding(finding) for finding in check.function(context.config)]
+            return list(check.function(context.config))
 
     return Check(check.topic, name, run, f"The check is of {plugin}. {plugin.remedy}")
-
-
-def _finding(finding: DoctorFinding) -> Finding:
-    if not isinstance(finding, DoctorFinding):
-        raise TypeError(f"{finding!r} is no DoctorFinding")
-    return Finding(Level(finding.level), finding.text, finding.remedy, finding.facts)
 
 
 def _failure(message: str) -> Check:

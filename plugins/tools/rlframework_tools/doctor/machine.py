@@ -24,9 +24,10 @@ from rlframework.generation.engine_environment import ProbeError
 from rlframework.observers import host
 from rlframework.observers.host import package_version
 from rlframework.observers.run_environment import PACKAGES
+from rlframework.plugins.hookspec import DoctorFinding
 from rlframework.plugins.types import GenerationEngineRecord
 from rlframework.workers.machine import cpu_count
-from rlframework_tools.doctor.checks import Context, Finding, judged, note, ok, unknown, warning
+from rlframework_tools.doctor.checks import Context, judged, note, ok, unknown, warning
 from rlframework_tools.doctor.probes import TorchDevices
 
 GIB = 2**30
@@ -56,7 +57,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.1f} GiB"
 
 
-def python(context: Context) -> Iterator[Finding]:
+def python(context: Context) -> Iterator[DoctorFinding]:
     """The Python version and its location."""
     version, system = platform.python_version(), platform.system()
     text = f"Python {version} at {sys.executable}; {system} {platform.release()} {platform.machine()}"
@@ -68,7 +69,7 @@ def python(context: Context) -> Iterator[Finding]:
         )
 
 
-def processor(context: Context) -> Iterator[Finding]:
+def processor(context: Context) -> Iterator[DoctorFinding]:
     """Available cores, and the CPU quota of a container."""
     cores, words = cpu_count(), _words(_QUOTA)
     quota = int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() else None
@@ -87,7 +88,7 @@ def processor(context: Context) -> Iterator[Finding]:
         )
 
 
-def memory(context: Context) -> Iterator[Finding]:
+def memory(context: Context) -> Iterator[DoctorFinding]:
     """RAM, within the limit of a container."""
     total, free = host.total_memory(), host.available_memory()
     if total is None or free is None:
@@ -98,7 +99,7 @@ def memory(context: Context) -> Iterator[Finding]:
         yield judged(free >= LITTLE_MEMORY, f"{gib(total)}, {gib(free)} free", remedy, facts)
 
 
-def disk(context: Context) -> Iterator[Finding]:
+def disk(context: Context) -> Iterator[DoctorFinding]:
     """Free space in the output directory, and where Ray and others put temporary files."""
     places = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
     if context.config is not None:
@@ -112,7 +113,7 @@ def disk(context: Context) -> Iterator[Finding]:
         yield judged(enough, f"{name} ({path}): {gib(usage.free)} free", remedy, {"free_bytes": usage.free})
 
 
-def shared_memory(context: Context) -> Iterator[Finding]:
+def shared_memory(context: Context) -> Iterator[DoctorFinding]:
     """Size of /dev/shm, where Ray keeps objects that several workers share."""
     if not SHM.is_dir():
         yield note(f"{SHM} does not exist: Ray keeps its objects in files instead")
@@ -128,7 +129,7 @@ def shared_memory(context: Context) -> Iterator[Finding]:
         yield warning(f"{text}: Ray falls back to slow files, and NCCL may fail", remedy, facts)
 
 
-def open_files(context: Context) -> Iterator[Finding]:
+def open_files(context: Context) -> Iterator[DoctorFinding]:
     """The limit on open files: each Ray worker opens dozens of files and sockets, some in Ray's own processes."""
     soft, hard = (float("inf") if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     text = f"{'any number of' if soft > sys.maxsize else soft} open files per process (ulimit -n)"
@@ -141,7 +142,7 @@ def open_files(context: Context) -> Iterator[Finding]:
         yield ok(text)
 
 
-def processes(context: Context) -> Iterator[Finding]:
+def processes(context: Context) -> Iterator[DoctorFinding]:
     """The limit on processes and threads, also of a container; Ray starts hundreds of threads."""
     limits = [limit for limit in resource.getrlimit(resource.RLIMIT_NPROC)[:1] if limit >= 0]
     least = min([*limits, *(int(word) for word in _words(_TASKS) if word.isdigit())], default=None)
@@ -150,7 +151,7 @@ def processes(context: Context) -> Iterator[Finding]:
     yield judged(least is None or least >= FEW_TASKS, text, remedy)
 
 
-def proxies(context: Context) -> Iterator[Finding]:
+def proxies(context: Context) -> Iterator[DoctorFinding]:
     """Whether a proxy intercepts connections to this machine's own addresses, which breaks Ray."""
     given = ", ".join(name for name in _PROXIES if os.environ.get(name))
     spared = {word.strip() for name in ("no_proxy", "NO_PROXY") for word in os.environ.get(name, "").split(",")}
@@ -163,7 +164,7 @@ def proxies(context: Context) -> Iterator[Finding]:
         )
 
 
-def variables(context: Context) -> Iterator[Finding]:
+def variables(context: Context) -> Iterator[DoctorFinding]:
     """Relevant environment variables; for secrets, only that they are set."""
     names = sorted(name for name in os.environ if name.startswith(_SHOWN_BEGINNINGS) or name in _SHOWN)
     shown = {name: HIDDEN if is_secret_name(name) else os.environ[name] for name in names}
@@ -178,7 +179,7 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-def gpus(context: Context) -> Iterator[Finding]:
+def gpus(context: Context) -> Iterator[DoctorFinding]:
     """The GPUs that nvidia-smi lists."""
     found = host.gpus()
     driver = host.command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
@@ -197,7 +198,7 @@ def gpus(context: Context) -> Iterator[Finding]:
         yield judged(free, text, "nvidia-smi lists the processes; use another GPU", asdict(gpu) | {"driver": version})
 
 
-def torch(context: Context) -> Iterator[Finding]:
+def torch(context: Context) -> Iterator[DoctorFinding]:
     """Whether torch can be imported, detects all GPUs, can compute on them, and can connect workers."""
     try:
         found: TorchDevices = context.probe("torch_devices")
@@ -241,14 +242,14 @@ def torch(context: Context) -> Iterator[Finding]:
         yield context.problem(f"gloo cannot form a process group: {found['gloo_error']}", remedy, needed=several)
 
 
-def versions(context: Context) -> Iterator[Finding]:
+def versions(context: Context) -> Iterator[DoctorFinding]:
     """The versions of relevant packages."""
     found = {name: package_version(name) for name in dict.fromkeys([*OWN, *PACKAGES])}
     there = {name: version for name, version in found.items() if version != _MISSING}
     yield ok(", ".join(f"{name} {version}" for name, version in there.items()), facts={"versions": there})
 
 
-def requirements(context: Context) -> Iterator[Finding]:
+def requirements(context: Context) -> Iterator[DoctorFinding]:
     """Requirements of rlframework's distributions, and transitively of their dependencies."""
     own = [name for name in OWN if package_version(name) != _MISSING]
     backends = [f"rlframework-{policy_run.policy.backend}" for policy_run in context.policy_runs]
@@ -291,7 +292,7 @@ def _applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def compilers(context: Context) -> Iterator[Finding]:
+def compilers(context: Context) -> Iterator[DoctorFinding]:
     """Compilers for DeepSpeed's offload to disk, which is built on first use."""
     if package_version("deepspeed") == _MISSING:
         return
@@ -302,7 +303,7 @@ def compilers(context: Context) -> Iterator[Finding]:
         yield ok("g++ and ninja are installed")
 
 
-def plugins(context: Context) -> Iterator[Finding]:
+def plugins(context: Context) -> Iterator[DoctorFinding]:
     """The available plugins by kind, and those that are broken or disabled."""
     try:
         rows = context.manager.listing()
@@ -325,7 +326,7 @@ def plugins(context: Context) -> Iterator[Finding]:
             yield context.problem(f"{title}: {row.reason}", remedy, needed=needed)
 
 
-def generation_engines(context: Context) -> Iterator[Finding]:
+def generation_engines(context: Context) -> Iterator[DoctorFinding]:
     """The generation engines with their capabilities; of a run, the one that it selects."""
     with suppress(PluginError):  # which `plugins` reports
         for row in context.manager.listing():

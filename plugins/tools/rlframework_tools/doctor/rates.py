@@ -32,7 +32,8 @@ from rlframework.generation.engine_environment import ProbeError, ask
 from rlframework.observers.runs import Run, TimelineRow, read_run
 from rlframework.observers.timeline import LITTLE, REFITS, TRAINER
 from rlframework.plugins.configure import load_config
-from rlframework_tools.doctor.checks import Context, Finding, broken, judged, note
+from rlframework.plugins.hookspec import DoctorFinding
+from rlframework_tools.doctor.checks import Context, broken, judged, note
 
 MEASURED_STEPS = 4
 MEASURING_SECONDS = 3600.0
@@ -104,7 +105,7 @@ def rates_of(run: Run, source: str) -> Rates:
     )
 
 
-def rates(context: Context, config: RunConfig) -> Iterator[Finding]:
+def rates(context: Context, config: RunConfig) -> Iterator[DoctorFinding]:
     """The ratio of engines to trainers that is expected, and the staleness that hides generation."""
     if not hasattr(config.algorithm, "samples_per_prompt"):
         return
@@ -120,7 +121,7 @@ def rates(context: Context, config: RunConfig) -> Iterator[Finding]:
     yield from expected(config, found)
 
 
-def expected(config: RunConfig, found: Rates) -> Iterator[Finding]:
+def expected(config: RunConfig, found: Rates) -> Iterator[DoctorFinding]:
     """The findings for `config` with the rates `found`."""
     setup = _setup(config.model_dump(mode="json", by_alias=True))
     if other := [name for name, value in found.setup.items() if setup[name] != value]:
@@ -140,7 +141,7 @@ def expected(config: RunConfig, found: Rates) -> Iterator[Finding]:
     yield _staleness(longest, step, getattr(algorithm, "asynchronous", None), config.generation.max_new_tokens)
 
 
-def _engines(trainer: float, engine: float, workers: int, engines: int | None, source: str) -> Finding:
+def _engines(trainer: float, engine: float, workers: int, engines: int | None, source: str) -> DoctorFinding:
     ratio = engine / trainer
     text = (
         f"E / T = {engine:.3g} s / {trainer:.3g} s = {ratio:.2g} engines for {workers} trainer worker(s) keep both "
@@ -157,7 +158,7 @@ def _engines(trainer: float, engine: float, workers: int, engines: int | None, s
     return judged(engines == best or idle[worst] <= LITTLE, text, f"generation.workers.num_workers={best}", facts)
 
 
-def _staleness(longest: float, step: float, section: Any, tokens: int) -> Finding:
+def _staleness(longest: float, step: float, section: Any, tokens: int) -> DoctorFinding:
     needed = max(1, math.ceil(2.0 * longest / step))
     text = (
         f"K >= 2 L / S = 2 * {longest:.3g} s / {step:.3g} s, so max_staleness {needed} hides generation (L: up to the "

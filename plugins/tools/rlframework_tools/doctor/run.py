@@ -19,8 +19,9 @@ from rlframework.generation.engine_environment import ProbeError, ask
 from rlframework.huggingface.hub import hub_problem, is_path
 from rlframework.observers import host
 from rlframework.plugins.discovery import install_command
+from rlframework.plugins.hookspec import DoctorFinding
 from rlframework.workers.machine import cpu_count, python_path
-from rlframework_tools.doctor.checks import Context, Finding, broken, note, ok, warning
+from rlframework_tools.doctor.checks import Context, broken, note, ok, warning
 from rlframework_tools.doctor.machine import gib
 from rlframework_tools.doctor.probes import RayCluster, RayNode
 
@@ -46,7 +47,7 @@ def cluster_nodes(context: Context) -> list[RayNode] | None:
     return None
 
 
-def ray(context: Context) -> Iterator[Finding]:
+def ray(context: Context) -> Iterator[DoctorFinding]:
     """The installed Ray, and the cluster that a run would use."""
     version, where = host.package_version("ray"), address(context)
     if find_spec("ray") is None:
@@ -62,7 +63,7 @@ def ray(context: Context) -> Iterator[Finding]:
     yield ok(f"ray {version}; {how}", facts={"version": version, "address": where})
 
 
-def token(context: Context) -> Iterator[Finding]:
+def token(context: Context) -> Iterator[DoctorFinding]:
     """Ray's token authentication: without it, anyone who can reach Ray's ports can run programs as this user."""
     mode, source, where = os.environ.get("RAY_AUTH_MODE", "").lower(), token_source(), address(context)
     if mode == "disabled":
@@ -90,7 +91,7 @@ def token(context: Context) -> Iterator[Finding]:
         )
 
 
-def nodes(context: Context) -> Iterator[Finding]:
+def nodes(context: Context) -> Iterator[DoctorFinding]:
     """Attach to the cluster as a run does: nodes, resources, versions on both sides."""
     where = address(context)
     if where is None:
@@ -151,7 +152,7 @@ def _remedy(error: str) -> str:
     )
 
 
-def configuration(context: Context) -> Iterator[Finding]:
+def configuration(context: Context) -> Iterator[DoctorFinding]:
     """Whether the configuration loads and passes the checks of its plugins."""
     config, error = context.config, context.config_error
     if config is not None:
@@ -160,14 +161,14 @@ def configuration(context: Context) -> Iterator[Finding]:
         yield broken(_told(error), "Fix the configuration; nothing else about this run was checked")
 
 
-def model(context: Context, config: RunConfig) -> Iterator[Finding]:
+def model(context: Context, config: RunConfig) -> Iterator[DoctorFinding]:
     """The files of each model: local, in the Hub's cache, or on the Hub."""
     sections = {"policy": config.policy, **config.further_policies}
     for name in dict.fromkeys(section.model_name for section in sections.values()):
         yield from _model(next(each for each, section in sections.items() if section.model_name == name), name)
 
 
-def _model(section: str, name: str) -> Iterator[Finding]:
+def _model(section: str, name: str) -> Iterator[DoctorFinding]:
     """The files of the model `name`, which is that of `section`."""
     from huggingface_hub import constants
 
@@ -181,7 +182,7 @@ def _model(section: str, name: str) -> Iterator[Finding]:
         yield note(text, "Before a run on a cluster: hf download")
 
 
-def estimate(context: Context, config: RunConfig) -> Iterator[Finding]:
+def estimate(context: Context, config: RunConfig) -> Iterator[DoctorFinding]:
     """The checks and estimates of `rlframework train --dry-run`."""
     from rlframework_tools.estimates.printing import estimate_run  # imports much that other checks do not need
 
@@ -197,7 +198,7 @@ def estimate(context: Context, config: RunConfig) -> Iterator[Finding]:
         yield warning(text, remedy)
 
 
-def workers(context: Context, config: RunConfig) -> Iterator[Finding]:
+def workers(context: Context, config: RunConfig) -> Iterator[DoctorFinding]:
     """Whether there are enough cores or GPUs for the workers; on a cluster, each node holds `workers_per_node`."""
     cuda, nodes, where = context.device == "cuda", None, "on this machine"
     have = len(host.gpus()) if cuda else cpu_count()
@@ -225,7 +226,7 @@ def workers(context: Context, config: RunConfig) -> Iterator[Finding]:
         yield warning("device=auto resolves to cpu on this machine, but the cluster has GPUs", "Set device=cuda")
 
 
-def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
+def python_of_workers(context: Context, config: RunConfig) -> Iterator[DoctorFinding]:
     """Whether a Python set for workers or engines has the same versions of Python and Ray, as Ray requires."""
     named_by = {"generation engines": config.generation.workers.python if config.generation.workers else None}
     for name in ("", *config.further_policies):
@@ -238,7 +239,7 @@ def python_of_workers(context: Context, config: RunConfig) -> Iterator[Finding]:
             yield _same_versions(whose, python)
 
 
-def _same_versions(whose: str, named: str) -> Finding:
+def _same_versions(whose: str, named: str) -> DoctorFinding:
     here = [".".join(map(str, sys.version_info[:3])), metadata.version("ray")]
     try:
         there: list[str] = ask([named, "-c", _VERSIONS], PYTHON_SECONDS)
@@ -257,7 +258,7 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, RLFrameworkError) else f"{type(error).__name__}: {error}"
 
 
-def _weights(folder: Path) -> Finding:
+def _weights(folder: Path) -> DoctorFinding:
     """Whether all files in the index of the model exist."""
     for index in sorted(folder.glob("*.index.json")):
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

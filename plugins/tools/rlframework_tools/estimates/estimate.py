@@ -10,18 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Required, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, cast
 
 from rlframework.config.sections import RunConfig
 from rlframework.observers.host import Gpu, available_memory, free_disk, gpus
 from rlframework.plugins.configure import resolve_device
 from rlframework.plugins.manager import PluginManager
 from rlframework.plugins.types import GenerationEngineRecord
-from rlframework_tools.estimates.advice import engine_remedy, remedy
+from rlframework.runner.parts import algorithm_class, engine_record
 from rlframework_tools.estimates.disk import disk, gib
-from rlframework_tools.estimates.engines import Engines, engines_of, gpus_taken
-from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.engines import Engines, engine_remedy, engines_of, gpus_taken, remedy
 from rlframework_tools.estimates.model_size import model_size
+from rlframework_tools.estimates.plan import PlannedGpus
 from rlframework_tools.estimates.row_sizes import Rows, optimizer_steps, rows_of
 from rlframework_tools.estimates.state_layout import Place, PlannedWorker, StateLayout, assumed_layout
 from rlframework_tools.estimates.worker_memory import MemoryUse, peak, worker_memory
@@ -286,19 +286,10 @@ def _is_much(size: int, free: int | None) -> bool:
     return free is None or size >= LITTLE * free
 
 
-class Assumptions(TypedDict, total=False):
-    """See `estimate_rows`."""
-
-    reference: Required[bool]
-    engine: GenerationEngineRecord | None
-    planned: PlannedGpus | None
-    notes: tuple[str, ...]
-
-
-def estimate(parts: Parts, manager: PluginManager, **assumed: Unpack[Assumptions]) -> Estimate:
+def estimate(parts: Parts, manager: PluginManager, *, planned: PlannedGpus | None = None) -> Estimate:
     """Estimate the run of `parts`, which needs no workers; see `estimate_rows`."""
     further = {name: model.config for name, model in parts.models.items()}
-    return estimate_models(parts.config, manager, rows_of(parts), further, **assumed)
+    return estimate_models(parts.config, manager, rows_of(parts), further, planned=planned)
 
 
 def estimate_models(
@@ -306,14 +297,17 @@ def estimate_models(
     manager: PluginManager,
     rows: Rows,
     further: Mapping[str, RunConfig],
-    **assumed: Unpack[Assumptions],
+    *,
+    planned: PlannedGpus | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Estimate:
     """Estimate a run with its `further` policies: the configuration of each. See `estimate_rows`."""
-    planned = assumed.get("planned")
     others = {
         name: estimate_rows(view, manager, rows, reference=False, planned=planned) for name, view in further.items()
     }
-    found = estimate_rows(config, manager, rows, **assumed)
+    reference = algorithm_class(config, manager).needs_reference_model(config.algorithm)
+    engine = engine_record(config, manager)
+    found = estimate_rows(config, manager, rows, reference=reference, engine=engine, planned=planned, notes=notes)
     written = {f"{name}: {what}": size for name, each in others.items() for what, size in each.disk.items()}
     return replace(found, further=others, disk=found.disk | written)
 

@@ -5,6 +5,7 @@ What the configuration says stays as it is: `--on` names hardware, and changes o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlframework.base.errors import ConfigError
+from rlframework.base.gpu_models import GPU_MODELS, named_gpu
 from rlframework.config.further_policies import FURTHER_POLICIES
 from rlframework.config.load import Source, compose
 from rlframework.config.problems import NOT_GIVEN
@@ -21,7 +23,60 @@ from rlframework.plugins.configure import load_elsewhere, manager_of
 from rlframework.plugins.discovery import extra_of, install_command
 from rlframework.plugins.manager import PluginManager
 from rlframework.plugins.types import GenerationEngineRecord
-from rlframework_tools.estimates.hardware import PlannedGpus
+
+GIB = 1 << 30
+GPUS_PER_MACHINE = 8
+"""GPUs of a machine, unless their number is given."""
+
+_COUNT = r"(\d+)\s*[xX*]\s*"
+
+
+@dataclass(frozen=True)
+class PlannedGpus:
+    """`count` GPUs called `name`, with `memory_bytes` each.
+
+    `per_engine`: those of a generation engine whose plugin is not installed here; None: its plugin says. `machines`:
+    how many have the same number of the GPUs each; None: not known.
+    """
+
+    count: int
+    name: str
+    memory_bytes: int
+    per_engine: int | None = None
+    machines: int | None = None
+
+    @property
+    def gpus_per_machine(self) -> int:
+        """The number of GPUs of each machine, `GPUS_PER_MACHINE` if it is not given."""
+        return GPUS_PER_MACHINE if self.machines is None else self.count // self.machines
+
+    @classmethod
+    def parse(cls, text: str) -> PlannedGpus:
+        """Parse COUNTxNAME, with a name that `named_gpu` knows, or COUNTxMEMORYGiB; MACHINESx may be before it.
+
+        Raises `ConfigError` for other texts.
+        """
+        found = re.fullmatch(rf"\s*(?:{_COUNT})?{_COUNT}(.+?)\s*", text)
+        memory = found and re.fullmatch(r"(\d+(?:\.\d+)?)\s*Gi?B", found[3], re.IGNORECASE)
+        model = found and named_gpu(found[3])
+        machines = int(found[1]) if found and found[1] else None
+        count = int(found[2]) * (1 if machines is None else machines) if found else 0
+        if not found or not count or not (memory or model):
+            known = ", ".join(model.name for model in GPU_MODELS)
+            raise ConfigError(
+                f"--on {text!r} names no known GPUs: give their number and model, such as 8xH100, 2x8xH100 for two "
+                "machines, with another memory as 8xH100-96GB, or their memory alone, such as 8x80GiB. Known models: "
+                f"{known}"
+            )
+        if memory:
+            return cls(count, found[3], int(float(memory[1]) * GIB), machines=machines)
+        assert model is not None
+        return cls(count, model.name, int(model.memory_gib * GIB), machines=machines)
+
+    def __str__(self) -> str:
+        count = self.count if self.machines is None else f"{self.machines} x {self.gpus_per_machine}"
+        return f"{count} x {self.name}"
+
 
 ENGINE = GenerationEngineRecord.kind
 

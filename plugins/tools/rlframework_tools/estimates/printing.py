@@ -12,21 +12,19 @@ from rlframework.config.sections import RunConfig
 from rlframework.config.validate import notes_on
 from rlframework.datasets.sources.memory import Data
 from rlframework.observers.dispatch import observer_problems, require_observers
-from rlframework.plugins.manager import PluginManager, create_manager
+from rlframework.plugins.manager import create_manager
 from rlframework.rollout.parts import Parts
 from rlframework.runner.data import with_data
 from rlframework.runner.further_policies import used_policies
 from rlframework.runner.output_folder import check_output_dir
 from rlframework.runner.parts import (
     algorithm_class,
-    engine_record,
     has_tokenizer,
     planned_parts,
     require_models,
 )
-from rlframework_tools.estimates.estimate import Assumptions, Estimate, estimate, estimate_models
-from rlframework_tools.estimates.hardware import PlannedGpus
-from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.estimates.estimate import Estimate, estimate, estimate_models
+from rlframework_tools.estimates.plan import PlannedGpus, plan_run
 from rlframework_tools.estimates.row_sizes import assumed_rows
 
 _LOG = plugin_logger(__name__)
@@ -51,17 +49,15 @@ def estimate_run(
     else:
         problems = observer_problems(config.observers, manager)
         notes += tuple(f"note: on this machine {problem}" for problem in problems)
-    assumed, algorithm = _assumptions(config, manager), algorithm_class(config, manager)
-    assumed["planned"] = planned
+    algorithm = algorithm_class(config, manager)
     if planned is not None and not has_tokenizer(config.policy):
         rows = assumed_rows(config)
         note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
         views = {name: config.of(name) for name in used_policies(config, algorithm)}
-        assumed["notes"] = (note, *notes)
-        return estimate_models(config, manager, rows, views, **assumed)
+        return estimate_models(config, manager, rows, views, planned=planned, notes=(note, *notes))
     with planned_parts(config, manager, elsewhere=planned is not None) as parts:
         algorithm(parts)
-        found = estimate(parts, manager, **assumed)
+        found = estimate(parts, manager, planned=planned)
     found = replace(found, notes=(*found.notes, *notes))
     try:
         check_output_dir(config, overwrite)
@@ -108,13 +104,7 @@ def print_elsewhere(config: str, overrides: Sequence[str], on: str, *, overwrite
 
 
 def _estimate(parts: Parts) -> Estimate:
-    manager = create_manager(parts.config.plugins)
-    return estimate(parts, manager, **_assumptions(parts.config, manager))
-
-
-def _assumptions(config: RunConfig, manager: PluginManager) -> Assumptions:
-    engine, algorithm = engine_record(config, manager), algorithm_class(config, manager)
-    return {"reference": algorithm.needs_reference_model(config.algorithm), "engine": engine}
+    return estimate(parts, create_manager(parts.config.plugins))
 
 
 def _print(found: Estimate) -> None:

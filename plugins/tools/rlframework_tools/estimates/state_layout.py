@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,10 +64,6 @@ class PlannedWorker:
     device: str
     trained: int
     gpu_bytes: int | None = None
-
-
-StateLayoutOf = Callable[[RunConfig, PlannedWorker], StateLayout]
-"""`state_layout(config, worker)` returns what the engine keeps on each worker."""
 
 
 def compute_width(config: RunConfig) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rlframework.generation.engine_environment import ProbeError
-from rlframework_tools.doctor.checks import Context, Finding
+from rlframework.plugins.hookspec import DoctorFinding
+from rlframework_tools.doctor.checks import Context
 from rlframework_tools.doctor.examination import CHECKS
 
 CLEARED = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "CUDA_VISIBLE_DEVICES", "NETRC",
@@ -33,7 +34,7 @@ def found():
     """`found(topic, name, context)`: the findings of one check."""
     functions = {(one.topic, one.name): one.function for one in CHECKS}
 
-    def look(topic: str, name: str, context: Context | None = None) -> list[Finding]:
+    def look(topic: str, name: str, context: Context | None = None) -> list[DoctorFinding]:
         return list(functions[topic, name](context or Context()))
 
     return look

@@ -13,7 +13,7 @@ from probe_findings import GIB, levels
 from rlframework.generation.engine_environment import ProbeError
 from rlframework.observers.host import Gpu
 from rlframework_tools.doctor import machine
-from rlframework_tools.doctor.checks import Context, Level
+from rlframework_tools.doctor.checks import Context
 
 Usage = namedtuple("Usage", "total used free")
 TORCH = {
@@ -32,7 +32,7 @@ ON_CUDA = TORCH | {"cuda": "13.0", "cuda_available": True, "nccl": "2.28.3"}
 
 
 @pytest.mark.parametrize(
-    ("quota", "level"), [("max 100000", []), ("150000 100000", [Level.WARNING]), ("800000 100000", []), ("", [])]
+    ("quota", "level"), [("max 100000", []), ("150000 100000", ["warning"]), ("800000 100000", []), ("", [])]
 )
 def test_a_container_that_may_use_fewer_cores_than_it_sees(found, monkeypatch, tmp_path, quota, level):
     (tmp_path / "cpu.max").write_text(quota)
@@ -40,11 +40,11 @@ def test_a_container_that_may_use_fewer_cores_than_it_sees(found, monkeypatch, t
     monkeypatch.setattr(machine, "cpu_count", lambda: 8)
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     first, *others = found("machine", "processor")
-    assert first.level is Level.OK
+    assert first.level == "ok"
     assert levels(others) == level
 
 
-@pytest.mark.parametrize(("threads", "load", "level"), [(None, 5.0, [Level.NOTE]), (None, 3.9, []), ("1", 5.0, [])])
+@pytest.mark.parametrize(("threads", "load", "level"), [(None, 5.0, ["note"]), (None, 3.9, []), ("1", 5.0, [])])
 def test_a_busy_machine_needs_one_thread_for_small_models(found, monkeypatch, threads, load, level):
     monkeypatch.setattr(machine, "cpu_count", lambda: 8)
     monkeypatch.setattr(machine, "_words", lambda path: [])
@@ -58,21 +58,21 @@ def test_a_busy_machine_needs_one_thread_for_small_models(found, monkeypatch, th
 @pytest.mark.parametrize(
     ("name", "attribute", "value", "level"),
     [
-        ("memory", "host.available_memory", GIB, Level.WARNING),
-        ("memory", "host.available_memory", 9 * GIB, Level.OK),
-        ("memory", "host.available_memory", None, Level.UNKNOWN),
-        ("disk", "shutil.disk_usage", Usage(100 * GIB, 0, 50 * GIB), Level.OK),
-        ("disk", "shutil.disk_usage", Usage(100 * GIB, 0, 4 * GIB), Level.WARNING),
-        ("disk", "shutil.disk_usage", Usage(1000 * GIB, 0, 40 * GIB), Level.WARNING),  # Ray would not write to it
-        ("open files", "resource.getrlimit", (1024, 1024), Level.WARNING),
-        ("open files", "resource.getrlimit", (1024, 65536), Level.NOTE),
-        ("open files", "resource.getrlimit", (65536, -1), Level.OK),
-        ("open files", "resource.getrlimit", (-1, -1), Level.OK),
-        ("processes", "resource.getrlimit", (512, -1), Level.WARNING),
-        ("processes", "resource.getrlimit", (99999, -1), Level.OK),
-        ("processes", "_words", ["max"], Level.OK),
-        ("processes", "_words", ["512"], Level.WARNING),
-        ("processes", "_words", ["99999"], Level.OK),
+        ("memory", "host.available_memory", GIB, "warning"),
+        ("memory", "host.available_memory", 9 * GIB, "ok"),
+        ("memory", "host.available_memory", None, "unknown"),
+        ("disk", "shutil.disk_usage", Usage(100 * GIB, 0, 50 * GIB), "ok"),
+        ("disk", "shutil.disk_usage", Usage(100 * GIB, 0, 4 * GIB), "warning"),
+        ("disk", "shutil.disk_usage", Usage(1000 * GIB, 0, 40 * GIB), "warning"),  # Ray would not write to it
+        ("open files", "resource.getrlimit", (1024, 1024), "warning"),
+        ("open files", "resource.getrlimit", (1024, 65536), "note"),
+        ("open files", "resource.getrlimit", (65536, -1), "ok"),
+        ("open files", "resource.getrlimit", (-1, -1), "ok"),
+        ("processes", "resource.getrlimit", (512, -1), "warning"),
+        ("processes", "resource.getrlimit", (99999, -1), "ok"),
+        ("processes", "_words", ["max"], "ok"),
+        ("processes", "_words", ["512"], "warning"),
+        ("processes", "_words", ["99999"], "ok"),
     ],
 )
 def test_resources_of_the_machine(found, monkeypatch, name, attribute, value, level):
@@ -85,10 +85,10 @@ def test_resources_of_the_machine(found, monkeypatch, name, attribute, value, le
 @pytest.mark.parametrize(
     ("free", "overrides", "level"),
     [
-        (64 << 20, None, Level.WARNING),
-        (64 << 20, ["worker_group.name=ray"], Level.WARNING),
-        (64 << 20, ["worker_group.name=processes"], Level.NOTE),
-        (2 * GIB, None, Level.OK),
+        (64 << 20, None, "warning"),
+        (64 << 20, ["worker_group.name=ray"], "warning"),
+        (64 << 20, ["worker_group.name=processes"], "note"),
+        (2 * GIB, None, "ok"),
     ],
 )
 def test_shared_memory_of_a_container_is_too_little_for_ray(found, monkeypatch, with_config, free, overrides, level):
@@ -101,10 +101,10 @@ def test_a_proxy_that_is_asked_for_this_machine(found, monkeypatch):
     assert found("machine", "proxies") == []
     monkeypatch.setenv("https_proxy", "http://me:secret@proxy:3128")
     [finding] = found("machine", "proxies")
-    assert finding.level is Level.WARNING
+    assert finding.level == "warning"
     assert "secret" not in finding.text
     monkeypatch.setenv("no_proxy", "localhost, 127.0.0.1")
-    assert levels(found("machine", "proxies")) == [Level.OK]
+    assert levels(found("machine", "proxies")) == ["ok"]
 
 
 def test_variables_are_shown_and_secrets_are_not(found, monkeypatch):
@@ -136,30 +136,30 @@ def test_gpus_are_told_with_their_driver(found, gpus):
     texts = [finding.text for finding in found("devices", "GPUs")]
     assert texts == [f"GPU {n}: H200, 140.0 GiB, 140.0 GiB free; driver 580.1" for n in (0, 1)]
     gpus(1, free=10)
-    assert levels(found("devices", "GPUs")) == [Level.WARNING]
+    assert levels(found("devices", "GPUs")) == ["warning"]
 
 
 def test_no_gpu_is_a_note_unless_the_run_wants_one(found, gpus, with_config):
     gpus(0)
-    assert levels(found("devices", "GPUs")) == [Level.NOTE]
-    assert levels(found("devices", "GPUs", with_config("device=cuda"))) == [Level.BROKEN]
+    assert levels(found("devices", "GPUs")) == ["note"]
+    assert levels(found("devices", "GPUs", with_config("device=cuda"))) == ["broken"]
 
 
 def test_a_torch_that_cannot_be_imported_is_broken(found, probed):
     context = probed({"torch_devices": ProbeError("the process ended with signal SIGSEGV: no error output")})
     [finding] = found("devices", "torch", context)
-    assert finding.level is Level.BROKEN
+    assert finding.level == "broken"
     assert "SIGSEGV" in finding.text
 
 
 def test_a_torch_that_cannot_use_the_gpu(found, probed, gpus, with_config):
     gpus(1)
-    assert levels(found("devices", "torch", probed({"torch_devices": TORCH}))) == [Level.OK, Level.BROKEN]
+    assert levels(found("devices", "torch", probed({"torch_devices": TORCH}))) == ["ok", "broken"]
     on_cpu = probed({"torch_devices": TORCH}, with_config().config)
-    assert levels(found("devices", "torch", on_cpu)) == [Level.OK, Level.WARNING]
+    assert levels(found("devices", "torch", on_cpu)) == ["ok", "warning"]
     said = TORCH | {"cuda": "13.0", "nccl": "2.28.3", "warnings": ["The NVIDIA driver on your system is too old"]}
     _, finding = found("devices", "torch", probed({"torch_devices": said}))
-    assert finding.level is Level.BROKEN
+    assert finding.level == "broken"
     assert "driver on your system is too old" in finding.text
 
 
@@ -169,17 +169,17 @@ def test_gpus_that_do_not_compute_or_lack_bfloat16(found, probed, gpus):
     sick = {"name": "H200", "capability": [9, 0], "error": "RuntimeError: uncorrectable ECC error"}
     context = probed({"torch_devices": ON_CUDA | {"gpus": [old, sick]}})
     _, first, second = found("devices", "torch", context)
-    assert (first.level, second.level) == (Level.WARNING, Level.BROKEN)
+    assert (first.level, second.level) == ("warning", "broken")
     assert "uncorrectable ECC error" in second.text
 
 
 @pytest.mark.parametrize(
     ("answer", "workers", "level", "remedy"),
     [
-        ({"cuda": "13.0"}, 0, Level.BROKEN, "Install the official torch wheels"),
-        ({"gloo_error": "no address"}, 0, Level.BROKEN, "Give this machine's hostname an address"),
-        ({"gloo_error": "no address"}, 1, Level.WARNING, "Give this machine's hostname an address"),
-        ({"gloo_error": "no address"}, 2, Level.BROKEN, "Give this machine's hostname an address"),
+        ({"cuda": "13.0"}, 0, "broken", "Install the official torch wheels"),
+        ({"gloo_error": "no address"}, 0, "broken", "Give this machine's hostname an address"),
+        ({"gloo_error": "no address"}, 1, "warning", "Give this machine's hostname an address"),
+        ({"gloo_error": "no address"}, 2, "broken", "Give this machine's hostname an address"),
     ],
 )
 def test_communication_that_is_missing(found, probed, gpus, with_config, monkeypatch, answer, workers, level, remedy):
@@ -241,17 +241,17 @@ def test_requirements_that_are_not_met_are_found_through_all_packages(installed)
 def test_what_we_need_is_broken_and_what_others_need_a_warning(found, installed):
     installed({CORE: ("1", ["torch", "ray>=2.50"]), "ray": ("2.40", []), "torch": ("2", ["numpy"])})
     ours, theirs = found("packages", "requirements")
-    assert (ours.level, ours.text) == (Level.BROKEN, f"{CORE} requires ray>=2.50, but 2.40 is installed")
-    assert (theirs.level, theirs.text) == (Level.WARNING, "torch requires numpy, but it is not installed")
+    assert (ours.level, ours.text) == ("broken", f"{CORE} requires ray>=2.50, but 2.40 is installed")
+    assert (theirs.level, theirs.text) == ("warning", "torch requires numpy, but it is not installed")
     installed({CORE: ("1", ["ray>=2.50"]), "ray": ("2.60", []), "rlframework": ("0.3", [])})  # a stranger of our name
-    assert levels(found("packages", "requirements")) == [Level.OK, Level.BROKEN]
+    assert levels(found("packages", "requirements")) == ["ok", "broken"]
 
 
 def test_a_backend_of_another_version_is_broken_only_for_runs_that_use_it(found, installed, with_config):
     context = with_config()
     installed({CORE: ("2", []), "rlframework-megatron": ("1", ["rlframework-core==1"])})
-    assert levels(found("packages", "requirements")) == [Level.BROKEN]
-    assert levels(found("packages", "requirements", context)) == [Level.WARNING]
+    assert levels(found("packages", "requirements")) == ["broken"]
+    assert levels(found("packages", "requirements", context)) == ["warning"]
 
 
 def test_compilers_are_wanted_for_deepspeed_only(found, installed, monkeypatch, tmp_path):
@@ -260,11 +260,11 @@ def test_compilers_are_wanted_for_deepspeed_only(found, installed, monkeypatch, 
     assert found("packages", "compilers") == []
     installed({CORE: ("1", []), "deepspeed": ("0.19", [])})
     [finding] = found("packages", "compilers")
-    assert finding.level is Level.NOTE  # it trains without
+    assert finding.level == "note"  # it trains without
     assert finding.text.startswith("g++ and ninja not found")
     for tool in ("g++", "ninja"):
         (tmp_path / tool).touch(mode=0o755)
-    assert levels(found("packages", "compilers")) == [Level.OK]
+    assert levels(found("packages", "compilers")) == ["ok"]
 
 
 # -- plugins -----------------------------------------------------------------------------------------------------------
@@ -279,13 +279,13 @@ def test_a_broken_plugin_is_told_with_its_own_error(found, monkeypatch, tmp_path
     context.manager = create_manager(["plugin_of_doctor"])
     first, second = found("plugins", "found", context)
     assert "inline, processes, ray" in first.text
-    assert second.level is Level.BROKEN
+    assert second.level == "broken"
     assert "No module named 'nothing_of_that_name'" in second.text
 
 
 def test_a_plugin_that_is_switched_off_is_a_note(found, monkeypatch):
     monkeypatch.setenv("RLFRAMEWORK_DISABLE_PLUGINS", "megatron")
-    assert Level.NOTE in levels(found("plugins", "found"))
+    assert "note" in levels(found("plugins", "found"))
 
 
 def test_generation_engines_are_shown_with_their_capabilities(found, with_config):

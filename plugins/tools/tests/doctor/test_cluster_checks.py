@@ -11,7 +11,6 @@ from probe_findings import GIB, levels
 
 from rlframework.generation.engine_environment import ProbeError
 from rlframework_tools.doctor import run
-from rlframework_tools.doctor.checks import Level
 
 NODE = {"address": "10.0.0.1", "alive": True, "cpus": 8.0, "gpus": 2.0, "memory_bytes": GIB, "object_store_bytes": GIB}
 CLUSTER = {
@@ -68,7 +67,7 @@ def test_the_cluster_is_told_with_its_machines(found, probed, listening):
 )
 def test_a_cluster_that_refuses_is_told_with_what_to_do(found, probed, listening, error, remedy):
     [finding] = found("cluster", "nodes", probed({"ray_cluster": ProbeError(error)}))
-    assert finding.level is Level.BROKEN
+    assert finding.level == "broken"
     assert error in finding.text
     assert finding.remedy.startswith(remedy)
 
@@ -77,13 +76,13 @@ def test_a_cluster_that_refuses_is_told_with_what_to_do(found, probed, listening
 def test_an_address_where_nobody_is(found, monkeypatch, where):
     """No child process is started, so the answer comes at once."""
     monkeypatch.setenv("RAY_ADDRESS", where)
-    assert levels(found("cluster", "nodes")) == [Level.BROKEN]
+    assert levels(found("cluster", "nodes")) == ["broken"]
 
 
 def test_a_run_without_ray_does_not_mind(found, monkeypatch, with_config):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert levels(found("cluster", "nodes", with_config())) == [Level.WARNING]
-    assert levels(found("cluster", "nodes", with_config("worker_group.name=ray"))) == [Level.BROKEN]
+    assert levels(found("cluster", "nodes", with_config())) == ["warning"]
+    assert levels(found("cluster", "nodes", with_config("worker_group.name=ray"))) == ["broken"]
 
 
 def test_the_configuration_s_address_counts_before_the_variable(with_config, monkeypatch):
@@ -107,30 +106,30 @@ def token(bare: Path):
 
 
 def test_tokens_and_their_modes(found, monkeypatch, token):
-    assert levels(found("cluster", "token")) == [Level.NOTE]  # the Ray of a run makes one
+    assert levels(found("cluster", "token")) == ["note"]  # the Ray of a run makes one
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert levels(found("cluster", "token")) == [Level.WARNING]  # none to show to a cluster
+    assert levels(found("cluster", "token")) == ["warning"]  # none to show to a cluster
     token(0o600)
     [finding] = found("cluster", "token")
     assert (finding.level, finding.remedy) == (
-        Level.WARNING,
+        "warning",
         "Export RAY_AUTH_MODE=token on this machine and on all nodes",
     )
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert levels(found("cluster", "token")) == [Level.OK]
+    assert levels(found("cluster", "token")) == ["ok"]
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert levels(found("cluster", "token")) == [Level.WARNING]
+    assert levels(found("cluster", "token")) == ["warning"]
 
 
 def test_a_token_that_others_can_read(found, monkeypatch, token):
     path = token(0o644)
     _, finding = found("cluster", "token")
     assert finding.remedy == f"chmod 600 {path}"
-    assert finding.level == Level.NOTE  # Ray wrote it
+    assert finding.level == "note"  # Ray wrote it
     for name, value in (("RAY_AUTH_TOKEN_PATH", str(path)), ("RAY_ADDRESS", "10.0.0.1:6379")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert found("cluster", "token")[1].level == Level.WARNING
+            assert found("cluster", "token")[1].level == "warning"
     assert "0123456789abcdef" not in str(found("cluster", "token"))
 
 

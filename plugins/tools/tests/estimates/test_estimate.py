@@ -18,7 +18,7 @@ from rlframework.runner.further_policies import Placeholder
 from rlframework.runner.parts import planned_parts
 from rlframework_tools.estimates.disk import disk, gib
 from rlframework_tools.estimates.estimate import estimate, estimate_rows
-from rlframework_tools.estimates.hardware import PlannedGpus
+from rlframework_tools.estimates.plan import PlannedGpus
 from rlframework_tools.estimates.printing import estimate_run, print_brief
 from rlframework_tools.estimates.row_sizes import Rows, microbatch_tokens, optimizer_steps, rows_of
 from rlframework_tools.estimates.worker_memory import peak
@@ -98,7 +98,7 @@ def _planned(config):
 def test_what_does_not_fit_is_warned_of(run_config, machine, words):
     config = run_config("grpo")
     with _planned(config) as parts:
-        warnings = replace(estimate(parts, create_manager(config.plugins), reference=False), **machine).warnings()
+        warnings = replace(estimate(parts, create_manager(config.plugins)), **machine).warnings()
     assert len(warnings) == len(words)
     for warning, word in zip(warnings, words, strict=True):
         assert warning.startswith("warning: ")

@@ -7,8 +7,7 @@ import pytest
 from rlframework.base.errors import ConfigError
 from rlframework.plugins.manager import create_manager
 from rlframework_tools.estimates import plan
-from rlframework_tools.estimates.hardware import PlannedGpus
-from rlframework_tools.estimates.plan import plan_run
+from rlframework_tools.estimates.plan import PlannedGpus, plan_run
 from rlframework_tools.estimates.printing import estimate_run
 
 RUN = {

@@ -18,7 +18,7 @@ from rlframework.config.models import run_model
 from rlframework.config.sections import RunConfig
 from rlframework.plugins.configure import load_config
 from rlframework_preferences.config import DPOConfig
-from rlframework_ray.config import RayGroupConfig
+from rlframework_ray.plugin import RayGroupConfig
 from rlframework_tools.peers.frameworks import Framework, frameworks, vocabulary, word_of
 from rlframework_tools.peers.hints import peer_hint
 
