@@ -10,10 +10,11 @@ from pieces import table
 from rlframework_conformance import suite_of
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants import Mutant, mutants_of
+from rlframework_conformance.mutants.matrix import Matrix, stored
 
 KINDS = ("policy_worker", "data_processor", "worker_group", "generation_engine", "environment")
-_TEXT = """A mutant is a part that is broken on purpose: one bug that occurs in real training stacks. Each mutant names
-the tests of its suite that must fail on it, and at least one mutant names each test of a suite;
+_TEXT = """A mutant is a part that is broken on purpose: one bug that occurs in real training stacks. Each mutant
+is caught by a test of its suite, and each test catches a mutant;
 [conformance](conformance.md#the-proof-of-the-suite) describes how this is verified. To repeat the proof for a part, run
 `rlframework conformance PART --mutants`; it covers the mutants and tests whose requirements the part declares. A bug
 that shows only on several workers has its layout after its name."""
@@ -29,14 +30,14 @@ def page() -> str:
     rows.append(
         ("all", str(sum(map(len, kinds.values()))), str(sum(len(suite_of(kind).tests()) for kind in kinds)), "")
     )
-    parts = [part for kind, found in kinds.items() for part in (f"## {kind}", _rows(found))]
+    parts = [part for kind, found in kinds.items() for part in (f"## {kind}", _rows(found, stored(kind)))]
     return page_of(
         "# The mutants", _TEXT, table(("kind of part", "mutants", "tests of the suite", "suite"), rows), *parts
     )
 
 
-def _rows(mutants: Sequence[Mutant]) -> str:
-    rows = [(_name(found), _escaped(found.bug), ", ".join(f"`{test}`" for test in found.tests)) for found in mutants]
+def _rows(mutants: Sequence[Mutant], tests: Matrix) -> str:
+    rows = [(_name(one), _escaped(one.bug), ", ".join(f"`{test}`" for test in tests[one.name])) for one in mutants]
     return table(("mutant", "bug", "detected by"), rows)
 
 

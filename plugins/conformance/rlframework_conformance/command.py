@@ -52,6 +52,7 @@ class Request:
     tests: Sequence[str] = ()
     mutants: bool = False
     keys: Sequence[str] = ()
+    matrix: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,16 @@ def run(request: Request) -> int:
         folder = Path(name)
         (folder / "pytest.ini").write_text(_INI, encoding="utf-8")
         module = folder / "test_conformance.py"
-        module.write_text(module_text(parts, section, mutants=request.mutants), encoding="utf-8")
+        module.write_text(module_text(parts, section, request), encoding="utf-8")
         report = folder / "report.json"
         code = _pytest(_arguments(request, parts, section, module, report))
         _write(request, report)
+    if request.matrix:
+        from rlframework_conformance.mutants import matrix
+
+        kinds = [part.registered.record.kind for part in parts]
+        stored = {mutant: tests for kind in kinds for mutant, tests in matrix.stored(kind).items()}
+        print(*matrix.summary(matrix.noted(Path(request.matrix)), stored), sep="\n")
     return code
 
 
@@ -177,17 +184,24 @@ def _that_fit(request: Request, layouts: list[Layout]) -> list[Layout]:
     return found
 
 
-def module_text(parts: Sequence[Part], section: Mapping[str, Any], *, mutants: bool = False) -> str:
+def module_text(parts: Sequence[Part], section: Mapping[str, Any], request: Request) -> str:
     """Return the test module that a backend's own repository would have."""
     lines = [f"from rlframework_conformance import {part.suite.__name__}" for part in parts]
-    if mutants:
+    if request.mutants:
         lines = ["from rlframework_conformance.mutants.proof import MutantProof"]
     for part in parts:
         kind = part.registered.record.kind
-        base = "MutantProof" if mutants else part.suite.__name__
+        base = "MutantProof" if request.mutants else part.suite.__name__
         lines += ["", "", f"class {part.class_name}({base}):", f"    backend = {part.registered.record.name!r}"]
-        lines += [f"    kind = {kind!r}"] * mutants + [f"    section = {dict(section)!r}"] * bool(section)
+        lines += [f"    kind = {kind!r}"] * request.mutants + [f"    section = {dict(section)!r}"] * bool(section)
+        lines += [f"    {key} = {value!r}" for key, value in _chosen_pairs(request).items() if value]
     return "\n".join(lines) + "\n"
+
+
+def _chosen_pairs(request: Request) -> dict[str, Any]:
+    """The attributes of `MutantProof` that choose its pairs."""
+    path = str(Path(request.matrix).absolute()) if request.matrix else ""
+    return {"only": tuple(request.tests), "matrix": path} if request.mutants else {}
 
 
 def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> None:
@@ -195,6 +209,8 @@ def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) 
     _check_files(request)
     given = {"--workers": request.workers, "--layout": request.layouts}
     given |= {"--json": request.json, "--markdown": request.markdown}
+    if request.matrix and request.tests:
+        raise ConfigError("--test cannot be combined with --kill-matrix, which tries every test")
     if request.mutants and (wrong := [name for name, value in given.items() if value]):
         raise ConfigError(
             f"{' and '.join(wrong)} cannot be combined with --mutants: "
@@ -212,7 +228,7 @@ def _check(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) 
 
 
 def _check_files(request: Request) -> None:
-    for option, path in (("--json", request.json), ("--markdown", request.markdown)):
+    for option, path in (("--json", request.json), ("--markdown", request.markdown), ("--kill-matrix", request.matrix)):
         folder = Path(path or ".").absolute().parent
         if path and not folder.is_dir():
             raise ConfigError(f"{option} {path}: the folder {folder} does not exist; create it first")
@@ -234,21 +250,23 @@ def _check_test(test: str, request: Request, parts: Sequence[Part]) -> None:
 
 
 def _chosen(request: Request, parts: Sequence[Part], section: Mapping[str, Any]) -> list[str]:
-    """Return the tests of `--test` as `class::test`; with `--mutants`, the mutants that name them."""
+    """Return the tests of `--test` as `class::test`; with `--mutants`, the test that meets the mutants."""
     if not request.mutants:
         return [
             f"{part.class_name}::{test}" for test in request.tests for part in parts if part.has(test, request.device)
         ]
-    from rlframework_conformance.mutants.proof import MutantProof, case_id
+    from rlframework_conformance.mutants.proof import MutantProof
 
     found = []
     for part in parts if request.tests else ():
         record = part.registered.record
-        proof: type[MutantProof] = type("Proof", (MutantProof,), {"kind": record.kind, "section": section})
-        cases = [case_id(mutant, test) for mutant, test in proof.cases(record, request.device) if test in request.tests]
-        found += [f"{part.class_name}::test_mutant_is_caught[{case}]" for case in cases]
+        chosen = {"kind": record.kind, "section": section, **_chosen_pairs(request)}
+        proof: type[MutantProof] = type("Proof", (MutantProof,), chosen)
+        found += [f"{part.class_name}::test_mutant_is_caught"] * bool(proof.cases(record, request.device))
     if request.tests and not found:
-        raise ConfigError(f"--test: no mutant that applies to {request.backend!r} names {', '.join(request.tests)}")
+        raise ConfigError(
+            f"--test: no mutant that applies to {request.backend!r} is caught by {', '.join(request.tests)}"
+        )
     return found
 
 

@@ -30,6 +30,9 @@ def conformance(
     test: Annotated[list[str] | None, Option(metavar="NAME", help="Run only this test. Repeatable.")] = None,
     as_list: Annotated[bool, Option("--list", help="List the tests without running them.")] = False,
     mutants: Annotated[bool, Option("--mutants", help="Check the suites: broken implementations must fail.")] = False,
+    kill_matrix: Annotated[
+        str | None, Option(metavar="FILE", help="Try each mutant with each test; FILE has the results so far.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Run the conformance suites for the plugin BACKEND, in every layout that it declares.
@@ -42,11 +45,22 @@ def conformance(
     rlframework conformance dtensor --layout tensor=2 --layout data=2,tensor=2 --json dtensor.json
     rlframework conformance gsm8k train_path=train.jsonl validation_path=test.jsonl
     rlframework conformance dtensor --list
+    rlframework conformance microbatches --kill-matrix matrix.jsonl
     """
     from rlframework_conformance.command import Request, run, table_of_tests
 
     outputs = (json_file, markdown)
-    request = Request(backend, workers, layout or (), device, *outputs, test or (), mutants=mutants, keys=keys or ())
+    request = Request(
+        backend,
+        workers,
+        layout or (),
+        device,
+        *outputs,
+        test or (),
+        mutants=mutants or kill_matrix is not None,
+        keys=keys or (),
+        matrix=kill_matrix,
+    )
     if as_list:
         print_table(table_of_tests(request))
     else:

@@ -17,6 +17,8 @@ from rlframework.cli import main
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import command
 from rlframework_conformance.command import Request, find_parts, module_text
+from rlframework_conformance.mutants.matrix import noted, stored
+from rlframework_conformance.mutants.proof import MutantProof
 from rlframework_conformance.report import write_json
 from rlframework_conformance.sections import parse_section, section_words
 
@@ -120,7 +122,7 @@ def test_a_part_that_does_not_conform(tmp_path):
             ["dtensor", "--mutants", "--workers", "1", "--markdown", "a.md"],
             "--workers and --markdown cannot be combined",
         ),
-        (["addition", "--mutants", "--test", FILE], f"no mutant that applies to 'addition' names {FILE}"),
+        (["addition", "--mutants", "--test", FILE], f"no mutant that applies to 'addition' is caught by {FILE}"),
     ],
 )
 def test_what_cannot_be_run_is_refused(args, says, capsys, monkeypatch, tmp_path):
@@ -167,13 +169,29 @@ def test_a_new_report_takes_the_place_of_the_old_one(started, tmp_path, capsys):
 
 
 def test_mutants_of_one_test(started):
-    """All mutants that name the test, and no others."""
     assert called("addition", "--mutants", "--test", WORTH) == 1
     chosen = [word.partition("::")[2] for word in started.calls[0] if "::" in word]
-    assert chosen == [
-        f"TestEnvironment::test_mutant_is_caught[{name}-{WORTH}]"
-        for name in ("last_outcome_dropped", "constant_reward", "upside_down")
-    ]
+    assert chosen == ["TestEnvironment::test_mutant_is_caught"]
+
+
+@pytest.mark.slow
+def test_a_kill_matrix_goes_on_where_it_was(tmp_path):
+    """All pairs that the file lacks are tried; the rows of the end are those of `kill_matrix.yaml`, and more."""
+    path = tmp_path / "matrix.jsonl"
+    done = run("addition", "--kill-matrix", "matrix.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pairs = noted(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:5])
+    again = run("addition", "--kill-matrix", "matrix.jsonl", cwd=tmp_path)
+    assert "1 passed" in again.stdout
+    assert noted(path) == pairs
+    proof = type("Proof", (MutantProof,), {"kind": "environment", "matrix": "none"})
+    record = create_manager().select("environment", "addition").record
+    assert {(mutant.name, test) for mutant, test in proof.cases(record, "cpu")} == pairs.keys()
+    stored_pairs = {(mutant, test) for mutant, tests in stored("environment").items() for test in tests}
+    assert {pair for pair in pairs.keys() & stored_pairs if pairs[pair] == "passed"} == set()
+    assert "stored, but not caught" not in done.stdout
 
 
 @pytest.mark.thorough
@@ -205,14 +223,15 @@ def test_workers_choose_among_the_declared_layouts():
 
 def test_the_module_is_three_lines():
     parts = find_parts(Request("addition"), create_manager())
-    assert module_text(parts, {}) == (
+    assert module_text(parts, {}, Request("addition")) == (
         "from rlframework_conformance import EnvironmentSuite\n\n\n"
         "class TestEnvironment(EnvironmentSuite):\n    backend = 'addition'\n"
     )
-    assert module_text(parts, {"digits": 1}, mutants=True) == (
+    proof = Request("addition", tests=(WORTH,), mutants=True)
+    assert module_text(parts, {"digits": 1}, proof) == (
         "from rlframework_conformance.mutants.proof import MutantProof\n\n\n"
         "class TestEnvironment(MutantProof):\n    backend = 'addition'\n    kind = 'environment'\n"
-        "    section = {'digits': 1}\n"
+        f"    section = {{'digits': 1}}\n    only = ({WORTH!r},)\n"
     )
 
 

@@ -18,14 +18,6 @@ from rlframework.rollout.result import PlayedEpisode
 from rlframework.rollout.trajectory import TrainingRow
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_TOKENS = "test_sampled_tokens_are_those_of_the_engine"
-_MASKED = "test_observations_are_masked_out"
-_COUNTED = "test_tool_results_are_not_counted_as_sampled"
-_SCORED = "test_rows_scored_again_have_the_log_probabilities_of_the_engine"
-_REWARD = "test_no_reward_is_lost"
-_CLOSED = "test_episodes_are_reset_once_and_closed_once"
-_ENDED = "test_an_episode_that_does_not_end_is_ended"
-_ALONE = "test_a_failing_episode_costs_itself_alone"
 _NEEDS = frozenset({Capability.EPISODES})
 
 
@@ -50,14 +42,7 @@ def _rows(change: Callable[[TrainingRow], TrainingRow]) -> Callable[[Any], Any]:
     return play
 
 
-@mutant(
-    "observations_trained",
-    "The mask covers observations and tool results too.",
-    _TOKENS,
-    _MASKED,
-    _COUNTED,
-    needs=_NEEDS,
-)
+@mutant("observations_trained", "The mask covers observations and tool results too.", needs=_NEEDS)
 @_rows
 def _observations_trained(row: TrainingRow) -> TrainingRow:
     first = int(row.token_mask.nonzero()[0])
@@ -66,9 +51,7 @@ def _observations_trained(row: TrainingRow) -> TrainingRow:
     return replace(row, token_mask=mask)
 
 
-@mutant(
-    "prompt_trained", "The mask covers the last token of the first prompt.", _TOKENS, _MASKED, _COUNTED, needs=_NEEDS
-)
+@mutant("prompt_trained", "The mask covers the last token of the first prompt.", needs=_NEEDS)
 @_rows
 def _prompt_trained(row: TrainingRow) -> TrainingRow:
     mask = row.token_mask.clone()
@@ -76,21 +59,14 @@ def _prompt_trained(row: TrainingRow) -> TrainingRow:
     return replace(row, token_mask=mask)
 
 
-@mutant("end_left_out", "The token that ends a turn is not trained on.", _TOKENS, _MASKED, needs=_NEEDS)
+@mutant("end_left_out", "The token that ends a turn is not trained on.", needs=_NEEDS)
 @_rows
 def _end_left_out(row: TrainingRow) -> TrainingRow:
     following = torch.cat((row.token_mask[1:], torch.zeros(1, dtype=torch.bool)))
     return replace(row, token_mask=row.token_mask & following, logprobs=row.logprobs * following)
 
 
-@mutant(
-    "tokenised_again",
-    "One sampled token is another, as after rendering the turn again.",
-    _TOKENS,
-    _MASKED,
-    _SCORED,
-    needs=_NEEDS,
-)
+@mutant("tokenised_again", "One sampled token is another, as after rendering the turn again.", needs=_NEEDS)
 @_rows
 def _tokenised_again(row: TrainingRow) -> TrainingRow:
     ids = row.token_ids.clone()
@@ -99,15 +75,13 @@ def _tokenised_again(row: TrainingRow) -> TrainingRow:
     return replace(row, token_ids=ids)
 
 
-@mutant("logprobs_shifted", "Log-probabilities are one position late.", _TOKENS, _SCORED, needs=_NEEDS)
+@mutant("logprobs_shifted", "Log-probabilities are one position late.", needs=_NEEDS)
 @_rows
 def _logprobs_shifted(row: TrainingRow) -> TrainingRow:
     return replace(row, logprobs=row.logprobs.roll(1) * row.token_mask)
 
 
-@mutant(
-    "tool_results_reworded", "A row has another observation than was sampled after.", _MASKED, _SCORED, needs=_NEEDS
-)
+@mutant("tool_results_reworded", "A row has another observation than was sampled after.", needs=_NEEDS)
 @_rows
 def _tool_results_reworded(row: TrainingRow) -> TrainingRow:
     ids = row.token_ids.clone()
@@ -116,7 +90,7 @@ def _tool_results_reworded(row: TrainingRow) -> TrainingRow:
     return replace(row, token_ids=ids)
 
 
-@mutant("tool_result_as_sampled", "Tokens of observations count as sampled ones.", _COUNTED, needs=_NEEDS)
+@mutant("tool_result_as_sampled", "Tokens of observations count as sampled ones.", needs=_NEEDS)
 @_player(EpisodePlayer.play)
 async def _tool_result_as_sampled(play: Any, _: Any, *task: Any) -> Any:
     class Counted(PlayedEpisode):
@@ -127,40 +101,40 @@ async def _tool_result_as_sampled(play: Any, _: Any, *task: Any) -> Any:
     return Counted(**vars(await play(*task)))
 
 
-@mutant("reward_of_the_last_turn", "Only the last turn's reward is kept.", _REWARD, needs=_NEEDS)
+@mutant("reward_of_the_last_turn", "Only the last turn's reward is kept.", needs=_NEEDS)
 @_player(EpisodePlayer.play)
 async def _reward_of_the_last_turn(play: Any, _: Any, *task: Any) -> Any:
     played = await play(*task)
     return replace(played, outcomes=played.outcomes[-1:])
 
 
-@mutant("reward_lost", "The reward of the turn that ends an episode is lost.", _REWARD, needs=_NEEDS)
+@mutant("reward_lost", "The reward of the turn that ends an episode is lost.", needs=_NEEDS)
 @_player(EpisodePlayer.play)
 async def _reward_lost(play: Any, _: Any, *task: Any) -> Any:
     played = await play(*task)
     return replace(played, outcomes=[*played.outcomes[:-1], StepOutcome(0.0)])
 
 
-@mutant("never_closed", "Episodes are not closed.", _CLOSED, needs=_NEEDS)
+@mutant("never_closed", "Episodes are not closed.", needs=_NEEDS)
 @_player(EpisodePlayer._close)
 async def _never_closed(close: Any, _: Any, state: Any, episode: Episode) -> None:
     pass
 
 
-@mutant("open_after_a_failure", "Episodes that fail are not closed.", _CLOSED, needs=_NEEDS)
+@mutant("open_after_a_failure", "Episodes that fail are not closed.", needs=_NEEDS)
 @_player(EpisodePlayer._close)
 async def _open_after_a_failure(close: Any, _: Any, state: Any, episode: Episode) -> None:
     if state.outcomes:
         await close(state, episode)
 
 
-@mutant("endless_episodes", "`environment.max_turns` is ignored.", _ENDED, needs=_NEEDS)
+@mutant("endless_episodes", "`environment.max_turns` is ignored.", needs=_NEEDS)
 @_player(EpisodePlayer.__init__)
 def _endless_episodes(construct: Any, _: Any, environment: Any, config: Any, *others: Any) -> None:
     construct(environment, config.model_copy(update={"max_turns": 10**6}), *others)
 
 
-@mutant("failure_trained", "Episodes that failed are trained on.", _ALONE, needs=_NEEDS)
+@mutant("failure_trained", "Episodes that failed are trained on.", needs=_NEEDS)
 @_player(EpisodePlayer.play)
 async def _failure_trained(play: Any, _: Any, *task: Any) -> Any:
     return replace(await play(*task), failure="")

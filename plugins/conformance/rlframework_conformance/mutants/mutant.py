@@ -1,4 +1,4 @@
-"""`Mutant`: a deliberately broken part with one bug, and the tests that must detect it."""
+"""`Mutant`: a deliberately broken part with one bug."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate bug. `break_it(part_class)` returns the broken class, on which the suite's `tests` must fail.
+    """A deliberate bug. `break_it(part_class)` returns the broken class, which a test of the suite must catch.
 
     `name` identifies the bug, and `bug` describes it in one sentence, as a changelog would. The bug shows in `layout`.
     `break_record` is for bugs in the plugin's record rather than in its class.
@@ -25,27 +25,26 @@ class Mutant:
 
     name: str
     bug: str
-    tests: tuple[str, ...]
     break_it: Callable[[Any], Any]
     layout: Layout = field(default_factory=Layout)
     break_record: Callable[[Record], Record] = lambda record: record
     applies: Callable[[Mapping[str, Any]], bool] = lambda section: True
     """Whether the bug can occur in a part with this section. A missing file, for one, needs a part that reads files."""
     needs: frozenset[Capability] = frozenset()
-    """Capabilities that the part must declare for the bug to occur, besides those of the layout and the tests."""
+    """Capabilities that the part must declare for the bug to occur, besides those of the layout and of tests."""
 
 
 def mutant(
     name: str,
     bug: str,
-    *tests: str,
+    *,
     layout: Layout | None = None,
     break_record: Callable[[Record], Record] = lambda record: record,
     applies: Callable[[Mapping[str, Any]], bool] = lambda section: True,
     needs: frozenset[Capability] = frozenset(),
 ) -> Callable[[Callable[[Any], Any]], Mutant]:
     """Decorate `break_it` to make it a `Mutant`."""
-    return lambda break_it: Mutant(name, bug, tests, break_it, layout or Layout(), break_record, applies, needs)
+    return lambda break_it: Mutant(name, bug, break_it, layout or Layout(), break_record, applies, needs)
 
 
 def around(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
@@ -53,7 +52,7 @@ def around(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
     `call` is the sound method, bound to `part`:
 
-        @mutant("shuffled_each_time", "Each call returns the samples in another order.", ORDER)
+        @mutant("shuffled_each_time", "Each call returns the samples in another order.")
         @around(Environment.samples)
         def _shuffled_each_time(call, environment, split):
             return random.sample(call(split), len(call(split)))

@@ -24,67 +24,48 @@ def _reads_files(section: Mapping[str, Any]) -> bool:
     return any("path" in key for key in section)
 
 
-_ORDER = "test_samples_come_in_the_same_order_each_time_they_are_asked_for"
-_SAME = "test_the_same_configuration_and_seed_give_the_same_samples"
-_IDS = "test_each_sample_has_an_id_of_its_own"
-_HELD_OUT = "test_no_sample_of_validation_is_trained_on"
-_WAITS = "test_a_sample_is_a_conversation_that_waits_for_the_assistant"
-_REFUSED = "test_what_cannot_be_judged_is_refused"
-_WORTH = "test_a_right_answer_is_worth_more_than_a_wrong_one"
-_IN_ORDER = "test_outcomes_are_in_the_order_of_the_conversations"
-_GROUPED = "test_a_batch_is_judged_as_its_rows_one_by_one"
-_LAST = "test_the_last_turn_of_the_assistant_is_judged"
-_ARGUMENTS = "test_judging_changes_no_argument"
-_FINITE = "test_rewards_are_finite_whatever_the_model_writes"
-_NOTHING = "test_judging_nothing_gives_nothing"
-_KEY = "test_an_unknown_key_of_its_section_is_an_error"
-_FILE = "test_a_missing_file_is_an_error_that_names_it"
-_END = "test_it_shuts_down_and_leaves_others_alone"
-
-
 @mutant(
     "episodes_misdeclared",
     "The record declares episodes that the environment does not have, or not those that it has.",
-    "test_episodes_are_declared",
     break_record=lambda record: replace(record, capabilities=record.capabilities ^ {Capability.EPISODES}),
 )
 def _episodes_misdeclared(part: Any) -> Any:
     return part
 
 
-@mutant("validation_leaks", "One validation sample is also in the training split.", _HELD_OUT, _IDS)
+@mutant("validation_leaks", "One validation sample is also in the training split.")
 @around(Environment.samples)
 def _validation_leaks(samples: Any, _: Any, split: Split) -> Any:
     return [*samples("validation")[:1], *samples(split)] if split == "train" else samples(split)
 
 
-@mutant("renamed_leak", "One validation sample is also in the training split, under another id.", _HELD_OUT)
+@mutant("renamed_leak", "One validation sample is also in the training split, under another id.")
 @around(Environment.samples)
 def _renamed_leak(samples: Any, _: Any, split: Split) -> Any:
     return [replace(samples("validation")[0], id="leaked"), *samples(split)] if split == "train" else samples(split)
 
 
-@mutant("shuffled_each_time", "Each call returns the samples in another order.", _ORDER)
+@mutant("shuffled_each_time", "Each call returns the samples in another order.")
 @around(Environment.samples)
 def _shuffled_each_time(samples: Any, environment: Any, split: Split) -> Any:
     order = environment.__dict__.setdefault("order", random.Random(0))
     return order.sample(sound := list(samples(split)), len(sound))
 
 
-@mutant("global_random_state", "The order of the samples depends on the global random state.", _SAME)
+@mutant("global_random_state", "The order of the samples depends on the global random state.")
 @around(Environment.samples)
 def _global_random_state(samples: Any, environment: Any, split: Split) -> Any:
     drawn = environment.__dict__.setdefault("drawn", random.random())
     return random.Random(drawn).sample(sound := list(samples(split)), len(sound))
 
 
-@mutant("one_id_for_all", "Training and validation samples share the same ids.", _IDS)
+@mutant("one_id_for_all", "Training and validation samples share the same ids.")
 @around(Environment.samples)
 def _one_id_for_all(samples: Any, _: Any, split: Split) -> Any:
     return [replace(sample, id=str(number)) for number, sample in enumerate(samples(split))]
 
 
-@mutant("answer_in_the_prompt", "The prompt includes the assistant's answer.", _WAITS)
+@mutant("answer_in_the_prompt", "The prompt includes the assistant's answer.")
 @around(Environment.samples)
 def _answer_in_the_prompt(samples: Any, _: Any, split: Split) -> Any:
     return [
@@ -93,31 +74,31 @@ def _answer_in_the_prompt(samples: Any, _: Any, split: Split) -> Any:
     ]
 
 
-@mutant("outcomes_reversed", "Outcomes come back in reverse order.", _IN_ORDER, _GROUPED)
+@mutant("outcomes_reversed", "Outcomes come back in reverse order.")
 @around(Environment.step)
 def _reversed(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return step(samples, conversations)[::-1]
 
 
-@mutant("last_outcome_dropped", "The last row gets no outcome.", _WORTH, _IN_ORDER)
+@mutant("last_outcome_dropped", "The last row gets no outcome.")
 @around(Environment.step)
 def _last_dropped(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return step(samples, conversations)[: max(1, len(samples) - 1)]
 
 
-@mutant("constant_reward", "Every answer gets the same reward.", _WORTH)
+@mutant("constant_reward", "Every answer gets the same reward.")
 @around(Environment.step)
 def _constant(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [replace(outcome, reward=1.0) for outcome in step(samples, conversations)]
 
 
-@mutant("upside_down", "Wrong answers get a higher reward than right ones.", _WORTH)
+@mutant("upside_down", "Wrong answers get a higher reward than right ones.")
 @around(Environment.step)
 def _negated(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [replace(outcome, reward=-outcome.reward) for outcome in step(samples, conversations)]
 
 
-@mutant("reward_of_the_batch", "The mean reward of the call is subtracted from every reward.", _GROUPED)
+@mutant("reward_of_the_batch", "The mean reward of the call is subtracted from every reward.")
 @around(Environment.step)
 def _minus_batch_mean(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
@@ -125,13 +106,13 @@ def _minus_batch_mean(step: Any, _: Any, samples: Any, conversations: Any) -> An
     return [replace(outcome, reward=outcome.reward - mean) for outcome in outcomes]
 
 
-@mutant("first_turn", "The assistant's first turn is scored instead of its last.", _LAST)
+@mutant("first_turn", "The assistant's first turn is scored instead of its last.")
 @around(Environment.step)
 def _first_turn_scored(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return step(samples, [turns[: len(one.messages) + 1] for one, turns in zip(samples, conversations, strict=True)])
 
 
-@mutant("strips_in_place", "Scoring modifies the texts of the conversations.", _ARGUMENTS)
+@mutant("strips_in_place", "Scoring modifies the texts of the conversations.")
 @around(Environment.step)
 def _strips_texts(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
@@ -140,7 +121,7 @@ def _strips_texts(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return outcomes
 
 
-@mutant("pops_the_answer", "Scoring removes the last turn of each conversation.", _ARGUMENTS)
+@mutant("pops_the_answer", "Scoring removes the last turn of each conversation.")
 @around(Environment.step)
 def _drops_last_turn(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     outcomes = step(samples, conversations)
@@ -149,7 +130,7 @@ def _drops_last_turn(step: Any, _: Any, samples: Any, conversations: Any) -> Any
     return outcomes
 
 
-@mutant("nan_for_nothing", "An empty answer gets the reward NaN.", _FINITE)
+@mutant("nan_for_nothing", "An empty answer gets the reward NaN.")
 @around(Environment.step)
 def _nan_for_empty(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [
@@ -158,7 +139,7 @@ def _nan_for_empty(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     ]
 
 
-@mutant("dies_of_odd_text", "Text that cannot be encoded as UTF-8 raises an exception.", _FINITE)
+@mutant("dies_of_odd_text", "Text that cannot be encoded as UTF-8 raises an exception.")
 @around(Environment.step)
 def _raises_on_invalid_utf8(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     for turns in conversations:
@@ -166,13 +147,13 @@ def _raises_on_invalid_utf8(step: Any, _: Any, samples: Any, conversations: Any)
     return step(samples, conversations)
 
 
-@mutant("needs_a_row", "An empty list of conversations raises an IndexError.", _NOTHING)
+@mutant("needs_a_row", "An empty list of conversations raises an IndexError.")
 @around(Environment.step)
 def _raises_on_no_rows(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [step(samples, conversations)[0], *step(samples, conversations)[1:]]
 
 
-@mutant("judges_unscored", "The environment scores although `scores` is False.", _REFUSED)
+@mutant("judges_unscored", "The environment scores although `scores` is False.")
 @around(Environment.__init__)
 def _scores_undeclared(construct: Any, environment: Any, config: Any, *, seed: int) -> None:
     construct(config, seed=seed)
@@ -183,12 +164,12 @@ class _AnyKey(EnvironmentConfig):
     model_config = ConfigDict(extra="allow")
 
 
-@mutant("takes_any_key", "Unknown keys of the section are silently accepted.", _KEY)
+@mutant("takes_any_key", "Unknown keys of the section are silently accepted.")
 def _takes_any_key(part: Any) -> type:
     return type("Broken", (part,), {"config_model": _AnyKey})
 
 
-@mutant("empty_without_its_file", "A missing file is treated as an empty data set.", _FILE, applies=_reads_files)
+@mutant("empty_without_its_file", "A missing file is treated as an empty data set.", applies=_reads_files)
 @around(Environment.__init__)
 def _empty_without_its_file(construct: Any, environment: Any, config: Any, *, seed: int) -> None:
     try:
@@ -197,7 +178,7 @@ def _empty_without_its_file(construct: Any, environment: Any, config: Any, *, se
         environment._samples = {"train": [], "validation": []}
 
 
-@mutant("unnamed_file", "The error does not name the missing file.", _FILE, applies=_reads_files)
+@mutant("unnamed_file", "The error does not name the missing file.", applies=_reads_files)
 @around(Environment.__init__)
 def _unnamed_file(construct: Any, _: Any, config: Any, *, seed: int) -> None:
     try:
@@ -206,7 +187,7 @@ def _unnamed_file(construct: Any, _: Any, config: Any, *, seed: int) -> None:
         raise DataError("the data cannot be read") from None
 
 
-@mutant("shared_end", "Shutting down one environment shuts down the others too.", _END)
+@mutant("shared_end", "Shutting down one environment shuts down the others too.")
 @around(Environment.samples, Environment.shutdown)
 def _shared_shutdown(call: Any, environment: Any, *split: Split) -> Any:
     if split:

@@ -15,14 +15,6 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.mutants.mutant import around, mutant
 
 _NEEDS = frozenset({Capability.EPISODES})
-_COURSE = "test_the_same_sample_and_seed_give_the_same_course"
-_STATE = "test_episodes_share_no_state"
-_RESET = "test_reset_returns_a_conversation_that_the_model_continues"
-_VALID = "test_outcomes_are_finite_and_observations_valid"
-_ANSWERED = "test_each_tool_call_is_answered_in_order"
-_MALFORMED = "test_a_malformed_tool_call_is_an_observation"
-_CLOSE = "test_an_episode_can_be_closed_at_any_time"
-_BLOCKS = "test_an_episode_does_not_block_the_others"
 
 
 class _Wrapped(Episode):
@@ -59,14 +51,14 @@ def _has_tools(section: Mapping[str, Any]) -> bool:
     return "id" not in section  # of Gymnasium, whose episodes have none
 
 
-@mutant("global_random_rewards", "Rewards are drawn from the global random state.", _COURSE, needs=_NEEDS)
+@mutant("global_random_rewards", "Rewards are drawn from the global random state.", needs=_NEEDS)
 @_in_episodes(Episode.step)
 async def _global_random_rewards(step: Any, _: Any, message: Message) -> Any:
     outcome = await step(message)
     return replace(outcome, reward=outcome.reward + random.random())
 
 
-@mutant("shared_between_episodes", "All episodes count their turns in the same place.", _STATE, needs=_NEEDS)
+@mutant("shared_between_episodes", "All episodes count their turns in the same place.", needs=_NEEDS)
 @_in_episodes(Episode.reset, Episode.step)
 async def _shared_between_episodes(call: Any, episode: Any, *message: Message) -> Any:
     shared = type(episode)
@@ -75,7 +67,7 @@ async def _shared_between_episodes(call: Any, episode: Any, *message: Message) -
     return replace(result, reward=result.reward - 0.01 * shared.count) if message else result
 
 
-@mutant("steps_of_the_last_opened", "A step is made in the episode that was reset last.", _STATE, needs=_NEEDS)
+@mutant("steps_of_the_last_opened", "A step is made in the episode that was reset last.", needs=_NEEDS)
 @_in_episodes(Episode.reset, Episode.step)
 async def _steps_of_the_last_opened(call: Any, episode: Any, *message: Message) -> Any:
     if message:
@@ -84,33 +76,31 @@ async def _steps_of_the_last_opened(call: Any, episode: Any, *message: Message) 
     return await call()
 
 
-@mutant(
-    "reset_ends_with_the_assistant", "The conversation of `reset` ends with an assistant message.", _RESET, needs=_NEEDS
-)
+@mutant("reset_ends_with_the_assistant", "The conversation of `reset` ends with an assistant message.", needs=_NEEDS)
 @_in_episodes(Episode.reset)
 async def _reset_ends_with_the_assistant(reset: Any, _: Any) -> Sequence[Message]:
     return [*await reset(), {"role": "assistant", "content": "I see."}]
 
 
-@mutant("unknown_role", "A message of `reset` has the role robot.", _RESET, needs=_NEEDS)
+@mutant("unknown_role", "A message of `reset` has the role robot.", needs=_NEEDS)
 @_in_episodes(Episode.reset)
 async def _unknown_role(reset: Any, _: Any) -> Sequence[Message]:
     return [{"role": "robot", "content": "Hello."}, *await reset()]
 
 
-@mutant("nan_reward", "The reward of each turn is NaN.", _VALID, needs=_NEEDS)
+@mutant("nan_reward", "The reward of each turn is NaN.", needs=_NEEDS)
 @_in_episodes(Episode.step)
 async def _nan_reward(step: Any, _: Any, message: Message) -> Any:
     return replace(await step(message), reward=float("nan"))
 
 
-@mutant("nothing_observed", "A turn that does not end the episode is answered by nothing.", _VALID, needs=_NEEDS)
+@mutant("nothing_observed", "A turn that does not end the episode is answered by nothing.", needs=_NEEDS)
 @_in_episodes(Episode.step)
 async def _nothing_observed(step: Any, _: Any, message: Message) -> Any:
     return replace(await step(message), observations=())
 
 
-@mutant("wrong_id", "Tool messages have the id of another call.", _VALID, needs=_NEEDS, applies=_has_tools)
+@mutant("wrong_id", "Tool messages have the id of another call.", needs=_NEEDS, applies=_has_tools)
 @_in_episodes(Episode.step)
 async def _wrong_id(step: Any, _: Any, message: Message) -> Any:
     outcome = await step(message)
@@ -118,21 +108,21 @@ async def _wrong_id(step: Any, _: Any, message: Message) -> Any:
     return replace(outcome, observations=tuple(seen))
 
 
-@mutant("answers_out_of_order", "The last tool call is answered first.", _ANSWERED, needs=_NEEDS, applies=_has_tools)
+@mutant("answers_out_of_order", "The last tool call is answered first.", needs=_NEEDS, applies=_has_tools)
 @_in_episodes(Episode.step)
 async def _answers_out_of_order(step: Any, _: Any, message: Message) -> Any:
     outcome = await step(message)
     return replace(outcome, observations=outcome.observations[::-1])
 
 
-@mutant("one_call_a_turn", "Only the first tool call is answered.", _ANSWERED, needs=_NEEDS, applies=_has_tools)
+@mutant("one_call_a_turn", "Only the first tool call is answered.", needs=_NEEDS, applies=_has_tools)
 @_in_episodes(Episode.step)
 async def _one_call_a_turn(step: Any, _: Any, message: Message) -> Any:
     outcome = await step(message)
     return replace(outcome, observations=outcome.observations[:1])
 
 
-@mutant("dies_of_malformed_calls", "A tool call that is not JSON raises.", _MALFORMED, needs=_NEEDS)
+@mutant("dies_of_malformed_calls", "A tool call that is not JSON raises.", needs=_NEEDS)
 @_in_episodes(Episode.step)
 async def _dies_of_malformed_calls(step: Any, _: Any, message: Message) -> Any:
     for call in message.get("tool_calls", ()):
@@ -140,15 +130,16 @@ async def _dies_of_malformed_calls(step: Any, _: Any, message: Message) -> Any:
     return await step(message)
 
 
-@mutant("ends_at_malformed_calls", "A tool call that cannot be made ends the episode.", _MALFORMED, needs=_NEEDS,
-        applies=_has_tools)  # fmt: skip
+@mutant(
+    "ends_at_malformed_calls", "A tool call that cannot be made ends the episode.", needs=_NEEDS, applies=_has_tools
+)
 @_in_episodes(Episode.step)
 async def _ends_at_malformed_calls(step: Any, _: Any, message: Message) -> Any:
     outcome = await step(message)
     return StepOutcome(outcome.reward) if message.get("tool_calls") else outcome
 
 
-@mutant("close_needs_reset", "`close` raises without `reset`.", _CLOSE, needs=_NEEDS)
+@mutant("close_needs_reset", "`close` raises without `reset`.", needs=_NEEDS)
 @_in_episodes(Episode.reset, Episode.close)
 async def _close_needs_reset(call: Any, episode: Any) -> Any:
     if call.__name__ == "close" and not getattr(episode, "started", False):
@@ -157,7 +148,7 @@ async def _close_needs_reset(call: Any, episode: Any) -> Any:
     return await call()
 
 
-@mutant("blocking_step", "A step waits without awaiting.", _BLOCKS, needs=_NEEDS)
+@mutant("blocking_step", "A step waits without awaiting.", needs=_NEEDS)
 @_in_episodes(Episode.step)
 async def _blocking_step(step: Any, _: Any, message: Message) -> Any:
     time.sleep(0.8)  # the bug

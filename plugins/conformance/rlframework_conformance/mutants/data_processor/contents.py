@@ -11,27 +11,18 @@ import torch
 from rlframework_conformance.mutants.data_processor.changes import in_each_microbatch
 from rlframework_conformance.mutants.mutant import mutant
 
-_HEAD = "test_the_head_runs_at_the_token_before_each_target"
-_LAST = "test_scores_are_read_at_the_last_token"
-_MASKED_HEAD = "test_the_head_runs_where_the_token_mask_asks_only"
-_ROWS = "test_rows_say_where_each_row_stands"
-_PADDED = "test_padded_rows_stand_under_each_other_with_padding_on_the_right"
-_RESTART = "test_positions_start_again_with_each_packed_sequence"
-_PACKED = "test_packed_sequences_follow_each_other"
-_BOUNDS = "test_bounds_of_packed_sequences_are_their_ends"
-
 
 def _inputs(microbatch: Any, **values: Any) -> Any:
     return replace(microbatch, processed_inputs=replace(microbatch.processed_inputs, **values))
 
 
-@mutant("rows_in_bin_order", "`rows` lists the rows in another order than the microbatch holds them.", _ROWS)
+@mutant("rows_in_bin_order", "`rows` lists the rows in another order than the microbatch holds them.")
 @in_each_microbatch
 def _bin_order(microbatch: Any, data: Any) -> Any:
     return replace(microbatch, rows=microbatch.rows.flip(0))
 
 
-@mutant("as_wide_as_the_batch", "Microbatches are padded to the longest row of the whole batch.", _PADDED)
+@mutant("as_wide_as_the_batch", "Microbatches are padded to the longest row of the whole batch.")
 @in_each_microbatch
 def _padded_to_the_batch_width(microbatch: Any, data: Any) -> Any:
     inputs, width = microbatch.processed_inputs, data["input_ids"].shape[1]
@@ -43,7 +34,7 @@ def _padded_to_the_batch_width(microbatch: Any, data: Any) -> Any:
     return replace(_inputs(microbatch, input_ids=ids, seq_len=width, position_ids=None), head_positions=positions)
 
 
-@mutant("positions_run_through", "Position ids do not restart at 0 for each packed sequence.", _RESTART)
+@mutant("positions_run_through", "Position ids do not restart at 0 for each packed sequence.")
 @in_each_microbatch
 def _positions_not_restarted(microbatch: Any, data: Any) -> Any:
     positions = microbatch.processed_inputs.position_ids
@@ -52,7 +43,7 @@ def _positions_not_restarted(microbatch: Any, data: Any) -> Any:
     return _inputs(microbatch, position_ids=torch.arange(positions.shape[1], device=positions.device)[None])
 
 
-@mutant("packed_backwards", "Sequences are packed in another order than `rows` and `cu_seqlens` state.", _PACKED)
+@mutant("packed_backwards", "Sequences are packed in another order than `rows` and `cu_seqlens` state.")
 @in_each_microbatch
 def _packed_in_reverse(microbatch: Any, data: Any) -> Any:
     if microbatch.cu_seqlens is None:
@@ -63,51 +54,35 @@ def _packed_in_reverse(microbatch: Any, data: Any) -> Any:
     return _inputs(microbatch, input_ids=torch.cat(sequences[::-1])[None])
 
 
-@mutant(
-    "bounds_one_off", "`cu_seqlens` is one too low, so each sequence sees the last token of the previous one.", _BOUNDS
-)
+@mutant("bounds_one_off", "`cu_seqlens` is one too low, so each sequence sees the last token of the previous one.")
 @in_each_microbatch
 def _bounds_one_off(microbatch: Any, data: Any) -> Any:
     bounds = microbatch.cu_seqlens
     return microbatch if bounds is None else replace(microbatch, cu_seqlens=(bounds - 1).clamp(min=0))
 
 
-@mutant("last_bound_missing", "`cu_seqlens` lacks the end of the last packed sequence.", _BOUNDS)
+@mutant("last_bound_missing", "`cu_seqlens` lacks the end of the last packed sequence.")
 @in_each_microbatch
 def _last_bound_missing(microbatch: Any, data: Any) -> Any:
     bounds = microbatch.cu_seqlens
     return microbatch if bounds is None else replace(microbatch, cu_seqlens=bounds[: len(microbatch.rows)])
 
 
-@mutant(
-    "targets_off_by_one",
-    "The target at each position is the token at that position, not the next one.",
-    _HEAD,
-    _MASKED_HEAD,
-    "test_padding_is_no_target",
-)
+@mutant("targets_off_by_one", "The target at each position is the token at that position, not the next one.")
 @in_each_microbatch
 def _targets_off_by_one(microbatch: Any, data: Any) -> Any:
     ids = microbatch.processed_inputs.input_ids.flatten()
     return replace(microbatch, targets=ids[microbatch.head_positions])
 
 
-@mutant(
-    "head_at_the_target",
-    "The head runs at the target's own position and so sees the target.",
-    _HEAD,
-    _MASKED_HEAD,
-    _LAST,
-)
+@mutant("head_at_the_target", "The head runs at the target's own position and so sees the target.")
 @in_each_microbatch
 def _head_at_the_target(microbatch: Any, data: Any) -> Any:
     last = microbatch.processed_inputs.input_ids.numel() - 1
     return replace(microbatch, head_positions=(microbatch.head_positions + 1).clamp(max=last))
 
 
-@mutant(
-    "scatter_at_the_position", "Log-probabilities are placed one position too far left.", _HEAD, _MASKED_HEAD, _LAST
-)
+@mutant("scatter_at_the_position", "Log-probabilities are placed one position too far left.")
 @in_each_microbatch
 def _scatter_at_the_position(microbatch: Any, data: Any) -> Any:
     return replace(microbatch, scatter=microbatch.scatter - 1)

@@ -10,24 +10,14 @@ from rlframework.interfaces.data_processor import DataProcessor
 from rlframework_conformance.mutants.data_processor.changes import batch_with
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_OWN_ROWS = "test_a_global_batch_is_its_own_rows_in_their_order"
-_DEALT = "test_a_global_batch_is_as_long_as_the_driver_dealt_it"
-_COUNTED = "test_targets_of_rows_that_count_are_counted"
-_NOTHING = "test_counts_of_nothing_are_zero"
-_MASKS = "test_masks_that_are_missing_or_do_not_fit_are_refused"
 
-
-@mutant("first_batch_again", "Every global batch is the first one.", _OWN_ROWS, _DEALT)
+@mutant("first_batch_again", "Every global batch is the first one.")
 @around(DataProcessor.process_global_batch)
 def _always_first_batch(sound: Any, _: Any, *args: Any, batch_idx: int, **where: Any) -> Any:
     return sound(*args, batch_idx=0, **where)
 
 
-@mutant(
-    "dealt_batches_cut_evenly",
-    "Shards with uneven numbers of rows per global batch are sliced by the batch size.",
-    _DEALT,
-)
+@mutant("dealt_batches_cut_evenly", "Shards with uneven numbers of rows per global batch are sliced by the batch size.")
 @around(DataProcessor.process_global_batch)
 def _sliced_by_batch_size(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
     plain = batch_with(data, planned=False)
@@ -35,7 +25,7 @@ def _sliced_by_batch_size(sound: Any, _: Any, data: Any, *args: Any, **where: An
     return sound(plain, *args, **where)
 
 
-@mutant("first_token_counted", "The first token of a row is counted, although nothing predicts it.", _COUNTED)
+@mutant("first_token_counted", "The first token of a row is counted, although nothing predicts it.")
 @around(DataProcessor.process_global_batch)
 def _first_token_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
     counts = sound(data, *args, **where)
@@ -43,38 +33,34 @@ def _first_token_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any
     return counts | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
 
 
-@mutant("masked_rows_counted", "Tokens of rows whose `sample_mask` is 0 are counted.", _COUNTED, _NOTHING)
+@mutant("masked_rows_counted", "Tokens of rows whose `sample_mask` is 0 are counted.")
 @around(DataProcessor.process_global_batch)
 def _masked_rows_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
     counts = sound(data, *args, **where)
     return counts | {"global_valid_toks": counts["batch"]["token_mask"][:, 1:].sum()}
 
 
-@mutant("counts_of_this_rank", "Each rank divides by the counts of its own rows.", "test_counts_are_summed_over_ranks")
+@mutant("counts_of_this_rank", "Each rank divides by the counts of its own rows.")
 @around(DataProcessor.process_global_batch)
 def _this_rank_only(sound: Any, _: Any, data: Any, loss_fn: Any, dp_group: Any, **where: Any) -> Any:
     return sound(data, loss_fn, None, **where)
 
 
-@mutant(
-    "counts_never_zero",
-    "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch.",
-    _NOTHING,
-)
+@mutant("counts_never_zero", "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch.")
 @around(DataProcessor.process_global_batch)
 def _never_zero(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
     counts = sound(*args, **where)
     return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in counts.items()}
 
 
-@mutant("counts_are_integers", "The counts are int64.", "test_counts_are_scalars_in_fp32")
+@mutant("counts_are_integers", "The counts are int64.")
 @around(DataProcessor.process_global_batch)
 def _integer_counts(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
     counts = sound(*args, **where)
     return {name: value.long() if name.startswith("global_valid") else value for name, value in counts.items()}
 
 
-@mutant("masks_made_up", "A missing `sample_mask` is replaced by ones.", _MASKS)
+@mutant("masks_made_up", "A missing `sample_mask` is replaced by ones.")
 @around(DataProcessor.process_global_batch)
 def _missing_mask_is_ones(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
     ones = torch.ones(len(data["input_ids"]))

@@ -11,20 +11,8 @@ from rlframework.interfaces.data_processor import DataProcessor
 from rlframework_conformance.mutants.data_processor.changes import batch_with
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_HEAD = "test_the_head_runs_at_the_token_before_each_target"
-_MASKED_HEAD = "test_the_head_runs_where_the_token_mask_asks_only"
-_MOST_ROWS = "test_padded_microbatches_have_at_most_the_rows_of_the_plan"
-_TOO_LONG = "test_a_row_over_the_token_limit_is_refused"
-_UNKNOWN = "test_unknown_positions_are_refused"
-_LEFT_OUT = "test_rows_without_wanted_targets_are_left_out"
-_MULTIPLE = "test_lengths_are_padded_to_the_multiple_of_the_engine"
 
-
-@mutant(
-    "last_partial_batch_dropped",
-    "The last microbatch is dropped when it has fewer rows than the others.",
-    "test_every_row_with_a_target_is_in_one_microbatch",
-)
+@mutant("last_partial_batch_dropped", "The last microbatch is dropped when it has fewer rows than the others.")
 @around(DataProcessor.microbatches)
 def _last_dropped(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     microbatches = list(make(data, plan, *rule, **how))
@@ -32,34 +20,25 @@ def _last_dropped(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: An
     return microbatches[:-1] if partial else microbatches
 
 
-@mutant(
-    "token_limit_exceeded",
-    "The token limit is checked before a row is added to a microbatch, not after.",
-    "test_no_microbatch_exceeds_the_token_limit",
-    _TOO_LONG,
-)
+@mutant("token_limit_exceeded", "The token limit is checked before a row is added to a microbatch, not after.")
 @around(DataProcessor.microbatches)
 def _limit_checked_too_early(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     return make(data, replace(plan, tokens=plan.tokens + int(data["input_lengths"].max())), *rule, **how)
 
 
-@mutant("one_row_more", "Padded microbatches have one row more than planned.", _MOST_ROWS)
+@mutant("one_row_more", "Padded microbatches have one row more than planned.")
 @around(DataProcessor.microbatches)
 def _one_row_more(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     return make(data, replace(plan, rows=plan.rows + 1), *rule, **how)
 
 
-@mutant(
-    "plan_of_the_driver_ignored",
-    "The worker makes its own microbatches where the driver has planned them.",
-    "test_microbatches_that_the_driver_planned_are_kept",
-)
+@mutant("plan_of_the_driver_ignored", "The worker makes its own microbatches where the driver has planned them.")
 @around(DataProcessor.microbatches)
 def _plan_ignored(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
     return make(batch_with(data, planned=False), *plan, **how)
 
 
-@mutant("long_rows_cut", "Rows over the token limit are silently truncated.", _TOO_LONG)
+@mutant("long_rows_cut", "Rows over the token limit are silently truncated.")
 @around(DataProcessor.microbatches)
 def _truncated_to_the_limit(make: Any, _: Any, data: Any, plan: Any, *rule: Any, **how: Any) -> Any:
     if plan.mode != "padded":
@@ -67,58 +46,46 @@ def _truncated_to_the_limit(make: Any, _: Any, data: Any, plan: Any, *rule: Any,
     return make(data, plan, *rule, **how)
 
 
-@mutant("unknown_positions_mean_all", "A misspelled `positions` selects all positions.", _UNKNOWN)
+@mutant("unknown_positions_mean_all", "A misspelled `positions` selects all positions.")
 @around(DataProcessor.microbatches)
 def _unknown_means_all(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
     accepted = positions if positions in ("token_mask", "loss") else "all"
     return make(data, *plan, positions=accepted, device=device)
 
 
-@mutant(
-    "masked_rows_scored",
-    "Rows whose `sample_mask` is 0 go through the model in training.",
-    _LEFT_OUT,
-    "test_scores_are_read_at_the_last_token",
-    _MASKED_HEAD,
-)
+@mutant("masked_rows_scored", "Rows whose `sample_mask` is 0 go through the model in training.")
 @around(DataProcessor.microbatches)
 def _masked_rows_kept(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
     unmasked = {"loss": "token_mask", "loss_last": "last"}.get(positions, positions)
     return make(data, *plan, positions=unmasked, device=device)
 
 
-@mutant("token_mask_ignored", "The head runs at every token, regardless of `token_mask`.", _LEFT_OUT, _MASKED_HEAD)
+@mutant("token_mask_ignored", "The head runs at every token, regardless of `token_mask`.")
 @around(DataProcessor.microbatches)
 def _token_mask_ignored(make: Any, _: Any, data: Any, *plan: Any, positions: str, device: Any) -> Any:
     return make(data, *plan, positions="all" if positions == "token_mask" else positions, device=device)
 
 
-@mutant("multiple_ignored", "Lengths are not padded to the engine's multiple.", _MULTIPLE)
+@mutant("multiple_ignored", "Lengths are not padded to the engine's multiple.")
 @around(DataProcessor.microbatches)
 def _multiple_ignored(make: Any, _: Any, data: Any, plan: Any, rule: Any, **how: Any) -> Any:
     return make(data, plan, replace(rule, pad_multiple=1), **how)
 
 
-@mutant(
-    "padding_is_real",
-    "Every row is as long as the batch is wide: padding is packed and predicted.",
-    "test_padding_is_no_target",
-    "test_packed_sequences_follow_each_other",
-    _HEAD,
-)
+@mutant("padding_is_real", "Every row is as long as the batch is wide: padding is packed and predicted.")
 @around(DataProcessor.microbatches)
 def _padding_as_tokens(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
     width = data["input_ids"].shape[1]
     return make(batch_with(data, input_lengths=torch.full_like(data["input_lengths"], width)), *plan, **how)
 
 
-@mutant("one_token_is_two", "A row of zero or one token has a target.", "test_a_row_of_one_token_or_none_has_no_target")
+@mutant("one_token_is_two", "A row of zero or one token has a target.")
 @around(DataProcessor.microbatches)
 def _one_token_is_two(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
     return make(batch_with(data, input_lengths=data["input_lengths"].clamp(min=2)), *plan, **how)
 
 
-@mutant("changed_in_place", "The padding in the caller's batch is overwritten.", "test_the_batch_itself_is_not_changed")
+@mutant("changed_in_place", "The padding in the caller's batch is overwritten.")
 @around(DataProcessor.microbatches)
 def _changed_in_place(make: Any, _: Any, data: Any, *plan: Any, **how: Any) -> Any:
     microbatches = list(make(data, *plan, **how))

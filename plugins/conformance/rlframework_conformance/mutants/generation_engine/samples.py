@@ -10,29 +10,18 @@ import torch
 
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.generation_engine.changes import (
-    broken_module,
-    broken_requests,
-    broken_sampling,
-)
+from rlframework_conformance.mutants.generation_engine.changes import broken_module, broken_requests, broken_sampling
 from rlframework_conformance.mutants.mutant import around, mutant, together
 
-_GREEDY = "test_greedy_completions_are_those_of_plain_decoding"
-_FREQUENCIES = "test_samples_are_as_frequent_as_the_model_says"
-_BESIDE = "test_a_result_does_not_depend_on_the_requests_beside_it"
-_WHEN = "test_a_result_does_not_depend_on_when_it_is_submitted"
-_SEED = "test_the_seed_decides"
-_POSITIONS = "test_positions_count_from_the_first_token_of_the_prompt"
-_DROPOUT = "test_dropout_is_off_while_generating"
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 
 
-_greedy_ignored = mutant("greedy_ignored", "Greedy completions are sampled.", _GREEDY)(
+_greedy_ignored = mutant("greedy_ignored", "Greedy completions are sampled.")(
     broken_sampling(lambda engine, request: {"temperature": request.sampling.temperature or 1.0, "top_k": None})
 )
 
 
-_always_greedy = mutant("samples_are_greedy", "Sampling always picks the most likely token.", _FREQUENCIES, _SEED)(
+_always_greedy = mutant("samples_are_greedy", "Sampling always picks the most likely token.")(
     broken_sampling(lambda engine, request: {"temperature": 0.0})
 )
 
@@ -53,9 +42,7 @@ def _with_a_second_token(poll: Any, engine: Any, timeout: float | None = 0.0) ->
     return finished
 
 
-_one_draw_a_request = mutant(
-    "one_draw_a_request", "All tokens of a completion are drawn with the same random number.", _FREQUENCIES
-)(
+_one_draw_a_request = mutant("one_draw_a_request", "All tokens of a completion are drawn with the same random number.")(
     together(
         broken_requests(lambda engine, request: {"max_new_tokens": 1}),
         around(GenerationEngine.poll)(_with_a_second_token),
@@ -63,49 +50,47 @@ _one_draw_a_request = mutant(
 )
 
 
-_top_k_one_too_many = mutant(
-    "top_k_one_too_many", "Top-k sampling keeps one token too many.", "test_top_k_leaves_the_k_most_likely_tokens"
-)(broken_sampling(lambda engine, request: {"top_k": request.sampling.top_k and request.sampling.top_k + 1}))
+_top_k_one_too_many = mutant("top_k_one_too_many", "Top-k sampling keeps one token too many.")(
+    broken_sampling(lambda engine, request: {"top_k": request.sampling.top_k and request.sampling.top_k + 1})
+)
 
 
-_top_p_ignored = mutant("top_p_ignored", "`top_p` has no effect.", "test_top_p_leaves_the_nucleus")(
+_top_p_ignored = mutant("top_p_ignored", "`top_p` has no effect.")(
     broken_sampling(lambda engine, request: {"top_p": 1.0})
 )
 
 
-_top_p_rounded = mutant("top_p_rounded", "`top_p` is rounded to one decimal.", "test_top_p_leaves_the_nucleus")(
+_top_p_rounded = mutant("top_p_rounded", "`top_p` is rounded to one decimal.")(
     broken_sampling(lambda engine, request: {"top_p": round(request.sampling.top_p, 1)})
 )
 
 
-_seed_by_arrival = mutant("seed_by_arrival", "A request is seeded by the number of those before it.", _BESIDE, _SEED)(
+_seed_by_arrival = mutant("seed_by_arrival", "A request is seeded by the number of those before it.")(
     broken_requests(lambda engine, request: {"seed": _arrivals(engine)})
 )
 
 
-_seeds_of_32_bits = mutant("seeds_of_32_bits", "Only the low 32 bits of a seed are used.", _SEED)(
+_seeds_of_32_bits = mutant("seeds_of_32_bits", "Only the low 32 bits of a seed are used.")(
     broken_requests(lambda engine, request: {"seed": request.seed & 0xFFFFFFFF})
 )
 
 
-_sign_of_seeds_dropped = mutant(
-    "sign_of_seeds_dropped", "A negative seed gives the sample of its absolute value.", _SEED
-)(broken_requests(lambda engine, request: {"seed": min(abs(request.seed), 2**63 - 1)}))
+_sign_of_seeds_dropped = mutant("sign_of_seeds_dropped", "A negative seed gives the sample of its absolute value.")(
+    broken_requests(lambda engine, request: {"seed": min(abs(request.seed), 2**63 - 1)})
+)
 
 
-_sign_bit_of_seeds_dropped = mutant("sign_bit_of_seeds_dropped", "Only the low 63 bits of a seed are used.", _SEED)(
+_sign_bit_of_seeds_dropped = mutant("sign_bit_of_seeds_dropped", "Only the low 63 bits of a seed are used.")(
     broken_requests(lambda engine, request: {"seed": request.seed & (2**63 - 1)})
 )
 
 
 _seed_by_place_in_the_batch = mutant(
-    "seed_by_place_in_the_batch",
-    "Samples depend on how requests are batched, as with one generator for each batch.",
-    "test_a_result_does_not_depend_on_how_requests_are_batched",
+    "seed_by_place_in_the_batch", "Samples depend on how requests are batched, as with one generator for each batch."
 )(broken_requests(lambda engine, request: {"seed": request.seed + _arrivals(engine) % engine.settings.batch_size}))
 
 
-@mutant("sampling_of_the_batch", "Requests that are submitted together are all sampled like the first.", _WHEN)
+@mutant("sampling_of_the_batch", "Requests that are submitted together are all sampled like the first.")
 @around(GenerationEngine.submit)
 def _sampling_of_the_batch(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
     submit([replace(request, sampling=requests[0].sampling) for request in requests])
@@ -120,7 +105,7 @@ def _arrivals(engine: Any) -> int:
 # -- padding, positions and dropout ------------------------------------------------------------------------------------
 
 
-@mutant("padding_attended_to", "Prompts are padded on the left, and attend to the padding.", _GREEDY, _BESIDE)
+@mutant("padding_attended_to", "Prompts are padded on the left, and attend to the padding.")
 @around(GenerationEngine.submit)
 def _padding_attended_to(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
     width = max(len(one.prompt_ids) for one in requests)
@@ -128,14 +113,14 @@ def _padding_attended_to(submit: Any, _: Any, requests: Sequence[GenerationReque
     submit([replace(one, prompt_ids=pad(one.prompt_ids, (width - len(one.prompt_ids), 0))) for one in requests])
 
 
-@mutant("padding_has_positions", "The positions of a prompt start after one of padding.", _POSITIONS, needs=_EMBEDDED)
+@mutant("padding_has_positions", "The positions of a prompt start after one of padding.", needs=_EMBEDDED)
 @broken_module
 def _padding_has_positions(module: Any) -> None:
     positions = module.transformer.wpe.weight
     positions.data = positions.data.roll(-1, dims=0)
 
 
-@mutant("dropout_left_on", "The module stays in training mode while generating.", _DROPOUT, needs=_EMBEDDED)
+@mutant("dropout_left_on", "The module stays in training mode while generating.", needs=_EMBEDDED)
 @broken_module
 def _dropout_left_on(module: Any) -> None:
     module.train = lambda mode=True: module

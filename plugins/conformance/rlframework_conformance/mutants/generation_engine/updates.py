@@ -13,26 +13,12 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.mutants.generation_engine.changes import around_observed, broken_results, saved_weights
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_WITHOUT = "test_nothing_is_served_without_weights"
-_PART = "test_a_part_of_an_update_is_not_used"
-_AGAIN = "test_an_update_can_be_begun_again"
-_MISSING = "test_weights_that_do_not_arrive_are_named"
-_OTHER = "test_weights_other_than_announced_are_rejected_by_name"
-_UNFIT = "test_weights_that_do_not_fit_the_model_are_rejected_by_name"
-_FAILS = "test_an_update_that_fails_leaves_the_engine_without_weights"
-_HALF = "test_half_of_a_transfer_is_not_used"
-_IN_PROGRESS = "test_requests_in_progress_survive_an_update"
-_STEP = "test_requests_in_progress_survive_a_step_of_the_trainer"
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 _IN_FLIGHT = frozenset({Capability.IN_FLIGHT_UPDATE})
-_PHASES = (
-    GenerationEngine.begin_weight_update,
-    GenerationEngine.load_weights,
-    GenerationEngine.finish_weight_update,
-)
+_PHASES = (GenerationEngine.begin_weight_update, GenerationEngine.load_weights, GenerationEngine.finish_weight_update)
 
 
-@mutant("begins_with_saved_weights", "Without weights, those in the model's directory are used.", _WITHOUT)
+@mutant("begins_with_saved_weights", "Without weights, those in the model's directory are used.")
 @around_observed(GenerationEngine.poll)
 def _begins_with_saved_weights(poll: Any, engine: Any, timeout: float | None = 0.0) -> Any:
     try:
@@ -42,7 +28,7 @@ def _begins_with_saved_weights(poll: Any, engine: Any, timeout: float | None = 0
         return poll(timeout)
 
 
-@mutant("committed_on_arrival", "An update is committed when its last weight arrives.", _PART)
+@mutant("committed_on_arrival", "An update is committed when its last weight arrives.")
 @around(GenerationEngine.load_weights, GenerationEngine.finish_weight_update)
 def _committed_on_arrival(call: Any, engine: Any, *weights: Any) -> Any:
     if weights:
@@ -51,7 +37,7 @@ def _committed_on_arrival(call: Any, engine: Any, *weights: Any) -> Any:
     return engine.report
 
 
-@mutant("earlier_weights_meanwhile", "Until an update is finished, requests get the earlier weights.", _PART, _FAILS)
+@mutant("earlier_weights_meanwhile", "Until an update is finished, requests get the earlier weights.")
 @around(*_PHASES)
 def _earlier_weights_meanwhile(call: Any, engine: Any, *arguments: Any) -> Any:
     if call.__name__ == "begin_weight_update":
@@ -65,7 +51,7 @@ def _earlier_weights_meanwhile(call: Any, engine: Any, *arguments: Any) -> Any:
     return call()
 
 
-@mutant("arrivals_of_two_updates", "What has arrived of a discarded update is part of the next one.", _AGAIN)
+@mutant("arrivals_of_two_updates", "What has arrived of a discarded update is part of the next one.")
 @around_observed(GenerationEngine.begin_weight_update, GenerationEngine.finish_weight_update)
 def _arrivals_of_two_updates(call: Any, engine: Any, *announced: Any) -> Any:
     if announced:
@@ -75,20 +61,20 @@ def _arrivals_of_two_updates(call: Any, engine: Any, *announced: Any) -> Any:
     return call(*announced)
 
 
-@mutant("missing_from_disk", "Weights that do not arrive are read from the model's directory.", _MISSING, _HALF)
+@mutant("missing_from_disk", "Weights that do not arrive are read from the model's directory.")
 @around_observed(GenerationEngine.finish_weight_update)
 def _missing_from_disk(finish: Any, engine: Any) -> Any:
     engine.load_weights(_not_arrived(engine))
     return finish()
 
 
-@mutant("other_weights_skipped", "Weights other than announced are skipped.", _OTHER)
+@mutant("other_weights_skipped", "Weights other than announced are skipped.")
 @around_observed(GenerationEngine.load_weights)
 def _other_weights_skipped(load: Any, engine: Any, weights: Any) -> None:
     load([(name, one) for name, one in weights if engine.specs.get(name) == (tuple(one.shape), one.dtype)])
 
 
-@mutant("unfit_weights_skipped", "Weights that the model does not have are skipped.", _UNFIT)
+@mutant("unfit_weights_skipped", "Weights that the model does not have are skipped.")
 @around_observed(GenerationEngine.begin_weight_update, GenerationEngine.load_weights)
 def _unfit_weights_skipped(call: Any, engine: Any, *arguments: Any) -> None:
     *version, weights = arguments
@@ -97,7 +83,7 @@ def _unfit_weights_skipped(call: Any, engine: Any, *arguments: Any) -> None:
     call(*version, dict(fits) if version else fits)
 
 
-@mutant("failed_sender_ignored", "An update whose sender fails is completed with the earlier weights.", _FAILS)
+@mutant("failed_sender_ignored", "An update whose sender fails is completed with the earlier weights.")
 @around_observed(GenerationEngine.load_weights)
 def _failed_sender_ignored(load: Any, engine: Any, weights: Any) -> None:
     def or_earlier() -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +99,7 @@ def _failed_sender_ignored(load: Any, engine: Any, weights: Any) -> None:
         raise engine.failure
 
 
-@mutant("earlier_weights_after_failure", "After an update that failed, the earlier weights are used.", _FAILS, _MISSING)
+@mutant("earlier_weights_after_failure", "After an update that failed, the earlier weights are used.")
 @around_observed(GenerationEngine.load_weights, GenerationEngine.finish_weight_update)
 def _earlier_weights_after_failure(call: Any, engine: Any, *weights: Any) -> Any:
     try:
@@ -123,13 +109,7 @@ def _earlier_weights_after_failure(call: Any, engine: Any, *weights: Any) -> Any
         raise
 
 
-@mutant(
-    "spans_of_the_last_version",
-    "All tokens have the version that a request ended with.",
-    _IN_PROGRESS,
-    _STEP,
-    needs=_IN_FLIGHT,
-)
+@mutant("spans_of_the_last_version", "All tokens have the version that a request ended with.", needs=_IN_FLIGHT)
 @broken_results
 def _spans_of_the_last_version(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"spans": (result.spans[-1]._replace(start=0),)}
@@ -138,8 +118,6 @@ def _spans_of_the_last_version(engine: Any, request: GenerationRequest, result: 
 @mutant(
     "updated_while_decoding",
     "Weights change while a token is computed: the first of a version is still of the earlier one.",
-    _IN_PROGRESS,
-    _STEP,
     needs=_IN_FLIGHT,
 )
 @broken_results
@@ -150,7 +128,7 @@ def _updated_while_decoding(engine: Any, request: GenerationRequest, result: Gen
     return {"spans": (first._replace(end=first.end - 1), second._replace(start=second.start - 1))}
 
 
-@mutant("update_aborts", "An update aborts the requests in progress.", _IN_PROGRESS, _STEP, needs=_IN_FLIGHT)
+@mutant("update_aborts", "An update aborts the requests in progress.", needs=_IN_FLIGHT)
 @around_observed(GenerationEngine.begin_weight_update, GenerationEngine.attach)
 def _update_aborts(call: Any, engine: Any, *arguments: Any) -> None:
     engine.abort(engine.asked.keys())

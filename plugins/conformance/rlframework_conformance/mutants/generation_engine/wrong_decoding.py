@@ -14,11 +14,6 @@ from rlframework.interfaces.generation import GenerationEngine, GenerationReques
 from rlframework_conformance.mutants.generation_engine.changes import broken_sampling, model_of, observed
 from rlframework_conformance.mutants.mutant import around, mutant, together
 
-_LAST_UPDATE = "test_the_weights_of_the_last_update_count"
-_OLDER = "test_nothing_computed_with_older_weights_is_used"
-_SESSIONS = "test_every_session_uses_the_weights_of_the_last_update"
-_TEMPERATURE = "test_logprobs_of_samples_are_at_the_sampling_temperature"
-
 _Choice = Callable[[Any, Any, int], int]
 """Returns which of `engine.models` computes a token, given its request and the number of tokens before it."""
 _NEWEST = -1
@@ -69,25 +64,20 @@ def _recomputed(engine: Any, result: GenerationResult, choose: _Choice, later: f
 
 
 _frozen_graph = mutant(
-    "frozen_graph",
-    "Tokens after the first are computed with the first weights, as captured in a graph.",
-    _LAST_UPDATE,
-    _OLDER,
+    "frozen_graph", "Tokens after the first are computed with the first weights, as captured in a graph."
 )(_recomputed_by(lambda engine, request, count: 0 if count else _NEWEST))
 
 _previous_version = mutant(
     "previous_version_after_the_first_token",
     "Tokens after the first are computed with the weights before the last update.",
-    _LAST_UPDATE,
-    _OLDER,
 )(_recomputed_by(lambda engine, request, count: max(len(engine.models) - 2, 0) if count else _NEWEST))
 
 _many_rows = mutant(
-    "many_rows_on_old_weights", "If more than four rows are decoded at once, their weights are the first.", _LAST_UPDATE
+    "many_rows_on_old_weights", "If more than four rows are decoded at once, their weights are the first."
 )(_recomputed_by(lambda engine, request, count: 0 if engine.beside > 4 else _NEWEST))
 
 _long_prompts = mutant(
-    "long_prompts_on_old_weights", "Prompts of more than 48 tokens are completed with the first weights.", _OLDER
+    "long_prompts_on_old_weights", "Prompts of more than 48 tokens are completed with the first weights."
 )(_recomputed_by(lambda engine, request, count: 0 if len(request.prompt_ids) > 48 else _NEWEST))
 
 
@@ -96,14 +86,14 @@ def _first_in_a_quarter_of_sessions(engine: Any, request: GenerationRequest, cou
     return 0 if request.session_id is not None and crc32(request.session_id.encode()) % 4 == 0 else _NEWEST
 
 
-_some_sessions = mutant(
-    "some_sessions_on_old_weights", "A quarter of the sessions is served with the first weights.", _SESSIONS
-)(_first_in_a_quarter_of_sessions)
+_some_sessions = mutant("some_sessions_on_old_weights", "A quarter of the sessions is served with the first weights.")(
+    _first_in_a_quarter_of_sessions
+)
 
 _later_temperature = mutant(
-    "later_tokens_at_temperature_one", "Tokens after the first are sampled and scored at temperature 1.", _TEMPERATURE
+    "later_tokens_at_temperature_one", "Tokens after the first are sampled and scored at temperature 1."
 )(_recomputed_by(lambda engine, request, count: _NEWEST, temperature=1.0))
 
-_temperature_rounded = mutant("temperature_rounded", "Temperatures are rounded to one decimal.", _TEMPERATURE)(
+_temperature_rounded = mutant("temperature_rounded", "Temperatures are rounded to one decimal.")(
     broken_sampling(lambda engine, request: {"temperature": round(request.sampling.temperature, 1)})
 )

@@ -15,11 +15,8 @@ from rlframework_conformance import cases
 from rlframework_conformance.mutants.generation_engine.changes import around_observed, broken_weights
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_OWN = "test_prompts_are_completed_with_their_own_images"
-_ENCODER = "test_an_update_covers_the_image_encoder"
 
-
-@mutant("images_of_rows_swapped", "Two rows whose images have one size get each other's.", _OWN)
+@mutant("images_of_rows_swapped", "Two rows whose images have one size get each other's.")
 @around(GenerationEngine.submit)
 def _images_of_rows_swapped(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
     media = [one.media for one in requests]
@@ -28,7 +25,7 @@ def _images_of_rows_swapped(submit: Any, _: Any, requests: Sequence[GenerationRe
     submit([dataclasses.replace(one, media=other) for one, other in zip(requests, media, strict=True)])
 
 
-@mutant("images_by_prompt", "Prompts with equal tokens share what was computed of the first one's images.", _OWN)
+@mutant("images_by_prompt", "Prompts with equal tokens share what was computed of the first one's images.")
 @around(GenerationEngine.submit)
 def _images_by_prompt(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
     first: dict[tuple[int, ...], Mapping[str, Any]] = {}
@@ -37,7 +34,7 @@ def _images_by_prompt(submit: Any, _: Any, requests: Sequence[GenerationRequest]
     submit([dataclasses.replace(one, media=first[tuple(one.prompt_ids.tolist())]) for one in requests])
 
 
-@mutant("vision_tower_not_refitted", "A refit does not update the image encoder.", _ENCODER)
+@mutant("vision_tower_not_refitted", "A refit does not update the image encoder.")
 @broken_weights
 def _vision_tower_not_refitted(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     earlier = engine.earlier or weights
@@ -47,7 +44,6 @@ def _vision_tower_not_refitted(engine: Any, weights: dict[str, Tensor]) -> Mappi
 @mutant(
     "encoder_cache_not_invalidated",
     "Features of images that were computed before an update are used after it.",
-    _ENCODER,
     needs=frozenset({Capability.EMBEDDED_GENERATION}),
 )
 @around_observed(GenerationEngine.finish_weight_update)

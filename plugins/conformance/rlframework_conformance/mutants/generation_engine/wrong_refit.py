@@ -13,16 +13,11 @@ from rlframework.weight_sync.ipc import open_memory
 from rlframework_conformance.mutants.generation_engine.changes import around_observed, model_of
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_HANDLES = "test_weights_come_through_handles"
-_OFFER = "test_weights_come_into_memory_that_the_engine_offers"
-_GROUP = "test_weights_come_over_a_process_group"
-_DAMAGE = "test_damage_on_the_way_is_reported_by_name"
 _SAME_SHAPE = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 
 
-@mutant("transfer_unused", "Weights of a transport arrive, but those of the files are used.", _HANDLES, _GROUP, _OFFER,
-        needs=_EMBEDDED)  # fmt: skip
+@mutant("transfer_unused", "Weights of a transport arrive, but those of the files are used.", needs=_EMBEDDED)
 @around_observed(GenerationEngine.finish_weight_update)
 def _transfer_unused(finish: Any, engine: Any) -> Any:
     report = finish()
@@ -30,7 +25,7 @@ def _transfer_unused(finish: Any, engine: Any) -> Any:
     return report
 
 
-@mutant("checksums_not_compared", "Checksums of the received bytes are not verified.", _DAMAGE, _OFFER)
+@mutant("checksums_not_compared", "Checksums of the received bytes are not verified.")
 @around(GenerationEngine.update_weights_from_ipc_handles)
 def _checksums_not_compared(update: Any, _: Any, ipc_handles: Mapping[str, Any]) -> Any:
     ((device, group),) = ipc_handles.items()
@@ -38,7 +33,7 @@ def _checksums_not_compared(update: Any, _: Any, ipc_handles: Mapping[str, Any])
     return update({device: replace(group, checksums=tuple(checksum(slot.of(raw)) for slot in group.slots))})
 
 
-@mutant("offsets_swapped", "The engine offers two weights each other's memory.", _OFFER)
+@mutant("offsets_swapped", "The engine offers two weights each other's memory.")
 @around(GenerationEngine.offer_refit_memory)
 def _offsets_swapped(offer: Any, _: Any) -> dict[str, Any]:
     one, other = _SAME_SHAPE
@@ -48,14 +43,14 @@ def _offsets_swapped(offer: Any, _: Any) -> dict[str, Any]:
     }
 
 
-@mutant("report_of_other_bytes", "The report's checksums are not of the bytes that were sent.", _HANDLES, _GROUP)
+@mutant("report_of_other_bytes", "The report's checksums are not of the bytes that were sent.")
 @around(GenerationEngine.finish_weight_update)
 def _report_of_other_bytes(finish: Any, _: Any) -> Any:
     report = finish()
     return replace(report, checksums={name: value + 1 for name, value in report.checksums.items()})
 
 
-@mutant("report_of_another_version", "The report has the version of the update before.", _HANDLES, _GROUP, _OFFER)
+@mutant("report_of_another_version", "The report has the version of the update before.")
 @around(GenerationEngine.finish_weight_update)
 def _report_of_another_version(finish: Any, _: Any) -> Any:
     report = finish()
@@ -65,7 +60,6 @@ def _report_of_another_version(finish: Any, _: Any) -> Any:
 @mutant(
     "undeclared_calls_ignored",
     "A refit that the engine does not support does nothing and reports success.",
-    "test_calls_that_are_not_declared_are_rejected",
     break_record=lambda record: replace(
         record, capabilities=record.capabilities - {Capability.COLLECTIVE_REFIT, Capability.IPC_REFIT}
     ),

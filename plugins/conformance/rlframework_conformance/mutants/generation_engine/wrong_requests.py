@@ -11,38 +11,26 @@ import torch
 from rlframework.base.errors import RequestError
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.generation_engine.changes import (
-    around_observed,
-    broken_requests,
-    broken_results,
-)
+from rlframework_conformance.mutants.generation_engine.changes import around_observed, broken_requests, broken_results
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_ONCE = "test_each_request_comes_back_once"
-_FINISHED = "test_poll_returns_what_has_finished"
-_TIME = "test_poll_ends_in_time"
-_SESSION = "test_a_session_does_not_change_results"
-_ABORT = "test_aborted_requests_return_the_tokens_they_have"
-_PAUSE = "test_paused_requests_go_on_where_they_were"
-_PAUSE_ABORT = "test_a_pause_can_abort_all_requests"
-_REJECT = "test_requests_that_cannot_be_served_are_rejected_by_name"
 _IN_FLIGHT = frozenset({Capability.IN_FLIGHT_UPDATE})
 
 
-@mutant("returned_twice", "A result comes back again with the next poll.", _ONCE)
+@mutant("returned_twice", "A result comes back again with the next poll.")
 @around(GenerationEngine.poll)
 def _returned_twice(poll: Any, engine: Any, timeout: float | None = 0.0) -> Any:
     again, engine.again = getattr(engine, "again", []), poll(timeout)
     return [*again, *engine.again]
 
 
-@mutant("results_overwritten", "Of the requests that finish at the same time, only one comes back.", _ONCE)
+@mutant("results_overwritten", "Of the requests that finish at the same time, only one comes back.")
 @around(GenerationEngine.poll)
 def _overwritten(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
     return poll(timeout)[-1:]
 
 
-@mutant("returned_together", "Requests come back when all are finished.", _FINISHED)
+@mutant("returned_together", "Requests come back when all are finished.")
 @around(GenerationEngine.poll)
 def _returned_together(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
     results = poll(timeout)
@@ -51,13 +39,13 @@ def _returned_together(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
     return results
 
 
-@mutant("poll_without_timeout", "`poll` does not return before a request is finished.", _TIME)
+@mutant("poll_without_timeout", "`poll` does not return before a request is finished.")
 @around(GenerationEngine.poll)
 def _without_timeout(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
     return poll(None)
 
 
-@mutant("poll_waits_for_nothing", "`poll` waits for its timeout although there is no request.", _TIME)
+@mutant("poll_waits_for_nothing", "`poll` waits for its timeout although there is no request.")
 @around(GenerationEngine.poll)
 def _waits(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
     started = time.monotonic()
@@ -67,7 +55,7 @@ def _waits(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
     return results
 
 
-@mutant("prefix_of_the_session", "The cached prefix of a session is used without comparing its tokens.", _SESSION)
+@mutant("prefix_of_the_session", "The cached prefix of a session is used without comparing its tokens.")
 @broken_requests
 def _prefix_of_the_session(engine: Any, request: GenerationRequest) -> Mapping[str, Any]:
     if request.session_id is None:
@@ -80,24 +68,24 @@ def _prefix_of_the_session(engine: Any, request: GenerationRequest) -> Mapping[s
 # -- cancellation ------------------------------------------------------------------------------------------------------
 
 
-@mutant("abort_ignored", "Aborted requests are completed.", _ABORT)
+@mutant("abort_ignored", "Aborted requests are completed.")
 @around(GenerationEngine.abort)
 def _abort_ignored(*_: Any) -> None: ...
 
 
-@mutant("abort_of_all", "Aborting a request aborts those beside it.", _ABORT)
+@mutant("abort_of_all", "Aborting a request aborts those beside it.")
 @around_observed(GenerationEngine.abort)
 def _abort_of_all(abort: Any, engine: Any, request_ids: Collection[str]) -> None:
     abort(engine.asked.keys() if engine.asked.keys() & set(request_ids) else request_ids)
 
 
-@mutant("aborted_requests_lost", "Aborted requests do not come back.", _ABORT)
+@mutant("aborted_requests_lost", "Aborted requests do not come back.")
 @around(GenerationEngine.poll)
 def _aborted_lost(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
     return [result for result in poll(timeout) if result.finish_reason != "aborted"]
 
 
-@mutant("aborted_tokens_lost", "Aborted requests come back without the tokens they have.", _ABORT)
+@mutant("aborted_tokens_lost", "Aborted requests come back without the tokens they have.")
 @broken_results
 def _aborted_tokens_lost(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     if result.finish_reason != "aborted":
@@ -105,7 +93,7 @@ def _aborted_tokens_lost(engine: Any, request: GenerationRequest, result: Genera
     return {"token_ids": result.token_ids[:0], "logprobs": result.logprobs[:0], "spans": ()}
 
 
-@mutant("aborted_as_length", "Aborted requests are reported as ended by their length.", _ABORT)
+@mutant("aborted_as_length", "Aborted requests are reported as ended by their length.")
 @broken_results
 def _aborted_as_length(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"finish_reason": "length"} if result.finish_reason == "aborted" else {}
@@ -114,18 +102,18 @@ def _aborted_as_length(engine: Any, request: GenerationRequest, result: Generati
 # -- pauses ------------------------------------------------------------------------------------------------------------
 
 
-@mutant("pause_ignored", "Requests are served while paused.", _PAUSE, _PAUSE_ABORT, needs=_IN_FLIGHT)
+@mutant("pause_ignored", "Requests are served while paused.", needs=_IN_FLIGHT)
 @around(GenerationEngine.pause)
 def _pause_ignored(*_: Any) -> None: ...
 
 
-@mutant("pause_drops_requests", "A pause aborts the requests that it should keep.", _PAUSE, needs=_IN_FLIGHT)
+@mutant("pause_drops_requests", "A pause aborts the requests that it should keep.", needs=_IN_FLIGHT)
 @around(GenerationEngine.pause)
 def _pause_drops(pause: Any, *_: Any) -> None:
     pause("abort")
 
 
-@mutant("pause_keeps_requests", "A pause keeps the requests that it should abort.", _PAUSE_ABORT, needs=_IN_FLIGHT)
+@mutant("pause_keeps_requests", "A pause keeps the requests that it should abort.", needs=_IN_FLIGHT)
 @around(GenerationEngine.pause)
 def _pause_keeps(pause: Any, *_: Any) -> None:
     pause("keep")
@@ -134,14 +122,14 @@ def _pause_keeps(pause: Any, *_: Any) -> None:
 # -- rejections --------------------------------------------------------------------------------------------------------
 
 
-@mutant("half_a_call_accepted", "The requests before one that is rejected are accepted.", _REJECT)
+@mutant("half_a_call_accepted", "The requests before one that is rejected are accepted.")
 @around(GenerationEngine.submit)
 def _half_accepted(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
     for request in requests:
         submit([request])
 
 
-@mutant("rejected_without_a_name", "The error does not say which request is rejected.", _REJECT)
+@mutant("rejected_without_a_name", "The error does not say which request is rejected.")
 @around(GenerationEngine.submit)
 def _without_name(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
     try:
@@ -150,17 +138,17 @@ def _without_name(submit: Any, _: Any, requests: Sequence[GenerationRequest]) ->
         raise RequestError("a request cannot be served") from None
 
 
-_unknown_tokens_replaced = mutant("unknown_tokens_replaced", "Tokens outside the vocabulary are replaced.", _REJECT)(
+_unknown_tokens_replaced = mutant("unknown_tokens_replaced", "Tokens outside the vocabulary are replaced.")(
     broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids.clamp(0, 15)})
 )
 
 
-_long_prompts_cut = mutant("long_prompts_cut", "Prompts that are too long are truncated.", _REJECT)(
+_long_prompts_cut = mutant("long_prompts_cut", "Prompts that are too long are truncated.")(
     broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids[-100:]})
 )
 
 
-@mutant("rejection_ends_all", "A rejected request ends those in progress.", _REJECT)
+@mutant("rejection_ends_all", "A rejected request ends those in progress.")
 @around_observed(GenerationEngine.submit)
 def _rejection_ends_all(submit: Any, engine: Any, requests: Sequence[GenerationRequest]) -> None:
     try:

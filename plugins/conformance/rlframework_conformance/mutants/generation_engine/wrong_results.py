@@ -15,28 +15,22 @@ from rlframework_conformance.mutants.generation_engine.changes import (
 )
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_TYPES = "test_results_have_their_types_and_are_on_the_cpu"
-_STOPS = "test_completions_end_with_the_stop_tokens_of_their_request"
-_REASON = "test_finish_reason_is_length_without_a_stop_token"
-_LENGTH = "test_no_completion_is_longer_than_its_request_allows"
-_LAST = "test_completions_end_at_the_last_position_of_the_model"
-_SPANS = "test_spans_cover_all_tokens_with_the_version_of_the_weights"
 _END = 1
 
 
-@mutant("logprobs_of_bfloat16", "Log-probabilities come back as bfloat16.", _TYPES)
+@mutant("logprobs_of_bfloat16", "Log-probabilities come back as bfloat16.")
 @broken_results
 def _of_bfloat16(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"logprobs": result.logprobs.bfloat16()}
 
 
-@mutant("tokens_of_32_bits", "Token ids come back as int32.", _TYPES)
+@mutant("tokens_of_32_bits", "Token ids come back as int32.")
 @broken_results
 def _of_32_bits(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"token_ids": result.token_ids.int()}
 
 
-@mutant("prompts_overwritten", "The memory of prompts is used for something else.", "test_prompts_are_not_changed")
+@mutant("prompts_overwritten", "The memory of prompts is used for something else.")
 @around_observed(GenerationEngine.poll)
 def _prompts_overwritten(poll: Any, engine: Any, timeout: float | None = 0.0) -> Any:
     results = poll(timeout)
@@ -45,26 +39,23 @@ def _prompts_overwritten(poll: Any, engine: Any, timeout: float | None = 0.0) ->
     return results
 
 
-_stop_tokens_ignored = mutant("stop_tokens_ignored", "Stop tokens other than the end token have no effect.", _STOPS)(
+_stop_tokens_ignored = mutant("stop_tokens_ignored", "Stop tokens other than the end token have no effect.")(
     broken_sampling(lambda engine, request: {"stop_token_ids": request.sampling.stop_token_ids & {_END}})
 )
 
 
-_two_stop_tokens = mutant("two_stop_tokens", "Only the two lowest stop tokens of a request end it.", _STOPS)(
+_two_stop_tokens = mutant("two_stop_tokens", "Only the two lowest stop tokens of a request end it.")(
     broken_sampling(lambda engine, request: {"stop_token_ids": frozenset(sorted(request.sampling.stop_token_ids)[:2])})
 )
 
 
-_own_ends = mutant("ends_of_its_own", "The engine also stops at the tokenizer's end-of-sequence token.", _STOPS)(
+_own_ends = mutant("ends_of_its_own", "The engine also stops at the tokenizer's end-of-sequence token.")(
     broken_sampling(lambda engine, request: {"stop_token_ids": request.sampling.stop_token_ids | {_END}})
 )
 
 
 @mutant(
-    "prompts_cut_at_an_end",
-    "Prompts are truncated at the first end-of-sequence token, as where that is the pad token.",
-    _STOPS,
-    "test_greedy_completions_are_those_of_plain_decoding",
+    "prompts_cut_at_an_end", "Prompts are truncated at the first end-of-sequence token, as where that is the pad token."
 )
 @broken_requests
 def _prompts_cut_at_an_end(engine: Any, request: GenerationRequest) -> Mapping[str, Any]:
@@ -73,7 +64,7 @@ def _prompts_cut_at_an_end(engine: Any, request: GenerationRequest) -> Mapping[s
     return {"prompt_ids": prompt[: int(ends[0]) + 1] if len(ends) else prompt}
 
 
-@mutant("stop_token_left_out", "The stop token is not part of the completion.", _STOPS, _LENGTH)
+@mutant("stop_token_left_out", "The stop token is not part of the completion.")
 @broken_results
 def _without_stop_token(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     if result.finish_reason != "stop":
@@ -83,31 +74,31 @@ def _without_stop_token(engine: Any, request: GenerationRequest, result: Generat
     return {"token_ids": result.token_ids[:-1], "logprobs": result.logprobs[:-1], "spans": spans}
 
 
-@mutant("always_stopped", "No completion is ever reported as ended by its length.", _REASON)
+@mutant("always_stopped", "No completion is ever reported as ended by its length.")
 @broken_results
 def _always_stopped(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"finish_reason": "stop"}
 
 
-@mutant("reason_by_length", "A stop token as the last allowed token is reported as ended by its length.", _REASON)
+@mutant("reason_by_length", "A stop token as the last allowed token is reported as ended by its length.")
 @broken_results
 def _by_length(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"finish_reason": "length"} if len(result.token_ids) == request.max_new_tokens else {}
 
 
-_one_token_too_many = mutant("one_token_too_many", "Completions get one token more than `max_new_tokens`.", _LENGTH)(
+_one_token_too_many = mutant("one_token_too_many", "Completions get one token more than `max_new_tokens`.")(
     broken_requests(lambda engine, request: {"max_new_tokens": request.max_new_tokens + 1})
 )
 
 
-@mutant("longest_of_the_batch", "Requests that are submitted together all get the most tokens of one.", _LENGTH)
+@mutant("longest_of_the_batch", "Requests that are submitted together all get the most tokens of one.")
 @around(GenerationEngine.submit)
 def _longest_of_the_batch(submit: Any, _: Any, requests: Sequence[GenerationRequest]) -> None:
     most = max(request.max_new_tokens for request in requests)
     submit([replace(request, max_new_tokens=most) for request in requests])
 
 
-@mutant("last_position_unused", "A completion ends one token before the model's last position.", _LAST)
+@mutant("last_position_unused", "A completion ends one token before the model's last position.")
 @broken_results
 def _last_position_unused(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     count = len(result.token_ids) - 1
@@ -116,13 +107,13 @@ def _last_position_unused(engine: Any, request: GenerationRequest, result: Gener
     return {"token_ids": result.token_ids[:count], "logprobs": result.logprobs[:count]}
 
 
-@mutant("first_version_kept", "Spans have the version of the first weights.", _SPANS)
+@mutant("first_version_kept", "Spans have the version of the first weights.")
 @broken_results
 def _first_version(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"spans": tuple(span._replace(version=1) for span in result.spans)}
 
 
-@mutant("spans_without_the_last_token", "Spans end before the last token.", _SPANS)
+@mutant("spans_without_the_last_token", "Spans end before the last token.")
 @broken_results
 def _without_last_token(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     *spans, last = result.spans

@@ -12,11 +12,6 @@ from rlframework.interfaces.generation import GenerationRequest, GenerationResul
 from rlframework_conformance.mutants.generation_engine.changes import broken_results, broken_sampling, model_of
 from rlframework_conformance.mutants.mutant import mutant
 
-_SAMPLED = "test_logprobs_of_samples_are_at_the_sampling_temperature"
-_TRUNCATED = "test_logprobs_are_those_before_top_k_and_top_p"
-_GREEDY = "test_greedy_completions_are_those_of_plain_decoding"
-_FREQUENCIES = "test_samples_are_as_frequent_as_the_model_says"
-
 
 def _rescored(
     engine: Any, request: GenerationRequest, result: GenerationResult, temperature: float, top_k: int | None = None
@@ -30,26 +25,18 @@ def _rescored(
     return {"logprobs": torch.log_softmax(logits, -1).gather(1, ids[start:, None])[:, 0]}
 
 
-_temperature_ignored = mutant(
-    "temperature_ignored",
-    "Samples are drawn and scored at temperature 1.",
-    _FREQUENCIES,
-    _SAMPLED,
-)(broken_sampling(lambda engine, request: {"temperature": min(1.0, 1e6 * request.sampling.temperature)}))
-
-
-@mutant(
-    "temperature_on_one_side",
-    "Samples are drawn at the temperature of their request but scored at temperature 1.",
-    _SAMPLED,
-    _TRUNCATED,
+_temperature_ignored = mutant("temperature_ignored", "Samples are drawn and scored at temperature 1.")(
+    broken_sampling(lambda engine, request: {"temperature": min(1.0, 1e6 * request.sampling.temperature)})
 )
+
+
+@mutant("temperature_on_one_side", "Samples are drawn at the temperature of their request but scored at temperature 1.")
 @broken_results
 def _at_temperature_one(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {} if request.sampling.greedy else _rescored(engine, request, result, 1.0)
 
 
-@mutant("greedy_scored_at_temperature", "Greedy completions are scored at a sampling temperature.", _GREEDY)
+@mutant("greedy_scored_at_temperature", "Greedy completions are scored at a sampling temperature.")
 @broken_results
 def _greedy_at_temperature(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return _rescored(engine, request, result, 0.7) if request.sampling.greedy else {}
@@ -58,7 +45,6 @@ def _greedy_at_temperature(engine: Any, request: GenerationRequest, result: Gene
 @mutant(
     "scored_after_top_k",
     "Log-probabilities are renormalized over the k most likely tokens, another truncation than the trainer's.",
-    _TRUNCATED,
 )
 @broken_results
 def _after_top_k(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
@@ -68,13 +54,13 @@ def _after_top_k(engine: Any, request: GenerationRequest, result: GenerationResu
     return _rescored(engine, request, result, sampling.temperature, sampling.top_k)
 
 
-@mutant("logprobs_off_by_one", "Log-probabilities are shifted one position to the left.", _SAMPLED, _TRUNCATED, _GREEDY)
+@mutant("logprobs_off_by_one", "Log-probabilities are shifted one position to the left.")
 @broken_results
 def _shifted_left(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"logprobs": result.logprobs.roll(-1)}
 
 
-@mutant("logprobs_in_bfloat16", "Log-probabilities have the precision of bfloat16.", _SAMPLED)
+@mutant("logprobs_in_bfloat16", "Log-probabilities have the precision of bfloat16.")
 @broken_results
 def _in_bfloat16(engine: Any, request: GenerationRequest, result: GenerationResult) -> Mapping[str, Any]:
     return {"logprobs": result.logprobs.bfloat16().float()}
@@ -83,8 +69,7 @@ def _in_bfloat16(engine: Any, request: GenerationRequest, result: GenerationResu
 @mutant(
     "bound_of_fp32_for_bfloat16",
     "The declared bound of bfloat16 is one that only fp32 keeps, so sound refits are rejected.",
-    "test_logprobs_in_bfloat16_are_within_the_declared_bound",
-    break_record=lambda record: replace(record, probe_bounds={"bfloat16": 1e-5}),  # type: ignore[call-arg]
+    break_record=lambda record: replace(record, probe_bounds={"bfloat16": 1e-5}),
 )
 def _bound_of_fp32(part: Any) -> Any:
     return part

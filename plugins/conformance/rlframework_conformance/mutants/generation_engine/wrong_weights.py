@@ -21,14 +21,6 @@ from rlframework_conformance.mutants.generation_engine.changes import (
 )
 from rlframework_conformance.mutants.mutant import around, mutant, together
 
-_LIVE = "test_attached_weights_are_live"
-_LAST_GIVEN = "test_weights_given_last_count_however_they_came"
-_LAST_UPDATE = "test_the_weights_of_the_last_update_count"
-_EVERY = "test_every_tensor_of_an_update_arrives"
-_ONE_BY_ONE = "test_weights_may_come_one_by_one_and_be_reused_by_the_sender"
-_OLDER = "test_nothing_computed_with_older_weights_is_used"
-_ADAPTERS = "test_adapters_are_added_to_the_weights_of_the_model"
-_MEMORY = "test_memory_can_be_released_between_rollouts"
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 _ONE, _OTHER = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
 _SQUARE = "model.layers.0.self_attn.q_proj.weight"
@@ -37,60 +29,51 @@ _SQUARE = "model.layers.0.self_attn.q_proj.weight"
 # -- weights that do not arrive as they were sent ----------------------------------------------------------------------
 
 
-@mutant("tensor_missing", "One tensor is not updated.", _EVERY)
+@mutant("tensor_missing", "One tensor is not updated.")
 @broken_weights
 def _tensor_missing(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     last = max(weights)
     return weights if engine.earlier is None else {**weights, last: engine.earlier[last]}
 
 
-@mutant("tensors_reordered", "Two tensors of the same shape are exchanged.", _EVERY, _LAST_UPDATE)
+@mutant("tensors_reordered", "Two tensors of the same shape are exchanged.")
 @broken_weights
 def _tensors_reordered(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     return {**weights, _ONE: weights[_OTHER], _OTHER: weights[_ONE]} if {_ONE, _OTHER} <= weights.keys() else weights
 
 
-@mutant("tensor_transposed", "A square matrix is transposed.", _EVERY, _LAST_UPDATE)
+@mutant("tensor_transposed", "A square matrix is transposed.")
 @broken_weights
 def _tensor_transposed(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     return {**weights, _SQUARE: weights[_SQUARE].T.contiguous()} if _SQUARE in weights else weights
 
 
-@mutant("weights_rounded", "Weights are rounded to bfloat16 on their way.", _EVERY, _LAST_UPDATE)
+@mutant("weights_rounded", "Weights are rounded to bfloat16 on their way.")
 @broken_weights
 def _weights_rounded(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: tensor.bfloat16().to(tensor.dtype) for name, tensor in weights.items()}
 
 
-@mutant(
-    "stale_after_update", "Updates after the first report their version, but change no weight.", _LAST_UPDATE, _EVERY
-)
+@mutant("stale_after_update", "Updates after the first report their version, but change no weight.")
 @broken_weights
 def _stale_after_update(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     return weights if engine.earlier is None else {name: engine.earlier[name] for name in weights}
 
 
-@mutant("adapters_undelivered", "Adapters are counted as received, but not added to the weights.", _ADAPTERS)
+@mutant("adapters_undelivered", "Adapters are counted as received, but not added to the weights.")
 @broken_weights
 def _adapters_undelivered(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: torch.zeros_like(tensor) if "lora_B" in name else tensor for name, tensor in weights.items()}
 
 
-@mutant(
-    "files_instead",
-    "An update loads the weights of the model's directory instead of the given ones.",
-    _LAST_UPDATE,
-    _ONE_BY_ONE,
-)
+@mutant("files_instead", "An update loads the weights of the model's directory instead of the given ones.")
 @broken_weights
 def _files_instead(engine: Any, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     saved = saved_weights(engine.directory)
     return {name: saved.get(name, tensor) for name, tensor in weights.items()}
 
 
-@mutant(
-    "references_kept", "The engine keeps references to the sender's tensors, which the sender overwrites.", _ONE_BY_ONE
-)
+@mutant("references_kept", "The engine keeps references to the sender's tensors, which the sender overwrites.")
 @around(GenerationEngine.load_weights)
 def _references_kept(load: Any, _: Any, weights: Any) -> None:
     load(dict(weights).items())
@@ -99,7 +82,7 @@ def _references_kept(load: Any, _: Any, weights: Any) -> None:
 # -- a model that is not the trainer's ---------------------------------------------------------------------------------
 
 
-@mutant("tied_head_stale", "The head that is tied to the embeddings keeps their first values.", _EVERY, needs=_EMBEDDED)
+@mutant("tied_head_stale", "The head that is tied to the embeddings keeps their first values.", needs=_EMBEDDED)
 @broken_model
 def _tied_head_stale(engine: Any, module: Any) -> None:
     if module.config.tie_word_embeddings:
@@ -122,13 +105,11 @@ def _notes_release(release: Any, engine: Any, tags: Collection[Any] = ("weights"
 _buffer_lost = mutant(
     "buffer_lost",
     "A buffer that is not saved, of the rotary embeddings, is lost when the memory of weights is released.",
-    _MEMORY,
     needs=_EMBEDDED,
 )(together(_buffer_zero_once_released, _notes_release))
 
 
-@mutant("cache_released_with_weights", "Releasing the memory of caches also changes weights.",
-        _MEMORY, needs=_EMBEDDED)  # fmt: skip
+@mutant("cache_released_with_weights", "Releasing the memory of caches also changes weights.", needs=_EMBEDDED)
 @around_observed(GenerationEngine.release)
 def _weights_released(release: Any, engine: Any, *tags: Any) -> Any:
     with torch.no_grad():
@@ -136,15 +117,13 @@ def _weights_released(release: Any, engine: Any, *tags: Any) -> Any:
     return release(*tags)
 
 
-@mutant("first_module_kept", "Attaching another module has no effect.", _OLDER, needs=_EMBEDDED)
+@mutant("first_module_kept", "Attaching another module has no effect.", needs=_EMBEDDED)
 @around(GenerationEngine.attach)
 def _first_module_kept(attach: Any, engine: Any, model: Any, version: int) -> None:
     attach(vars(engine).setdefault("kept", model), version)
 
 
-@mutant(
-    "loaded_weights_kept", "Attaching a module has no effect after weights were loaded.", _LAST_GIVEN, needs=_EMBEDDED
-)
+@mutant("loaded_weights_kept", "Attaching a module has no effect after weights were loaded.", needs=_EMBEDDED)
 @around(GenerationEngine.load_weights, GenerationEngine.attach)
 def _loaded_weights_kept(call: Any, engine: Any, *arguments: Any) -> None:
     if call.__name__ == "load_weights":
@@ -154,7 +133,7 @@ def _loaded_weights_kept(call: Any, engine: Any, *arguments: Any) -> None:
         call(*arguments)
 
 
-@mutant("copied_at_attach", "The module is copied when it is attached for the first time.", _LIVE, needs=_EMBEDDED)
+@mutant("copied_at_attach", "The module is copied when it is attached for the first time.", needs=_EMBEDDED)
 @around(GenerationEngine.attach)
 def _copied_at_attach(attach: Any, engine: Any, model: Any, version: int) -> None:
     copies = vars(engine).setdefault("copies", {id(model): copy.deepcopy(model)})
@@ -164,7 +143,6 @@ def _copied_at_attach(attach: Any, engine: Any, model: Any, version: int) -> Non
 @mutant(
     "left_in_evaluation",
     "Generation leaves the module in evaluation mode, so training continues without dropout.",
-    "test_generating_leaves_the_module_as_it_was",
     needs=_EMBEDDED,
 )
 @around_observed(GenerationEngine.poll)
@@ -202,13 +180,15 @@ def _with_first_keys_and_values(engine: Any, request: GenerationRequest, result:
 _stale_prefix_cache = mutant(
     "stale_prefix_cache",
     "Keys and values of prompts that were computed with the first weights are used again.",
-    _OLDER,
     needs=_EMBEDDED,
 )(together(_keeps_first_module, _with_first_keys_and_values))
 
 
-@mutant("stale_encoder_cache", "Input embeddings, as those of an encoder, are cached and used after an update.",
-        _OLDER, needs=_EMBEDDED)  # fmt: skip
+@mutant(
+    "stale_encoder_cache",
+    "Input embeddings, as those of an encoder, are cached and used after an update.",
+    needs=_EMBEDDED,
+)
 @around(GenerationEngine.attach)
 def _stale_encoder_cache(attach: Any, engine: Any, model: Any, version: int) -> None:
     encoded = copy.deepcopy(model)

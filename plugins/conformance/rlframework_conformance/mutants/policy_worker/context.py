@@ -8,29 +8,13 @@ import torch
 
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import (
-    around_forward,
-    around_step,
-    head_of,
-    module_of,
-)
+from rlframework_conformance.mutants.policy_worker.engine_access import around_forward, around_step, head_of, module_of
 from rlframework_conformance.mutants.policy_worker.wrong_grouping import scaled
 
 CONTEXT = Layout(context=2)
-ORACLE = "test_logprobs_are_those_of_the_oracle"
-FIRST = "test_first_step_is_that_of_the_oracle"
-PACKED = "test_packed_equals_padded"
-ONE_END = "test_targets_may_lie_at_one_end_of_their_rows"
 
 
-@mutant(
-    "positions_of_the_part",
-    "Positions restart at 0 in each rank's shard of a sequence.",
-    FIRST,
-    "test_dynamic_equals_padded",
-    "test_positions_start_again_in_packed_rows",
-    layout=CONTEXT,
-)
+@mutant("positions_of_the_part", "Positions restart at 0 in each rank's shard of a sequence.", layout=CONTEXT)
 @around_forward
 def _positions_of_the_part(engine: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     ids = keywords["input_ids"]
@@ -40,9 +24,6 @@ def _positions_of_the_part(engine: Any, keywords: dict[str, Any]) -> dict[str, A
 @mutant(
     "targets_of_the_part",
     "Targets are shifted after sharding, so the last token of a shard predicts the wrong token.",
-    ORACLE,
-    FIRST,
-    PACKED,
     layout=CONTEXT,
 )
 @around_forward
@@ -53,14 +34,7 @@ def _targets_of_the_part(engine: Any, keywords: dict[str, Any]) -> dict[str, Any
     return keywords
 
 
-@mutant(
-    "attention_within_the_part",
-    "A token does not attend to earlier tokens on another rank.",
-    ORACLE,
-    FIRST,
-    PACKED,
-    layout=CONTEXT,
-)
+@mutant("attention_within_the_part", "A token does not attend to earlier tokens on another rank.", layout=CONTEXT)
 @around_forward
 def _attention_within_the_part(engine: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     module_of(engine).config.get_text_config()._attn_implementation = "sdpa"
@@ -70,9 +44,6 @@ def _attention_within_the_part(engine: Any, keywords: dict[str, Any]) -> dict[st
 @mutant(
     "gradient_once_a_part",
     "The head's gradient is summed over ranks, so it counts once per shard of the sequence.",
-    FIRST,
-    PACKED,
-    "test_activation_checkpointing_changes_nothing",
     layout=CONTEXT,
 )
 @around_step
@@ -81,24 +52,14 @@ def _gradient_once_a_part(step: Any, engine: Any, *args: Any) -> Any:
 
 
 @mutant(
-    "gradient_of_one_part",
-    "Gradients are averaged over the shards of a sequence instead of summed.",
-    FIRST,
-    ONE_END,
-    layout=CONTEXT,
+    "gradient_of_one_part", "Gradients are averaged over the shards of a sequence instead of summed.", layout=CONTEXT
 )
 @around_step
 def _gradient_of_one_part(step: Any, engine: Any, *args: Any) -> Any:
     return scaled(1 / engine.config.parallelism.context, step(*args))
 
 
-@mutant(
-    "late_targets_without_gradient",
-    "Targets in the later half of a row contribute no gradient.",
-    ONE_END,
-    PACKED,
-    layout=CONTEXT,
-)
+@mutant("late_targets_without_gradient", "Targets in the later half of a row contribute no gradient.", layout=CONTEXT)
 @around_step
 def _late_targets_without_gradient(step: Any, engine: Any, output: Any, microbatch: Any) -> Any:
     length = microbatch.processed_inputs.seq_len

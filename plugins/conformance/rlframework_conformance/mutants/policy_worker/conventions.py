@@ -17,10 +17,6 @@ from rlframework.policy.training_step import Training
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import around_step, module_of
 
-ORACLE = "test_logprobs_are_those_of_the_oracle"
-ASKED = "test_only_asked_positions_are_scored"
-TEMPERATURE = "test_scoring_and_training_are_at_the_temperature_of_sampling"
-
 
 def _changed_logprobs(change: Callable[[Tensor, Any], Tensor]) -> Callable[[Any], Any]:
     """Break scoring: the log-probabilities `[B, S]` become `change(logprobs, data)`."""
@@ -33,96 +29,65 @@ def _changed_logprobs(change: Callable[[Tensor, Any], Tensor]) -> Callable[[Any]
 
 
 off_by_one = mutant(
-    "logprobs_off_by_one",
-    "Log-probabilities are one position too early, at the token that predicts them.",
-    ORACLE,
-    ASKED,
+    "logprobs_off_by_one", "Log-probabilities are one position too early, at the token that predicts them."
 )(_changed_logprobs(lambda logprobs, data: logprobs.roll(-1, dims=1)))
 
-padding_scored = mutant(
-    "padding_scored",
-    "Padding gets log-probabilities instead of zeros.",
-    "test_first_position_and_padding_are_zero",
-    "test_padding_changes_nothing",
-)(_changed_logprobs(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0))))
-
-
-@mutant(
-    "scored_entropy_in_bits",
-    "Entropies from scoring are in bits instead of nats.",
-    "test_entropies_come_with_log_probabilities",
+padding_scored = mutant("padding_scored", "Padding gets log-probabilities instead of zeros.")(
+    _changed_logprobs(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0)))
 )
+
+
+@mutant("scored_entropy_in_bits", "Entropies from scoring are in bits instead of nats.")
 @around(PolicyWorker.get_logprobs)
 def _scored_entropy_in_bits(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     scored = call(*args, **options).items()
     return BatchedDataDict({name: value / math.log(2) if name == "entropy" else value for name, value in scored})
 
 
-@mutant(
-    "next_top_tokens",
-    "The top-k tokens are stored at the position that predicts them, as logits are.",
-    "test_the_likeliest_tokens_are_those_of_the_oracle",
-)
+@mutant("next_top_tokens", "The top-k tokens are stored at the position that predicts them, as logits are.")
 @around(PolicyWorker.get_topk_logits)
 def _next_top_tokens(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     return BatchedDataDict({name: values.roll(-1, dims=1) for name, values in call(*args, **options).items()})
 
 
-half_results = mutant("half_results", "Results come back in half precision.", "test_results_are_fp32_on_the_cpu")(
+half_results = mutant("half_results", "Results come back in half precision.")(
     _changed_logprobs(lambda logprobs, data: logprobs.half())
 )
 
-bin_order = mutant(
-    "results_in_bin_order",
-    "Results come back grouped by length, longest row first.",
-    "test_results_come_in_the_order_of_the_rows",
-    "test_packed_results_come_in_the_order_of_the_rows",
-)(_changed_logprobs(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)]))
+bin_order = mutant("results_in_bin_order", "Results come back grouped by length, longest row first.")(
+    _changed_logprobs(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)])
+)
 
-partial_batch_unscored = mutant(
-    "partial_batch_unscored",
-    "Rows that do not fill a microbatch are not scored.",
-    "test_a_batch_may_have_any_number_of_rows_when_scored",
-)(_changed_logprobs(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None]))
+partial_batch_unscored = mutant("partial_batch_unscored", "Rows that do not fill a microbatch are not scored.")(
+    _changed_logprobs(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None])
+)
 
 
-@mutant("positions_ignored", "All positions are scored, whichever were requested.", ASKED)
+@mutant("positions_ignored", "All positions are scored, whichever were requested.")
 @around(PolicyWorker.get_logprobs)
 def _positions_ignored(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     return call(*args, **{**options, "positions": "all"})
 
 
-@mutant(
-    "temperature_in_training_only",
-    "Scores are computed at temperature 1; the loss uses the sampling temperature.",
-    TEMPERATURE,
-)
+@mutant("temperature_in_training_only", "Scores are computed at temperature 1; the loss uses the sampling temperature.")
 @around(Engine.forward_backward)
 def _temperature_in_training_only(call: Any, engine: Any, rows: Any, head: Any, step: Any, *, forward_only: Any) -> Any:
     return call(rows, replace(head, temperature=1.0) if forward_only else head, step, forward_only=forward_only)
 
 
-@mutant(
-    "temperature_in_scoring_only",
-    "The loss is computed at temperature 1; scores use the sampling temperature.",
-    TEMPERATURE,
-)
+@mutant("temperature_in_scoring_only", "The loss is computed at temperature 1; scores use the sampling temperature.")
 @around(Engine.forward_backward)
 def _temperature_in_scoring_only(call: Any, engine: Any, rows: Any, head: Any, step: Any, *, forward_only: Any) -> Any:
     return call(rows, head if forward_only else replace(head, temperature=1.0), step, forward_only=forward_only)
 
 
-@mutant(
-    "temperature_in_every_loss",
-    "The supervised loss uses the sampling temperature too.",
-    "test_supervised_loss_is_at_temperature_one",
-)
+@mutant("temperature_in_every_loss", "The supervised loss uses the sampling temperature too.")
 @around(Training.head_request)
 def _temperature_in_every_loss(call: Any, training: Any, loss_fn: Any) -> Any:
     return replace(call(loss_fn), temperature=training.temperature)
 
 
-@mutant("dropout_left_on", "Dropout is active while scoring.", ORACLE, "test_scoring_changes_nothing")
+@mutant("dropout_left_on", "Dropout is active while scoring.")
 @around(Engine.forward_backward)
 def _dropout_left_on(call: Any, engine: Any, *args: Any, forward_only: bool) -> Any:
     def drop(module: Any, inputs: Any, output: Any) -> Any:
@@ -135,12 +100,7 @@ def _dropout_left_on(call: Any, engine: Any, *args: Any, forward_only: bool) -> 
         handle.remove()
 
 
-@mutant(
-    "padded_vocabulary_in_softmax",
-    "The head is padded with rows of zeros, and they take part in the softmax.",
-    ORACLE,
-    "test_first_step_is_that_of_the_oracle",
-)
+@mutant("padded_vocabulary_in_softmax", "The head is padded with rows of zeros, and they take part in the softmax.")
 @around(Engine.forward_backward)
 def _padded_vocabulary(call: Any, engine: Any, *args: Any, **options: Any) -> Any:
     """The rows exist only during forwards, so saved names and shapes do not change."""
@@ -154,11 +114,7 @@ def _padded_vocabulary(call: Any, engine: Any, *args: Any, **options: Any) -> An
         head._parameters["weight"] = weight
 
 
-@mutant(
-    "loss_scale_left_in",
-    "The loss is scaled up in low precision and the gradient is never scaled back.",
-    "test_bfloat16_is_near_fp32",
-)
+@mutant("loss_scale_left_in", "The loss is scaled up in low precision and the gradient is never scaled back.")
 @around_step
 def _loss_scale_left_in(step: Any, engine: Any, *args: Any) -> Any:
     result = step(*args)
@@ -167,7 +123,7 @@ def _loss_scale_left_in(step: Any, engine: Any, *args: Any) -> Any:
     return result
 
 
-@mutant("stays_on_the_cpu", "The model is never moved to the device.", "test_the_model_lies_on_the_gpu")
+@mutant("stays_on_the_cpu", "The model is never moved to the device.")
 @around(Engine.build)
 def _stays_on_the_cpu(call: Any, engine: Any, *, init_optimizer: bool) -> None:
     call(init_optimizer=False)
@@ -175,7 +131,7 @@ def _stays_on_the_cpu(call: Any, engine: Any, *, init_optimizer: bool) -> None:
     torch.cuda.empty_cache()
 
 
-@mutant("rank_one_everywhere", "Every worker reports rank 1.", "test_workers_report_their_rank")
+@mutant("rank_one_everywhere", "Every worker reports rank 1.")
 @around(PolicyWorker.get_info)
 def _rank_one_everywhere(call: Any, worker: Any) -> Any:
     return {**call(), "rank": 1}

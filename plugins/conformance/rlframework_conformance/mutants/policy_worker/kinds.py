@@ -25,10 +25,6 @@ from rlframework_conformance.mutants.policy_worker.engine_access import (
     module_of,
 )
 
-MASKS = "test_windows_of_the_mask_limit_what_a_token_sees"
-SINKS = "test_sinks_take_their_share_of_attention"
-CAPS = "test_soft_caps_squash_scores_and_logits"
-
 
 class _Other(RowLayout):
     """The layout of a row in which some settings of attention scores are replaced."""
@@ -53,25 +49,21 @@ def _lost_in_packed_rows(**settings: Any) -> Callable[[Any], Any]:
 
 
 windows_lost_in_packed_rows = mutant(
-    "windows_lost_in_packed_rows",
-    "Attention in packed rows ignores the window of a layer.",
-    "test_windows_limit_what_a_token_sees",
-    MASKS,
+    "windows_lost_in_packed_rows", "Attention in packed rows ignores the window of a layer."
 )(_lost_in_packed_rows(window=None))
 
-sinks_lost_in_packed_rows = mutant("sinks_lost_in_packed_rows", "Attention in packed rows ignores the sinks.", SINKS)(
+sinks_lost_in_packed_rows = mutant("sinks_lost_in_packed_rows", "Attention in packed rows ignores the sinks.")(
     _lost_in_packed_rows(sinks=None)
 )
 
 caps_lost_in_packed_rows = mutant(
-    "caps_lost_in_packed_rows", "Attention in packed rows ignores the soft cap of scores.", CAPS
+    "caps_lost_in_packed_rows", "Attention in packed rows ignores the soft cap of scores."
 )(_lost_in_packed_rows(softcap=None))
 
 
 @mutant(
     "masks_lost_with_the_window",
     "A window that the model leaves to its mask is ignored by an attention without a mask.",
-    MASKS,
 )
 @around(Engine.build)
 def _masks_lost_with_the_window(call: Any, engine: Any, **how: Any) -> None:
@@ -82,7 +74,6 @@ def _masks_lost_with_the_window(call: Any, engine: Any, **how: Any) -> None:
 @mutant(
     "cap_of_logits_lost",
     "Log-probabilities are those of the head's outputs, without the soft cap that the model puts on its logits.",
-    CAPS,
 )
 @around(Engine.build)
 def _cap_of_logits_lost(call: Any, engine: Any, **how: Any) -> None:
@@ -91,9 +82,7 @@ def _cap_of_logits_lost(call: Any, engine: Any, **how: Any) -> None:
 
 
 @mutant(
-    "left_in_training_mode",
-    "The model trains in training mode, in which it is random, although all dropout is off.",
-    "test_nothing_is_random_in_training",
+    "left_in_training_mode", "The model trains in training mode, in which it is random, although all dropout is off."
 )
 @around(Engine.build)
 def _left_in_training_mode(call: Any, engine: Any, **how: Any) -> None:
@@ -105,7 +94,6 @@ def _left_in_training_mode(call: Any, engine: Any, **how: Any) -> None:
 @mutant(
     "frequencies_of_the_longest_row",
     "Rotary frequencies that depend on the length are those of the longest row of a microbatch for all of its rows.",
-    "test_rotary_frequencies_are_those_of_each_length",
 )
 @around(Engine.build)
 def _frequencies_of_the_longest_row(call: Any, engine: Any, **how: Any) -> None:
@@ -116,10 +104,5 @@ def _frequencies_of_the_longest_row(call: Any, engine: Any, **how: Any) -> None:
 
 
 vectors_not_trained = mutant(
-    "vectors_not_trained",
-    "Parameters of one dimension (norms, biases, sinks) are not trained.",
-    "test_first_step_is_that_of_the_oracle",
-    "test_norms_that_heads_share_are_learnt_from_all",
-    SINKS,
-    needs=STATE,
+    "vectors_not_trained", "Parameters of one dimension (norms, biases, sinks) are not trained.", needs=STATE
 )(changed_updates(lambda name, before, after: before if after.ndim == 1 else after))

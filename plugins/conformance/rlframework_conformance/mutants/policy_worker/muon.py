@@ -13,10 +13,8 @@ from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import optimizer_of
 
-UPDATES = "test_updates_by_muon_are_those_of_whole_matrices"
 
-
-@mutant("muon_ignored", "AdamW updates the matrices too.", UPDATES)
+@mutant("muon_ignored", "AdamW updates the matrices too.")
 @around(Engine.build)
 def _ignored(call: Any, engine: Any, **how: Any) -> None:
     optimizer = engine.config.optimizer.model_copy(update={"name": "adamw"})
@@ -24,7 +22,7 @@ def _ignored(call: Any, engine: Any, **how: Any) -> None:
     call(**how)
 
 
-@mutant("muon_default_momentum", "Muon uses the default momentum and ignores the configured one.", UPDATES)
+@mutant("muon_default_momentum", "Muon uses the default momentum and ignores the configured one.")
 @around(Engine.clip_and_step)
 def _default_momentum(call: Any, engine: Any, *args: Any) -> Any:
     for group, _ in _matrices(engine):
@@ -32,7 +30,7 @@ def _default_momentum(call: Any, engine: Any, *args: Any) -> Any:
     return call(*args)
 
 
-@mutant("muon_on_shards", "Each rank orthogonalizes its shard of a matrix.", UPDATES, layout=Layout(data=2))
+@mutant("muon_on_shards", "Each rank orthogonalizes its shard of a matrix.", layout=Layout(data=2))
 @around(Engine.build)
 def _on_shards(call: Any, engine: Any, **how: Any) -> None:
     call(**how)
@@ -49,9 +47,7 @@ def _on_shards(call: Any, engine: Any, **how: Any) -> None:
     optimizer_of(engine).register_step_pre_hook(step_on_shards)
 
 
-@mutant(
-    "muon_average_not_loaded", "Muon's average of gradients starts from zero again.", "test_training_with_muon_goes_on"
-)
+@mutant("muon_average_not_loaded", "Muon's average of gradients starts from zero again.")
 @around(Engine.load_moments)
 def _average_not_loaded(call: Any, engine: Any, moments: Any) -> None:
     call(moments)

@@ -18,10 +18,6 @@ from rlframework_conformance.mutants.mutant import around, mutant, together
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 
 DATA = Layout(data=2)
-TRAINED = "test_a_saved_model_is_the_trained_one"
-GOES_ON = "test_a_saved_model_goes_on"
-SPECS = "test_saved_names_shapes_and_dtypes_are_those_of_the_model"
-NOW = "test_generation_uses_the_weights_of_now"
 
 
 @around(Engine.build)
@@ -39,26 +35,23 @@ def _save_the_start(call: Any, worker: Any, path: str) -> None:
 
 
 saves_the_weights_of_the_start = mutant(
-    "saves_the_weights_of_the_start",
-    "Saving writes the initial weights instead of the trained ones.",
-    TRAINED,
-    GOES_ON,
+    "saves_the_weights_of_the_start", "Saving writes the initial weights instead of the trained ones."
 )(together(_keep_the_start, _save_the_start))
 
 
-@mutant("one_tensor_not_saved", "The final norm is missing from the saved model.", SPECS, TRAINED)
+@mutant("one_tensor_not_saved", "The final norm is missing from the saved model.")
 @around(Engine.gather_weights)
 def _one_tensor_not_saved(call: Any, engine: Any, names: Any) -> Any:
     return ((name, weight) for name, weight in call(names) if name != "model.norm.weight")
 
 
-@mutant("saved_in_bfloat16", "Weights are saved in bfloat16.", SPECS, GOES_ON)
+@mutant("saved_in_bfloat16", "Weights are saved in bfloat16.")
 @around(Engine.gather_weights)
 def _saved_in_bfloat16(call: Any, engine: Any, names: Any) -> Any:
     return ((name, weight.to(torch.bfloat16)) for name, weight in call(names))
 
 
-@mutant("saving_rounds_weights", "Saving rounds the live weights to bfloat16.", "test_saving_changes_nothing")
+@mutant("saving_rounds_weights", "Saving rounds the live weights to bfloat16.")
 @around(PolicyWorker.save_pretrained)
 def _saving_rounds_weights(call: Any, worker: Any, path: str) -> None:
     call(path)
@@ -80,11 +73,11 @@ def _stale_in_a_refit(fragment: str) -> Callable[[Any], Any]:
     return together(around(Engine.whole_model)(lambda call, engine: None), gather_weights)
 
 
-stale_weights = mutant(
-    "stale_weights_after_refit", "The engine keeps the weights of the first refit.", NOW, layout=DATA
-)(_stale_in_a_refit(""))
+stale_weights = mutant("stale_weights_after_refit", "The engine keeps the weights of the first refit.", layout=DATA)(
+    _stale_in_a_refit("")
+)
 
-one_tensor_stale = mutant("one_tensor_skipped_in_refit", "A refit does not update one of the norms.", NOW, layout=DATA)(
+one_tensor_stale = mutant("one_tensor_skipped_in_refit", "A refit does not update one of the norms.", layout=DATA)(
     _stale_in_a_refit("layers.0.input_layernorm")
 )
 
@@ -107,15 +100,11 @@ def _restore_the_policy(call: Any, worker: Any, *args: Any, **options: Any) -> A
 
 
 reference_left_for_generation = mutant(
-    "reference_left_for_generation",
-    "The policy's weights are restored only at the next training or scoring call.",
-    "test_generation_after_the_reference_uses_the_policys_weights",
+    "reference_left_for_generation", "The policy's weights are restored only at the next training or scoring call."
 )(together(_leave_the_reference, _restore_the_policy))
 
 
-@mutant(
-    "generating_rounds_weights", "Generation rounds the live weights to bfloat16.", "test_generating_changes_nothing"
-)
+@mutant("generating_rounds_weights", "Generation rounds the live weights to bfloat16.")
 @around(PolicyWorker.exchange)
 def _generating_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     incoming = call(*args, **options)
@@ -123,24 +112,20 @@ def _generating_rounds_weights(call: Any, worker: Any, *args: Any, **options: An
     return incoming
 
 
-@mutant(
-    "seeds_by_place",
-    "Samples are drawn by row index instead of by seed.",
-    "test_generation_is_the_same_however_rows_are_shared",
-)
+@mutant("seeds_by_place", "Samples are drawn by row index instead of by seed.")
 @around(PolicyWorker.exchange)
 def _seeds_by_place(call: Any, worker: Any, requests: Any, *args: Any, **options: Any) -> Any:
     return call([replace(request, seed=row) for row, request in enumerate(requests)], *args, **options)
 
 
-@mutant("saving_fails_in_silence", "A failed save raises no error.", "test_saving_where_it_cannot_is_an_error")
+@mutant("saving_fails_in_silence", "A failed save raises no error.")
 @around(PolicyWorker.save_pretrained)
 def _saving_fails_in_silence(call: Any, worker: Any, path: str) -> None:
     with suppress(WriteError):
         call(path)
 
 
-@mutant("greedy_samples", "Greedy generation samples.", "test_greedy_generation_takes_the_likeliest_tokens")
+@mutant("greedy_samples", "Greedy generation samples.")
 @around(PolicyWorker.exchange)
 def _greedy_samples(call: Any, worker: Any, requests: Any, *args: Any, **options: Any) -> Any:
     sampled = [replace(each, sampling=replace(each.sampling, temperature=1.0)) for each in requests]

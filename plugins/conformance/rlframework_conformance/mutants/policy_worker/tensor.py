@@ -21,16 +21,11 @@ from rlframework_conformance.mutants.policy_worker.training import clips_own_sha
 
 TENSOR = Layout(tensor=2)
 SEQUENCE = Layout(tensor=2, sequence=True)
-FIRST = "test_first_step_is_that_of_the_oracle"
-CLIPPING = "test_clipping_is_of_the_whole_gradient"
 
 
 @mutant(
     "padded_vocabulary_in_the_softmax",
     "Rows that pad the vocabulary to a multiple of the ranks take part in the softmax.",
-    "test_logprobs_are_those_of_the_oracle",
-    FIRST,
-    "test_losses_may_ask_for_entropy",
     layout=TENSOR,
 )
 @around(Engine.build)
@@ -46,11 +41,7 @@ def _padded_vocabulary(call: Any, engine: Any, **how: Any) -> None:
 
 
 @mutant(
-    "head_gradient_of_own_rows",
-    "Hidden states get the gradient of this rank's rows of the head only.",
-    FIRST,
-    "test_losses_may_ask_for_logits",
-    layout=TENSOR,
+    "head_gradient_of_own_rows", "Hidden states get the gradient of this rank's rows of the head only.", layout=TENSOR
 )
 @around(Engine.build)
 def _head_gradient_of_own_rows(call: Any, engine: Any, **how: Any) -> None:
@@ -61,8 +52,6 @@ def _head_gradient_of_own_rows(call: Any, engine: Any, **how: Any) -> None:
 @mutant(
     "copied_weights_counted_twice",
     "The gradient norm counts the weights of norms, which are replicated, once per rank.",
-    FIRST,
-    CLIPPING,
     layout=TENSOR,
     needs=STATE,
 )
@@ -76,11 +65,7 @@ def _copied_weights_counted_twice(call: Any, engine: Any, max_grad_norm: Any, lr
 
 
 norm_of_own_part = mutant(
-    "norm_of_own_part",
-    "Each rank clips by the norm of its own shard of the weights.",
-    CLIPPING,
-    layout=TENSOR,
-    needs=SHARDS,
+    "norm_of_own_part", "Each rank clips by the norm of its own shard of the weights.", layout=TENSOR, needs=SHARDS
 )(clips_own_shards)
 
 
@@ -94,8 +79,6 @@ def _half_the_update(*fragments: str) -> Callable[[Any], Any]:
 norms_averaged_along_the_sequence = mutant(
     "norms_averaged_along_the_sequence",
     "The gradient of a norm is averaged over the shards of the sequence, not summed.",
-    FIRST,
-    "test_twenty_steps_end_at_the_oracles_weights",
     layout=SEQUENCE,
     needs=STATE,
 )(_half_the_update("norm"))
@@ -103,17 +86,13 @@ norms_averaged_along_the_sequence = mutant(
 norms_of_own_heads = mutant(
     "norms_of_own_heads",
     "The gradient of a norm shared by all attention heads covers only one rank's heads.",
-    "test_norms_that_heads_share_are_learnt_from_all",
     layout=TENSOR,
     needs=STATE,
 )(_half_the_update("q_norm", "k_norm"))
 
 
 @mutant(
-    "tied_head_learns_nothing",
-    "A tied weight gets a gradient from the embedding but not from the head.",
-    "test_a_tied_head_stays_tied",
-    layout=TENSOR,
+    "tied_head_learns_nothing", "A tied weight gets a gradient from the embedding but not from the head.", layout=TENSOR
 )
 @around(Engine.build)
 def _tied_head_learns_nothing(call: Any, engine: Any, **how: Any) -> None:
@@ -124,13 +103,7 @@ def _tied_head_learns_nothing(call: Any, engine: Any, **how: Any) -> None:
         head.values = lambda request, rows, weight, *others: sound(request, rows, weight.detach(), *others)
 
 
-@mutant(
-    "part_saved_as_whole",
-    "A sharded matrix is saved as repeated copies of one rank's shard.",
-    "test_a_saved_model_is_the_trained_one",
-    "test_saved_names_shapes_and_dtypes_are_those_of_the_model",
-    layout=TENSOR,
-)
+@mutant("part_saved_as_whole", "A sharded matrix is saved as repeated copies of one rank's shard.", layout=TENSOR)
 @around(Engine.gather_weights)
 def _part_saved_as_whole(call: Any, engine: Any, names: Any) -> Iterator[tuple[str, Tensor]]:
     for name, weight in call(names):

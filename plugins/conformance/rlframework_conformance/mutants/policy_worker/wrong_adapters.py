@@ -24,14 +24,6 @@ from rlframework_conformance.mutants.policy_worker.engine_access import (
     whole_weights,
 )
 
-TWENTY = "test_twenty_steps_of_adapters_end_at_the_oracles"
-GRADIENTS = "test_gradients_of_adapters_are_the_oracles"
-REFERENCE = "test_the_base_is_the_reference_without_a_copy"
-SAVED = "test_a_saved_model_is_merged_and_adapters_are_saved_as_they_are"
-RESUMES = "test_training_of_adapters_goes_on_to_the_bit"
-ALL_LINEAR = "test_all_linear_adapts_every_linear_layer_but_the_head"
-GENERATES = "test_generation_has_the_adapters"
-
 
 @contextmanager
 def _unscaled(engine: Any) -> Any:
@@ -57,12 +49,12 @@ def _merge_unscaled(call: Any, engine: Any, names: Any) -> Any:
         yield from call(names)
 
 
-scale_forgotten = mutant(
-    "lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.", TWENTY, GRADIENTS, SAVED
-)(together(_build_unscaled, _merge_unscaled))
+scale_forgotten = mutant("lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.")(
+    together(_build_unscaled, _merge_unscaled)
+)
 
 
-@mutant("lora_all_linear_of_attention", "all-linear adapts the layers of attention only.", ALL_LINEAR)
+@mutant("lora_all_linear_of_attention", "all-linear adapts the layers of attention only.")
 @around(Engine.build)
 def _all_linear_of_attention(call: Any, engine: Any, **how: Any) -> None:
     lora = engine.config.lora
@@ -85,21 +77,21 @@ def _draw(engine: Any, fragment: str, seed: int) -> None:
     )
 
 
-@mutant("lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.", REFERENCE)
+@mutant("lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.")
 @around(Engine.build)
 def _b_not_zero(call: Any, engine: Any, **how: Any) -> None:
     call(**how)
     _draw(engine, ".lora_B.", 7)
 
 
-@mutant("lora_a_by_rank", "Each rank initializes A from a generator of its own.", REFERENCE, layout=Layout(data=2))
+@mutant("lora_a_by_rank", "Each rank initializes A from a generator of its own.", layout=Layout(data=2))
 @around(Engine.build)
 def _a_by_rank(call: Any, engine: Any, **how: Any) -> None:
     call(**how)
     _draw(engine, ".lora_A.", 100 + engine.context.rank)
 
 
-@mutant("lora_trains_the_base", "The norms of the base model are trained along with the adapters.", TWENTY, GRADIENTS)
+@mutant("lora_trains_the_base", "The norms of the base model are trained along with the adapters.")
 @around(Engine.build)
 def _trains_the_base(call: Any, engine: Any, **how: Any) -> None:
     call(**how)
@@ -109,7 +101,7 @@ def _trains_the_base(call: Any, engine: Any, **how: Any) -> None:
     optimizer_of(engine).add_param_group({"params": norms})
 
 
-@mutant("lora_decays_the_base", "Weight decay shrinks the frozen weights too.", TWENTY)
+@mutant("lora_decays_the_base", "Weight decay shrinks the frozen weights too.")
 @around(Engine.clip_and_step)
 def _decays_the_base(call: Any, engine: Any, max_grad_norm: Any, lr: float) -> Any:
     done = call(max_grad_norm, lr)
@@ -119,7 +111,7 @@ def _decays_the_base(call: Any, engine: Any, max_grad_norm: Any, lr: float) -> A
     return done
 
 
-@mutant("lora_a_not_trained", "A keeps its initial value.", GRADIENTS, TWENTY)
+@mutant("lora_a_not_trained", "A keeps its initial value.")
 @around(Engine.clip_and_step)
 def _a_not_trained(call: Any, engine: Any, *args: Any) -> Any:
     before = {name: matrix.clone() for name, matrix in engine.gather_adapters(engine.adapter_specs())}
@@ -128,7 +120,7 @@ def _a_not_trained(call: Any, engine: Any, *args: Any) -> Any:
     return done
 
 
-@mutant("lora_on_in_reference", "Adapters stay on while the reference model is scored.", REFERENCE)
+@mutant("lora_on_in_reference", "Adapters stay on while the reference model is scored.")
 @around(Engine.without_adapters)
 @contextmanager
 def _on_in_reference(call: Any, engine: Any) -> Any:
@@ -148,14 +140,12 @@ def _close(call: Any, engine: Any) -> None:
     call()
 
 
-off_after_reference = mutant(
-    "lora_off_after_reference", "Adapters stay off after the reference model is scored.", REFERENCE
-)(together(_leave_off, _close))
-
-
-@mutant(
-    "lora_frozen_after_reference", "The optimizer loses the adapters after the reference model is scored.", REFERENCE
+off_after_reference = mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.")(
+    together(_leave_off, _close)
 )
+
+
+@mutant("lora_frozen_after_reference", "The optimizer loses the adapters after the reference model is scored.")
 @around(Engine.without_adapters)
 @contextmanager
 def _frozen_after_reference(call: Any, engine: Any) -> Any:
@@ -165,7 +155,7 @@ def _frozen_after_reference(call: Any, engine: Any) -> Any:
         group["params"] = []
 
 
-@mutant("lora_copies_the_reference", "A copy of the base is kept for the reference model.", REFERENCE)
+@mutant("lora_copies_the_reference", "A copy of the base is kept for the reference model.")
 @around(PolicyWorkerBase.__init__)
 def _copies_the_reference(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     call(*args, **options)
@@ -186,30 +176,30 @@ def _changed_merge(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
     return gather_weights
 
 
-merged_with_the_wrong_sign = mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.", SAVED)(
+merged_with_the_wrong_sign = mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.")(
     _changed_merge(lambda added: -added)
 )
-merged_transposed = mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.", SAVED)(
+merged_transposed = mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.")(
     _changed_merge(lambda added: added.T if added.ndim == 2 and added.shape[0] == added.shape[1] else added)
 )
-not_merged = mutant("lora_not_merged", "The base model is saved without the adapters.", SAVED)(
+not_merged = mutant("lora_not_merged", "The base model is saved without the adapters.")(
     _changed_merge(torch.zeros_like)
 )
 
 
-@mutant("lora_adapters_not_saved", "The adapter files contain zeros.", SAVED, GRADIENTS)
+@mutant("lora_adapters_not_saved", "The adapter files contain zeros.")
 @around(Engine.gather_adapters)
 def _adapters_not_saved(call: Any, engine: Any, names: Any) -> Any:
     return ((name, torch.zeros_like(matrix)) for name, matrix in call(names))
 
 
-@mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.", SAVED, RESUMES)
+@mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.")
 @around(Engine.gather_adapters)
 def _adapters_in_bfloat16(call: Any, engine: Any, names: Any) -> Any:
     return ((name, to_bfloat16(matrix)) for name, matrix in call(names))
 
 
-@mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.", SAVED)
+@mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.")
 @around(PolicyWorker.load_adapter)
 def _misfits_taken(call: Any, worker: Any, path: str) -> None:
     with suppress(DataError):
@@ -217,11 +207,11 @@ def _misfits_taken(call: Any, worker: Any, path: str) -> None:
 
 
 checkpoint_without_moments = mutant(
-    "lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters.", RESUMES
+    "lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters."
 )(around(Engine.load_moments)(lambda call, engine, moments: None))
 
 
-@mutant("lora_checkpoint_with_the_base", "Each checkpoint contains the base model too.", RESUMES)
+@mutant("lora_checkpoint_with_the_base", "Each checkpoint contains the base model too.")
 @around(PolicyWorker.save_checkpoint)
 def _checkpoint_with_the_base(call: Any, worker: Any, weights_path: str, *args: Any, **options: Any) -> None:
     from safetensors.torch import save_file
@@ -230,7 +220,7 @@ def _checkpoint_with_the_base(call: Any, worker: Any, weights_path: str, *args: 
     save_file(whole_weights(worker.engine), f"{weights_path}/base.safetensors")
 
 
-@mutant("lora_generates_with_the_base", "Samples are drawn from the base model without the adapters.", GENERATES)
+@mutant("lora_generates_with_the_base", "Samples are drawn from the base model without the adapters.")
 @around(PolicyWorker.exchange)
 def _generates_with_the_base(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     with worker.engine.without_adapters():

@@ -17,87 +17,67 @@ from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 
-RESUMES = "test_training_goes_on_to_the_bit"
-FROM_ANOTHER = "test_a_checkpoint_that_another_program_wrote_goes_on"
-MOMENTS = "test_moments_are_the_oracles"
 
-
-@mutant("checkpoint_without_schedule", "The learning-rate schedule restarts after resuming.", RESUMES)
+@mutant("checkpoint_without_schedule", "The learning-rate schedule restarts after resuming.")
 @around(PolicyWorker.load_checkpoint)
 def _without_schedule(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     call(*args, **options)
     worker.progress.train_calls = 0
 
 
-@mutant(
-    "checkpoint_without_skips",
-    "The count of consecutive skipped steps restarts at 0 after resuming.",
-    "test_skipped_steps_in_a_row_go_on",
-)
+@mutant("checkpoint_without_skips", "The count of consecutive skipped steps restarts at 0 after resuming.")
 @around(PolicyWorker.load_checkpoint)
 def _without_skips(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     call(*args, **options)
     worker.progress.skipped_in_a_row = 0
 
 
-@mutant(
-    "checkpoint_without_random_state",
-    "Workers draw different random numbers after resuming.",
-    "test_random_numbers_go_on",
-)
+@mutant("checkpoint_without_random_state", "Workers draw different random numbers after resuming.")
 @around(PolicyWorker.load_checkpoint)
 def _without_random_state(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     call(*args, **options)
     torch.manual_seed(99)
 
 
-@mutant("checkpoint_without_second_moments", "The second moments are not saved.", RESUMES, MOMENTS)
+@mutant("checkpoint_without_second_moments", "The second moments are not saved.")
 @around(Engine.gather_moments)
 def _without_second_moments(call: Any, engine: Any) -> Any:
     return ((name, replace(each, exp_avg_sq=torch.zeros_like(each.exp_avg_sq))) for name, each in call())
 
 
-@mutant("checkpoint_without_steps", "The optimizer's bias correction restarts after resuming.", RESUMES, FROM_ANOTHER)
+@mutant("checkpoint_without_steps", "The optimizer's bias correction restarts after resuming.")
 @around(Engine.load_moments)
 def _without_steps(call: Any, engine: Any, moments: Any) -> None:
     call({name: replace(moments[name], steps=0) for name in moments})
 
 
-@mutant("moments_in_bfloat16", "The first moments are saved in bfloat16.", RESUMES, MOMENTS)
+@mutant("moments_in_bfloat16", "The first moments are saved in bfloat16.")
 @around(Engine.gather_moments)
 def _moments_in_bfloat16(call: Any, engine: Any) -> Any:
     return ((name, replace(each, exp_avg=to_bfloat16(each.exp_avg))) for name, each in call())
 
 
-@mutant("rank_zero_loads", "Only rank 0 loads the weights.", RESUMES, FROM_ANOTHER, layout=Layout(data=2))
+@mutant("rank_zero_loads", "Only rank 0 loads the weights.", layout=Layout(data=2))
 @around(TrainedWeights.read)
 def _rank_zero_loads(call: Any, weights: Any, path: str) -> None:
     if weights.engine.context.rank == 0:
         call(path)
 
 
-@mutant("weights_only", "Resuming loads the weights but no optimizer state.", RESUMES, FROM_ANOTHER)
+@mutant("weights_only", "Resuming loads the weights but no optimizer state.")
 @around(PolicyWorker.load_checkpoint)
 def _weights_only(call: Any, worker: Any, weights_path: str, optimizer_path: str | None = None) -> None:
     call(weights_path)
 
 
-@mutant(
-    "checkpoint_rounds_weights",
-    "Saving a checkpoint rounds the live weights to bfloat16.",
-    "test_saving_a_checkpoint_changes_nothing",
-)
+@mutant("checkpoint_rounds_weights", "Saving a checkpoint rounds the live weights to bfloat16.")
 @around(PolicyWorker.save_checkpoint)
 def _checkpoint_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     call(*args, **options)
     change_weights(worker.engine, to_bfloat16)
 
 
-@mutant(
-    "reference_from_the_checkpoint",
-    "The reference model is loaded from the checkpoint.",
-    "test_the_reference_is_not_the_checkpoint",
-)
+@mutant("reference_from_the_checkpoint", "The reference model is loaded from the checkpoint.")
 @around(PolicyWorker.load_checkpoint)
 def _reference_from_the_checkpoint(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     call(*args, **options)
@@ -105,9 +85,7 @@ def _reference_from_the_checkpoint(call: Any, worker: Any, *args: Any, **options
 
 
 @mutant(
-    "checkpoint_without_moved_reference",
-    "A reference that moved starts from the first model again after resuming.",
-    "test_a_reference_that_moved_is_saved",
+    "checkpoint_without_moved_reference", "A reference that moved starts from the first model again after resuming."
 )
 @around(PolicyWorker.load_checkpoint)
 def _without_moved_reference(
@@ -116,7 +94,7 @@ def _without_moved_reference(
     call(weights_path, optimizer_path)
 
 
-@mutant("damage_borne", "A checkpoint that cannot be read is silently skipped.", "test_damaged_checkpoints_are_refused")
+@mutant("damage_borne", "A checkpoint that cannot be read is silently skipped.")
 @around(PolicyWorker.load_checkpoint)
 def _damage_borne(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     with suppress(DataError):

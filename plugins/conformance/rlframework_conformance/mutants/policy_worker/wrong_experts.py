@@ -11,10 +11,6 @@ from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import module_of
 
 EXPERTS = Layout(data=2, expert=2)
-LEARN = "test_experts_learn_as_the_oracles"
-ROUTERS = "test_the_router_loss_is_of_the_whole_batch"
-NAMES = "test_experts_are_saved_by_the_names_of_files"
-RESUMES = "test_experts_go_on_from_a_checkpoint"
 
 
 def _scaled_gradients(fragment: str, factor: float) -> Callable[[Any], Any]:
@@ -33,27 +29,22 @@ def _scaled_gradients(fragment: str, factor: float) -> Callable[[Any], Any]:
 experts_gradient_of_each_rank = mutant(
     "experts_gradient_of_each_rank",
     "Expert gradients, already summed over all ranks' tokens, are multiplied by the number of ranks.",
-    LEARN,
     layout=EXPERTS,
 )(_scaled_gradients(".experts.", 2.0))
 
 routers_that_do_not_learn = mutant(
-    "routers_that_do_not_learn", "The weights of the chosen experts pass no gradient to the router.", LEARN, ROUTERS
+    "routers_that_do_not_learn", "The weights of the chosen experts pass no gradient to the router."
 )(_scaled_gradients(".mlp.gate.", 0.0))
 
 
-@mutant("router_loss_left_out", "The configured weight of the load-balancing loss is ignored.", ROUTERS)
+@mutant("router_loss_left_out", "The configured weight of the load-balancing loss is ignored.")
 @around(Engine.build)
 def _router_loss_left_out(call: Any, engine: Any, **how: Any) -> None:
     engine.config = engine.config.model_copy(update={"router_aux_loss_coef": 0.0})
     call(**how)
 
 
-@mutant(
-    "router_loss_of_a_microbatch",
-    "The load-balancing loss uses the expert shares of the first microbatch only.",
-    ROUTERS,
-)
+@mutant("router_loss_of_a_microbatch", "The load-balancing loss uses the expert shares of the first microbatch only.")
 @around(Engine.build)
 def _router_loss_of_a_microbatch(call: Any, engine: Any, **how: Any) -> None:
     call(**how)
@@ -76,7 +67,7 @@ def _exchanged(name: str) -> str:
     return ".".join((path, swapped.get(kind, kind), weight))
 
 
-@mutant("gate_and_up_exchanged", "The gate and up projections of experts are saved under each other's names.", NAMES)
+@mutant("gate_and_up_exchanged", "The gate and up projections of experts are saved under each other's names.")
 @around(Engine.gather_weights)
 def _gate_and_up_exchanged(call: Any, engine: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for name, weight in call([_exchanged(name) for name in names]):
@@ -84,9 +75,7 @@ def _gate_and_up_exchanged(call: Any, engine: Any, names: Iterable[str]) -> Iter
 
 
 @mutant(
-    "moments_of_another_half",
-    "The moments of an expert's gate and up projections are saved under each other's names.",
-    RESUMES,
+    "moments_of_another_half", "The moments of an expert's gate and up projections are saved under each other's names."
 )
 @around(Engine.gather_moments)
 def _moments_of_another_half(call: Any, engine: Any) -> Iterator[tuple[str, Any]]:

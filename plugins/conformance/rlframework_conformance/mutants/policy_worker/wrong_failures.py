@@ -16,11 +16,7 @@ from rlframework_conformance.mutants.mutant import around, mutant, together
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights
 
 
-@mutant(
-    "failures_swallowed",
-    "An exception in a training step is swallowed, and training continues.",
-    "test_a_failing_worker_fails_the_call",
-)
+@mutant("failures_swallowed", "An exception in a training step is swallowed, and training continues.")
 @around(PolicyWorker.train)
 def _failures_swallowed(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     try:
@@ -29,9 +25,7 @@ def _failures_swallowed(call: Any, worker: Any, *args: Any, **options: Any) -> A
         return {"global_loss": torch.zeros(1), "grad_norm": torch.zeros(1), "metrics": {}, "skipped": 0}
 
 
-@mutant(
-    "shutdown_fails", "The engine fails to release its resources at shutdown.", "test_shutdown_ends_in_peace_and_twice"
-)
+@mutant("shutdown_fails", "The engine fails to release its resources at shutdown.")
 @around(PolicyWorker.shutdown)
 def _shutdown_fails(call: Any, worker: Any) -> None:
     call()
@@ -41,11 +35,7 @@ def _shutdown_fails(call: Any, worker: Any) -> None:
 _BUILT_BEFORE: list[bool] = []
 
 
-@mutant(
-    "state_left_behind",
-    "A second model uses state that the first one left in the engine's globals.",
-    "test_one_policy_after_another",
-)
+@mutant("state_left_behind", "A second model uses state that the first one left in the engine's globals.")
 @around(Engine.build)
 def _state_left_behind(call: Any, engine: Any, **how: Any) -> None:
     call(**how)
@@ -54,9 +44,7 @@ def _state_left_behind(call: Any, engine: Any, **how: Any) -> None:
     _BUILT_BEFORE.append(True)
 
 
-@mutant(
-    "input_not_checked", "The worker does not validate its input.", "test_bad_batches_are_refused_and_nothing_is_done"
-)
+@mutant("input_not_checked", "The worker does not validate its input.")
 @around(PolicyWorker.train)
 def _input_not_checked(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     try:
@@ -65,20 +53,14 @@ def _input_not_checked(call: Any, worker: Any, *args: Any, **options: Any) -> An
         raise RuntimeError(f"internal error: {error}") from error
 
 
-@mutant(
-    "rest_of_rows_dropped",
-    "Rows beyond the last whole global batch are dropped.",
-    "test_workers_refuse_rows_that_do_not_divide",
-)
+@mutant("rest_of_rows_dropped", "Rows beyond the last whole global batch are dropped.")
 @around(Training.global_batches)
 def _rest_of_rows_dropped(call: Any, training: Any, data: Any, global_batch_size: int) -> Any:
     local = global_batch_size // training.engine.data_parallel_size()
     return call(data.slice(0, data.size // local * local), global_batch_size)
 
 
-undeclared_ignored = mutant(
-    "undeclared_ignored", "An unsupported call silently does nothing.", "test_what_is_not_declared_is_refused"
-)(
+undeclared_ignored = mutant("undeclared_ignored", "An unsupported call silently does nothing.")(
     together(
         around(PolicyWorker.save_checkpoint, PolicyWorker.score, PolicyWorker.save_adapter)(
             lambda call, worker, *args, **options: None
@@ -97,11 +79,7 @@ def _build_anything(call: Any, engine: Any, **how: Any) -> None:
         engine.model = torch.nn.Linear(1, 1)
 
 
-fresh_weights = mutant(
-    "fresh_weights",
-    "Weights that cannot be loaded are replaced by random ones.",
-    "test_a_model_that_is_not_there_is_an_error",
-)(
+fresh_weights = mutant("fresh_weights", "Weights that cannot be loaded are replaced by random ones.")(
     together(
         _build_anything,
         around(Engine.snapshot)(lambda call, engine: {}),
@@ -119,6 +97,5 @@ class _AnySection(BaseModel):
 unknown_keys_taken = mutant(
     "unknown_keys_taken",
     "The backend's own section accepts unknown keys.",
-    "test_an_unknown_key_of_its_own_section_is_refused",
     break_record=lambda record: replace(record, config_model=_AnySection),
 )(together())

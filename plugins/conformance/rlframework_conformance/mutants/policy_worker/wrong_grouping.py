@@ -15,14 +15,6 @@ from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import around_microbatch, around_step
 
 DATA = Layout(data=2)
-FIRST = "test_first_step_is_that_of_the_oracle"
-SUPERVISED = "test_supervised_step_is_that_of_the_oracle"
-COUNTS = "test_counts_are_of_the_whole_global_batch"
-UNEQUAL = "test_workers_with_unequal_work_agree"
-ORDER = "test_order_of_rows_changes_nothing"
-PACKED = "test_packed_equals_padded"
-DYNAMIC = "test_dynamic_equals_padded"
-METRICS = "test_metrics_are_of_the_whole_global_batch"
 
 
 def scaled(factor: float, result: Any) -> Any:
@@ -31,25 +23,14 @@ def scaled(factor: float, result: Any) -> Any:
     return result
 
 
-@mutant(
-    "mean_over_padding",
-    "The loss is averaged over all positions, including padding.",
-    FIRST,
-    SUPERVISED,
-    "test_padding_changes_nothing",
-)
+@mutant("mean_over_padding", "The loss is averaged over all positions, including padding.")
 @around(Microbatching.global_batch)
 def _mean_over_padding(call: Any, microbatching: Any, *args: Any) -> Any:
     processed = call(*args)
     return {**processed, "global_valid_toks": torch.tensor(float(processed["batch"]["input_ids"].numel()))}
 
 
-@mutant(
-    "masked_rows_counted",
-    "Rows whose `sample_mask` is 0 count in the denominator.",
-    "test_masked_rows_count_for_nothing",
-    COUNTS,
-)
+@mutant("masked_rows_counted", "Rows whose `sample_mask` is 0 count in the denominator.")
 @around(Microbatching.global_batch)
 def _masked_rows_counted(call: Any, microbatching: Any, *args: Any) -> Any:
     processed = call(*args)
@@ -57,7 +38,7 @@ def _masked_rows_counted(call: Any, microbatching: Any, *args: Any) -> Any:
     return {**processed, "global_valid_toks": toks, "global_valid_seqs": torch.tensor(float(processed["batch"].size))}
 
 
-@mutant("local_counts", "Each worker divides by the counts of its own rows.", COUNTS, UNEQUAL, ORDER, layout=DATA)
+@mutant("local_counts", "Each worker divides by the counts of its own rows.", layout=DATA)
 @around(Microbatching.global_batch)
 def _local_counts(call: Any, microbatching: Any, *args: Any) -> Any:
     processed = call(*args)
@@ -66,25 +47,14 @@ def _local_counts(call: Any, microbatching: Any, *args: Any) -> Any:
     return {**processed, "global_valid_toks": toks, "global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)}
 
 
-@mutant(
-    "tokens_for_sequences",
-    "The sequence-level loss divides by the number of tokens.",
-    "test_sequence_level_loss_averages_over_sequences",
-)
+@mutant("tokens_for_sequences", "The sequence-level loss divides by the number of tokens.")
 @around(Microbatching.global_batch)
 def _tokens_for_sequences(call: Any, microbatching: Any, *args: Any) -> Any:
     processed = call(*args)
     return {**processed, "global_valid_seqs": processed["global_valid_toks"]}
 
 
-@mutant(
-    "loss_averaged_per_microbatch",
-    "Gradients are averaged over microbatches instead of summed.",
-    "test_microbatch_size_changes_nothing",
-    FIRST,
-    PACKED,
-    DYNAMIC,
-)
+@mutant("loss_averaged_per_microbatch", "Gradients are averaged over microbatches instead of summed.")
 @around(Engine.forward_backward)
 def _loss_averaged(call: Any, engine: Any, microbatches: Any, head: Any, step: Any, *, forward_only: bool) -> Any:
     def averaged(*args: Any) -> Any:
@@ -94,29 +64,20 @@ def _loss_averaged(call: Any, engine: Any, microbatches: Any, head: Any, step: A
 
 
 @mutant(
-    "gradient_averaged_over_ranks",
-    "Gradients are averaged over data-parallel ranks instead of summed.",
-    FIRST,
-    UNEQUAL,
-    layout=DATA,
+    "gradient_averaged_over_ranks", "Gradients are averaged over data-parallel ranks instead of summed.", layout=DATA
 )
 @around_step
 def _gradient_averaged_over_ranks(step: Any, engine: Any, *args: Any) -> Any:
     return scaled(1 / engine.data_parallel_size(), step(*args))
 
 
-@mutant("missing_all_reduce", "Each rank uses the gradient of its own rows only.", FIRST, UNEQUAL, layout=DATA)
+@mutant("missing_all_reduce", "Each rank uses the gradient of its own rows only.", layout=DATA)
 @around_step
 def _missing_all_reduce(step: Any, engine: Any, *args: Any) -> Any:
     return scaled(0.0 if engine.context.rank else 2.0, step(*args))
 
 
-@mutant(
-    "dummy_counted",
-    "Dummy microbatches, which only keep ranks in step, contribute to the loss.",
-    UNEQUAL,
-    layout=DATA,
-)
+@mutant("dummy_counted", "Dummy microbatches, which only keep ranks in step, contribute to the loss.", layout=DATA)
 @around_step
 def _dummy_counted(step: Any, engine: Any, output: Any, microbatch: Any) -> Any:
     if microbatch.is_dummy:
@@ -126,7 +87,7 @@ def _dummy_counted(step: Any, engine: Any, output: Any, microbatch: Any) -> Any:
     return step(output, microbatch)
 
 
-@mutant("metrics_of_one_microbatch", "The reported metrics cover only the first microbatch.", METRICS)
+@mutant("metrics_of_one_microbatch", "The reported metrics cover only the first microbatch.")
 @around_step
 def _metrics_of_one_microbatch(step: Any, engine: Any, output: Any, microbatch: Any) -> Any:
     result = step(output, microbatch)
@@ -135,9 +96,7 @@ def _metrics_of_one_microbatch(step: Any, engine: Any, output: Any, microbatch: 
     return result
 
 
-@mutant(
-    "last_partial_batch_dropped", "Rows that do not fill a microbatch are not trained on.", FIRST, SUPERVISED, ORDER
-)
+@mutant("last_partial_batch_dropped", "Rows that do not fill a microbatch are not trained on.")
 @around(Microbatching.split)
 def _last_partial_batch_dropped(call: Any, microbatching: Any, data: Any, positions: str, *how: Any) -> Any:
     microbatches = call(data, positions, *how)
@@ -146,7 +105,7 @@ def _last_partial_batch_dropped(call: Any, microbatching: Any, data: Any, positi
     return whole if positions == "loss" else microbatches
 
 
-@mutant("last_dynamic_batch_dropped", "The last dynamic microbatch is dropped.", DYNAMIC)
+@mutant("last_dynamic_batch_dropped", "The last dynamic microbatch is dropped.")
 @around(Microbatching.split)
 def _last_dynamic_batch_dropped(call: Any, microbatching: Any, data: Any, positions: str, *how: Any) -> Any:
     microbatches = call(data, positions, *how)
@@ -154,18 +113,14 @@ def _last_dynamic_batch_dropped(call: Any, microbatching: Any, data: Any, positi
     return microbatches[:-1] if dropped else microbatches
 
 
-@mutant("attention_across_packed_sequences", "Sequences in a packed row attend to the sequences before them.", PACKED)
+@mutant("attention_across_packed_sequences", "Sequences in a packed row attend to the sequences before them.")
 @around_microbatch
 def _attention_across_packed_sequences(microbatch: Any, positions: str) -> None:
     if microbatch.cu_seqlens is not None:
         microbatch.cu_seqlens = microbatch.cu_seqlens[[0, -1]]
 
 
-@mutant(
-    "positions_run_through",
-    "Positions do not restart with each packed sequence, which rotary embeddings hide.",
-    "test_positions_start_again_in_packed_rows",
-)
+@mutant("positions_run_through", "Positions do not restart with each packed sequence, which rotary embeddings hide.")
 @around_microbatch
 def _positions_run_through(microbatch: Any, positions: str) -> None:
     inputs = microbatch.processed_inputs
@@ -173,12 +128,7 @@ def _positions_run_through(microbatch: Any, positions: str) -> None:
         inputs.position_ids = torch.arange(inputs.seq_len, device=inputs.input_ids.device)[None]
 
 
-@mutant(
-    "one_step_for_all",
-    "All rows of a call form one global batch, regardless of the batch size.",
-    "test_several_global_batches_are_several_steps",
-    "test_the_schedule_moves_once_a_call",
-)
+@mutant("one_step_for_all", "All rows of a call form one global batch, regardless of the batch size.")
 @around(PolicyWorker.train)
 def _one_step_for_all(
     call: Any, worker: Any, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None
@@ -186,11 +136,7 @@ def _one_step_for_all(
     return call(data, loss_fn, eval_mode, data.size * worker.engine.data_parallel_size(), mbs)
 
 
-@mutant(
-    "sizes_of_calls_ignored",
-    "The batch size given with a call is ignored in favor of the configured one.",
-    "test_sizes_may_be_given_with_the_call",
-)
+@mutant("sizes_of_calls_ignored", "The batch size given with a call is ignored in favor of the configured one.")
 @around(PolicyWorker.train)
 def _sizes_of_calls_ignored(
     call: Any, worker: Any, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None
@@ -199,18 +145,14 @@ def _sizes_of_calls_ignored(
     return call(data, loss_fn, eval_mode, worker.engine.config.train_global_batch_size, mbs)
 
 
-@mutant("metrics_summed_over_batches", "Metrics are summed over global batches.", METRICS)
+@mutant("metrics_summed_over_batches", "Metrics are summed over global batches.")
 @around(Training.summary)
 def _metrics_summed_over_batches(call: Any, training: Any, batches: Any, *args: Any) -> Any:
     summary = call(batches, *args)
     return {**summary, "metrics": {name: value * len(batches) for name, value in summary["metrics"].items()}}
 
 
-@mutant(
-    "evaluates_the_first_batch",
-    "Evaluation reports the loss of the first global batch for all of them.",
-    "test_several_global_batches_are_evaluated_one_by_one",
-)
+@mutant("evaluates_the_first_batch", "Evaluation reports the loss of the first global batch for all of them.")
 @around(PolicyWorker.train)
 def _evaluates_the_first_batch(
     call: Any, worker: Any, data: Any, loss_fn: Any, eval_mode: bool = False, *sizes: Any, **options: Any

@@ -16,11 +16,6 @@ from rlframework_conformance import cases
 from rlframework_conformance.mutants.mutant import around, mutant, together
 from rlframework_conformance.mutants.policy_worker.engine_access import STATE, changed_updates, whole_weights
 
-PICTURES = "test_rows_see_their_own_images"
-PATCHES = "test_images_of_different_sizes_keep_to_their_rows"
-PARTS = "test_one_part_is_trained"
-WITHOUT = "test_parameters_without_a_gradient_are_left_alone"
-
 
 def _around_rows(change: Callable[[BatchedDataDict[Any], list[int]], None]) -> Callable[[Any], Any]:
     """Decorate `change(rows, chosen)`, which changes a copy of rows; the `chosen` have an image of equal size."""
@@ -42,19 +37,19 @@ def _give_images(rows: BatchedDataDict[Any], sources: dict[int, int]) -> None:
     rows["pixel_values"] = PackedTensor(tensors, images.dim_to_pack)
 
 
-@mutant("image_order_swapped", "The images of rows are passed to the model in another order than the rows.", PICTURES)
+@mutant("image_order_swapped", "The images of rows are passed to the model in another order than the rows.")
 @_around_rows
 def _image_order_swapped(rows: BatchedDataDict[Any], chosen: list[int]) -> None:
     _give_images(rows, dict(zip(chosen, reversed(chosen), strict=True)))
 
 
-@mutant("features_of_another_row", "Rows get the features of the first image of their batch.", PICTURES)
+@mutant("features_of_another_row", "Rows get the features of the first image of their batch.")
 @_around_rows
 def _features_of_another_row(rows: BatchedDataDict[Any], chosen: list[int]) -> None:
     _give_images(rows, dict.fromkeys(chosen, chosen[0]))
 
 
-@mutant("image_token_too_few", "A row has an image token too few, and another row one too many.", PICTURES)
+@mutant("image_token_too_few", "A row has an image token too few, and another row one too many.")
 @_around_rows
 def _image_token_too_few(rows: BatchedDataDict[Any], chosen: list[int]) -> None:
     """The model sees the right number in all."""
@@ -73,12 +68,12 @@ def _number_one_by_one(call: Any, microbatching: Any, *args: Any) -> Any:
     return microbatches
 
 
-patches_numbered_one_by_one = mutant(
-    "patches_numbered_one_by_one", "Tokens of images are numbered like text.", PATCHES
-)(together(_number_one_by_one, around(Microbatching.mode)(lambda call, microbatching, data=None: "padded")))
+patches_numbered_one_by_one = mutant("patches_numbered_one_by_one", "Tokens of images are numbered like text.")(
+    together(_number_one_by_one, around(Microbatching.mode)(lambda call, microbatching, data=None: "padded"))
+)
 
 
-@mutant("freeze_ignored", "All parts are trained, whatever is configured.", PARTS)
+@mutant("freeze_ignored", "All parts are trained, whatever is configured.")
 @around(Engine.build)
 def _freeze_ignored(call: Any, engine: Any, **how: Any) -> None:
     engine.config = engine.config.model_copy(update={"freeze": None})
@@ -86,14 +81,13 @@ def _freeze_ignored(call: Any, engine: Any, **how: Any) -> None:
 
 
 decays_without_a_gradient = mutant(
-    "decays_without_a_gradient", "Weight decay applies to parameters without a gradient too.", WITHOUT, needs=STATE
+    "decays_without_a_gradient", "Weight decay applies to parameters without a gradient too.", needs=STATE
 )(changed_updates(lambda _, before, after: 0.999 * after if after.equal(before) else after))
 
 
 @mutant(
     "steps_counted_without_a_gradient",
     "A step counts for all parameters, also for those without a gradient in it.",
-    WITHOUT,
     needs=STATE,
 )
 @around(Engine.clip_and_step)
@@ -108,7 +102,6 @@ def _steps_counted_without_a_gradient(call: Any, engine: Any, *args: Any) -> Any
 @mutant(
     "gradients_of_the_step_before",
     "A parameter without a gradient is updated with that of an earlier step.",
-    WITHOUT,
     needs=STATE,
 )
 @around(Engine.clip_and_step)

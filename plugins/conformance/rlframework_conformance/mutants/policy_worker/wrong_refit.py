@@ -16,8 +16,6 @@ from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 
-IPC = "test_ipc_brings_the_trainers_weights_to_an_engine_in_another_process"
-COLLECTIVE = "test_a_process_group_brings_the_trainers_weights_to_an_engine_in_another_process"
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
 OTHER = "model.layers.1.self_attn.q_proj.weight"
 EXCHANGED = {SQUARE: OTHER, OTHER: SQUARE}
@@ -46,42 +44,42 @@ def _changed_when_sent(change: Callable[[Tensor], Tensor], names: tuple[str, ...
     return gather
 
 
-weights_of_the_first_refit = mutant(
-    "weights_of_the_first_refit", "Every refit sends the weights of the first one.", IPC, COLLECTIVE
-)(_stale_when_sent(""))
+weights_of_the_first_refit = mutant("weights_of_the_first_refit", "Every refit sends the weights of the first one.")(
+    _stale_when_sent("")
+)
 
-one_weight_stale = mutant(
-    "one_weight_stale", "The norms are always sent as they were at the first refit.", IPC, COLLECTIVE
-)(_stale_when_sent("layernorm"))
+one_weight_stale = mutant("one_weight_stale", "The norms are always sent as they were at the first refit.")(
+    _stale_when_sent("layernorm")
+)
 
 
-@mutant("names_swapped", "Two weights of the same shape are sent under each other's names.", IPC, COLLECTIVE)
+@mutant("names_swapped", "Two weights of the same shape are sent under each other's names.")
 @around(TrainedWeights.gather)
 def _names_swapped(call: Any, weights: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     for name, weight in call([EXCHANGED.get(name, name) for name in names]):
         yield EXCHANGED.get(name, name), weight
 
 
-sent_transposed = mutant("sent_transposed", "A square matrix is sent transposed.", IPC, COLLECTIVE)(
+sent_transposed = mutant("sent_transposed", "A square matrix is sent transposed.")(
     _changed_when_sent(lambda weight: weight.t().contiguous(), (SQUARE,))
 )
 
-rounded_on_the_way = mutant("rounded_on_the_way", "Weights are rounded to float16 in transit.", IPC, COLLECTIVE)(
+rounded_on_the_way = mutant("rounded_on_the_way", "Weights are rounded to float16 in transit.")(
     _changed_when_sent(lambda weight: weight.to(torch.float16).to(weight.dtype))
 )
 
 part_sent_as_whole = mutant(
-    "part_sent_as_whole", "One shard of a matrix sharded over two ranks is sent twice.", IPC, layout=Layout(tensor=2)
+    "part_sent_as_whole", "One shard of a matrix sharded over two ranks is sent twice.", layout=Layout(tensor=2)
 )(_changed_when_sent(lambda weight: torch.cat([weight.chunk(2)[0]] * 2), (SQUARE,)))
 
 
-@mutant("last_weight_not_sent", "The last weight of each group is not sent.", IPC)
+@mutant("last_weight_not_sent", "The last weight of each group is not sent.")
 @around(PolicyWorker.get_weights_ipc_handles)
 def _last_weight_not_sent(call: Any, worker: Any, keys: Iterable[str]) -> Any:
     return call(list(keys)[:-1])
 
 
-@mutant("one_buffer", "A group of weights overwrites the previous one before it has been read.", IPC)
+@mutant("one_buffer", "A group of weights overwrites the previous one before it has been read.")
 @around(PolicyWorker.get_weights_ipc_handles)
 def _one_buffer(call: Any, worker: Any, keys: Iterable[str]) -> Any:
     handles = call(keys)
@@ -90,9 +88,7 @@ def _one_buffer(call: Any, worker: Any, keys: Iterable[str]) -> Any:
     return handles
 
 
-@mutant(
-    "room_not_written", "Weights are reported as written into the engine's memory, but one of them is missing.", IPC
-)
+@mutant("room_not_written", "Weights are reported as written into the engine's memory, but one of them is missing.")
 @around(PolicyWorker.get_weights_ipc_handles)
 def _room_not_written(call: Any, worker: Any, keys: Iterable[str]) -> Any:
     handles = call(keys)
@@ -101,18 +97,12 @@ def _room_not_written(call: Any, worker: Any, keys: Iterable[str]) -> Any:
     return handles
 
 
-announced_in_fp32 = mutant(
-    "announced_in_fp32",
-    "Weights are announced in fp32 instead of the transfer dtype.",
-    "test_what_is_announced_is_what_the_trainer_has",
-)(around(TrainedWeights.transfer_dtype)(lambda call, weights: torch.float32))
-
-
-@mutant(
-    "trainer_rounded",
-    "A refit rounds the trainer's own weights to the transfer dtype.",
-    "test_a_refit_leaves_the_trainer_as_it_was",
+announced_in_fp32 = mutant("announced_in_fp32", "Weights are announced in fp32 instead of the transfer dtype.")(
+    around(TrainedWeights.transfer_dtype)(lambda call, weights: torch.float32)
 )
+
+
+@mutant("trainer_rounded", "A refit rounds the trainer's own weights to the transfer dtype.")
 @around(PolicyWorker.prepare_info_for_collective)
 def _trainer_rounded(call: Any, worker: Any) -> Any:
     info = call()
@@ -121,22 +111,14 @@ def _trainer_rounded(call: Any, worker: Any) -> Any:
     return info
 
 
-@mutant(
-    "nothing_to_prepare",
-    "Handles are returned without a refit having been prepared.",
-    "test_weights_are_asked_for_after_a_refit_was_begun",
-)
+@mutant("nothing_to_prepare", "Handles are returned without a refit having been prepared.")
 @around(PolicyWorker.get_weights_ipc_handles)
 def _nothing_to_prepare(call: Any, worker: Any, keys: Iterable[str]) -> Any:
     worker.prepare_weights_for_ipc()
     return call(keys)
 
 
-@mutant(
-    "lost_engines_borne",
-    "Weights that no engine received are reported as sent.",
-    "test_a_late_or_lost_engine_is_reported_and_the_trainer_goes_on",
-)
+@mutant("lost_engines_borne", "Weights that no engine received are reported as sent.")
 @around(PolicyWorker.broadcast_weights_for_collective)
 def _lost_engines_borne(call: Any, worker: Any) -> None:
     with suppress(RefitError):

@@ -12,8 +12,6 @@ from rlframework.policy.microbatching import Microbatching
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant
 
-_MODES = tuple(f"test_groups_share_a_{mode}_microbatch" for mode in ("padded", "dynamic", "packed"))
-
 
 def _around_split(change: Callable[..., Any]) -> Callable[[Any], Any]:
     """Decorate `change(call, data, positions, rows, tokens)`, in place of `split` for a loss of groups."""
@@ -26,22 +24,20 @@ def _around_split(change: Callable[..., Any]) -> Callable[[Any], Any]:
     return split
 
 
-@mutant("groups_divided_by_the_packer", "Rows are assigned to microbatches one by one, whatever their group.", *_MODES)
+@mutant("groups_divided_by_the_packer", "Rows are assigned to microbatches one by one, whatever their group.")
 @_around_split
 def _groups_divided_by_the_packer(call: Any, data: Any, *how: Any) -> Any:
     return call(data, *how, False)
 
 
-@mutant("order_within_groups_lost", "The rows of a group are in another order than in the batch.", *_MODES)
+@mutant("order_within_groups_lost", "The rows of a group are in another order than in the batch.")
 @_around_split
 def _order_within_groups_lost(call: Any, data: Any, *how: Any) -> Any:
     return call(data.select_indices(range(data.size - 1, -1, -1)), *how, True)
 
 
 @mutant(
-    "group_ids_of_other_rows",
-    "`group_ids` are not sliced with the rows: each microbatch has those of the first rows.",
-    *_MODES,
+    "group_ids_of_other_rows", "`group_ids` are not sliced with the rows: each microbatch has those of the first rows."
 )
 @_around_split
 def _group_ids_of_other_rows(call: Any, data: Any, *how: Any) -> Any:
@@ -54,7 +50,6 @@ def _group_ids_of_other_rows(call: Any, data: Any, *how: Any) -> Any:
 @mutant(
     "groups_divided_over_ranks",
     "Rows are assigned to data-parallel ranks in turn, whatever their group.",
-    *_MODES,
     layout=Layout(data=2),
 )
 @around(PolicyWorker.train)
@@ -69,7 +64,6 @@ def _groups_divided_over_ranks(call: Any, worker: Any, data: Any, *args: Any, **
 @mutant(
     "groups_counted_by_each_rank",
     "A loss of groups is divided by the rows of its own rank, not by those of the global batch.",
-    *_MODES,
     layout=Layout(data=2),
 )
 @around(Microbatching.global_batch)

@@ -16,45 +16,28 @@ from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import around_microbatch, whole_weights
 from rlframework_conformance.mutants.policy_worker.wrong_grouping import DATA
 
-_SCORES = "test_scores_are_those_of_the_last_tokens"
-_GROUPED = "test_scores_do_not_hang_on_the_grouping"
-_PACKED = "test_scores_of_packed_rows_are_the_same"
-_VALUES = "test_values_are_those_before_each_token"
-_TRAINED_SCORES = "test_the_head_of_scores_is_trained"
-_TRAINED_VALUES = "test_the_head_of_values_is_trained"
-_DYNAMIC_ROWS = "test_heads_are_trained_on_dynamic_rows"
-_PACKED_ROWS = "test_heads_are_trained_on_packed_rows"
-_NEW, _RESUMES = "test_a_new_head_begins_at_zeros", "test_a_new_head_resumes"
-_ONLY = "test_a_head_does_what_it_is_for_only"
 
-
-@mutant(
-    "score_of_the_padding",
-    "Scores are read at the width of the batch instead of the end of each row.",
-    _SCORES,
-    _GROUPED,
-    _PACKED,
-)
+@mutant("score_of_the_padding", "Scores are read at the width of the batch instead of the end of each row.")
 @around(PolicyWorker.score)
 def _score_of_the_padding(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
     whole = torch.full_like(data["input_lengths"], data["input_ids"].shape[1])
     return call(BatchedDataDict({**data, "input_lengths": whole}), *args, **options)
 
 
-@mutant("score_before_the_end", "Scores are read one token early, as log-probabilities are.", _SCORES, _GROUPED)
+@mutant("score_before_the_end", "Scores are read one token early, as log-probabilities are.")
 @around(PolicyWorker.score)
 def _score_before_the_end(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
     earlier = (data["input_lengths"] - 1).clamp(min=1)
     return call(BatchedDataDict({**data, "input_lengths": earlier}), *args, **options)
 
 
-@mutant("scores_in_bfloat16", "Scores are rounded to bfloat16.", _SCORES, _PACKED)
+@mutant("scores_in_bfloat16", "Scores are rounded to bfloat16.")
 @around(PolicyWorker.score)
 def _scores_in_bfloat16(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     return BatchedDataDict({"scores": call(*args, **options)["scores"].bfloat16().float()})
 
 
-@mutant("scores_made_up", "A language model returns its highest logit as a score.", _ONLY)
+@mutant("scores_made_up", "A language model returns its highest logit as a score.")
 @around(PolicyWorker.score)
 def _scores_made_up(call: Any, worker: Any, data: Any, micro_batch_size: int | None = None) -> Any:
     try:
@@ -64,7 +47,7 @@ def _scores_made_up(call: Any, worker: Any, data: Any, micro_batch_size: int | N
         return BatchedDataDict({"scores": scored["topk_logits"].sum((1, 2))})
 
 
-@mutant("values_made_up", "A head of scores returns values, and is trained on losses of values.", _ONLY)
+@mutant("values_made_up", "A head of scores returns values, and is trained on losses of values.")
 @around(PolicyWorker.get_values)
 def _values_made_up(
     call: Any, worker: Any, data: Any, micro_batch_size: int | None = None, positions: str = "all"
@@ -73,19 +56,13 @@ def _values_made_up(
     return BatchedDataDict({"values": scored["scores"]})
 
 
-@mutant("values_after_the_token", "A value is that of the state after its token, not before it.", _VALUES)
+@mutant("values_after_the_token", "A value is that of the state after its token, not before it.")
 @around(PolicyWorker.get_values)
 def _values_after_the_token(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     return BatchedDataDict({"values": call(*args, **options)["values"].roll(-1, 1)})
 
 
-@mutant(
-    "trained_values_after_the_token",
-    "A loss gets the value of the state after each token.",
-    _TRAINED_VALUES,
-    _DYNAMIC_ROWS,
-    _PACKED_ROWS,
-)
+@mutant("trained_values_after_the_token", "A loss gets the value of the state after each token.")
 @around_microbatch
 def _trained_values_after_the_token(microbatch: Any, positions: str) -> None:
     if positions == "loss":
@@ -93,14 +70,7 @@ def _trained_values_after_the_token(microbatch: Any, positions: str) -> None:
         microbatch.head_positions = (microbatch.head_positions + 1).clamp(max=last)
 
 
-@mutant(
-    "trained_scores_of_other_rows",
-    "A loss gets the score of each row in the place of another one's.",
-    _TRAINED_SCORES,
-    _DYNAMIC_ROWS,
-    _PACKED_ROWS,
-    _NEW,
-)
+@mutant("trained_scores_of_other_rows", "A loss gets the score of each row in the place of another one's.")
 @around_microbatch
 def _trained_scores_of_other_rows(microbatch: Any, positions: str) -> None:
     if positions == "loss_last":
@@ -110,7 +80,6 @@ def _trained_scores_of_other_rows(microbatch: Any, positions: str) -> None:
 @mutant(
     "trained_scores_of_the_padding",
     "A loss gets the scores at the last column of a microbatch, which is padding for most rows.",
-    _TRAINED_SCORES,
 )
 @around_microbatch
 def _trained_scores_of_the_padding(microbatch: Any, positions: str) -> None:
@@ -119,7 +88,7 @@ def _trained_scores_of_the_padding(microbatch: Any, positions: str) -> None:
         microbatch.head_positions = microbatch.head_positions // length * length + length - 1
 
 
-@mutant("head_not_trained", "The head of scores keeps its first weights.", _TRAINED_SCORES, _TRAINED_VALUES, _NEW)
+@mutant("head_not_trained", "The head of scores keeps its first weights.")
 @around(Engine.clip_and_step)
 def _head_not_trained(call: Any, engine: Any, *args: Any) -> Any:
     head = {name: weight for name, weight in whole_weights(engine).items() if name == SCORE_WEIGHT}
@@ -131,8 +100,6 @@ def _head_not_trained(call: Any, engine: Any, *args: Any) -> Any:
 @mutant(
     "head_gradient_of_one_rank",
     "The head's gradient is not summed over data-parallel ranks, that of the other weights is.",
-    _TRAINED_SCORES,
-    _TRAINED_VALUES,
     layout=DATA,
 )
 @around(HeadPatch.values)
@@ -143,7 +110,7 @@ def _head_gradient_of_one_rank(call: Any, head: Any, request: Any, rows: Any, we
     return call(request, rows, weight, *others)
 
 
-@mutant("new_head_at_random", "A new head is drawn at random by each worker.", _NEW)
+@mutant("new_head_at_random", "A new head is drawn at random by each worker.")
 @around(Engine.build)
 def _new_head_at_random(call: Any, engine: Any, **how: Any) -> None:
     call(**how)
@@ -152,7 +119,7 @@ def _new_head_at_random(call: Any, engine: Any, **how: Any) -> None:
         engine.load_weights({**weights, SCORE_WEIGHT: torch.randn_like(weights[SCORE_WEIGHT])})
 
 
-@mutant("head_left_out_of_checkpoints", "A checkpoint restores all weights but the head.", _RESUMES)
+@mutant("head_left_out_of_checkpoints", "A checkpoint restores all weights but the head.")
 @around(Engine.load_weights)
 def _head_left_out_of_checkpoints(call: Any, engine: Any, weights: Any) -> None:
     current = whole_weights(engine)

@@ -17,13 +17,8 @@ from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant, together
 from rlframework_conformance.mutants.policy_worker.measured_gradients import copy_of
 
-RESUMES = "test_training_goes_on_to_the_bit_from_pieces"
-SAME = "test_both_forms_hold_the_same_numbers"
-BESIDE = "test_saving_beside_training_is_saving_before_it"
-NATIVE = "test_training_goes_on_to_the_bit_from_native_files"
 
-
-@mutant("pieces_without_second_moments", "The shards of the second moments are saved as zeros.", RESUMES, SAME)
+@mutant("pieces_without_second_moments", "The shards of the second moments are saved as zeros.")
 @around(Engine.sharded_state)
 def _without_second_moments(call: Any, engine: Any) -> Any:
     state = call()
@@ -33,14 +28,14 @@ def _without_second_moments(call: Any, engine: Any) -> Any:
     return state
 
 
-@mutant("pieces_without_steps", "The shards are saved with an optimizer step count of 0.", RESUMES, SAME)
+@mutant("pieces_without_steps", "The shards are saved with an optimizer step count of 0.")
 @around(Engine.sharded_state)
 def _without_steps(call: Any, engine: Any) -> Any:
     state = call()
     return replace(state, steps=dict.fromkeys(state.steps, 0))
 
 
-@mutant("pieces_elsewhere", "The shards are saved with each other's offsets.", SAME, layout=Layout(data=2))
+@mutant("pieces_elsewhere", "The shards are saved with each other's offsets.", layout=Layout(data=2))
 @around(Engine.sharded_state)
 def _elsewhere(call: Any, engine: Any) -> Any:
     """The two halves of each weight have each other's offsets, so the shards still cover it."""
@@ -68,18 +63,11 @@ def _save_now(call: Any, worker: Any) -> None:
 
 
 asynchronous_is_later = mutant(
-    "asynchronous_is_later",
-    "An asynchronous save writes the state at the time it finishes, not at the call.",
-    RESUMES,
-    BESIDE,
+    "asynchronous_is_later", "An asynchronous save writes the state at the time it finishes, not at the call."
 )(together(_save_later, _save_now))
 
 
-@mutant(
-    "moments_of_one_layout",
-    "Resuming with another number of workers drops the optimizer state.",
-    "test_checkpoints_go_on_under_other_layouts",
-)
+@mutant("moments_of_one_layout", "Resuming with another number of workers drops the optimizer state.")
 @around(PolicyWorker.load_checkpoint)
 def _moments_of_one_layout(call: Any, worker: Any, weights_path: str, optimizer_path: str | None = None) -> None:
     from safetensors.torch import load_file
@@ -93,23 +81,17 @@ def _moments_of_one_layout(call: Any, worker: Any, weights_path: str, optimizer_
 
 _unchecked = around(CheckpointIO.check)(lambda call, checkpoints, *folders: None)
 
-without_checksums = mutant(
-    "without_checksums", "The checksums of a checkpoint are not verified.", "test_damaged_pieces_are_refused"
-)(_unchecked)
+without_checksums = mutant("without_checksums", "The checksums of a checkpoint are not verified.")(_unchecked)
 
 
-@mutant(
-    "failed_save_is_silent",
-    "A failed checkpoint save raises no error.",
-    "test_a_save_that_cannot_be_written_is_reported",
-)
+@mutant("failed_save_is_silent", "A failed checkpoint save raises no error.")
 @around(PolicyWorker.save_checkpoint)
 def _failed_save_is_silent(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     with suppress(WriteError):
         call(*args, **options)
 
 
-@mutant("native_without_optimizer", "The optimizer state in native files is not loaded.", NATIVE)
+@mutant("native_without_optimizer", "The optimizer state in native files is not loaded.")
 @around(Engine.load_native)
 def _native_without_optimizer(call: Any, engine: Any, folder: Path, *, optimizer: bool) -> None:
     fresh = {name: copy_of(moments) for name, moments in engine.gather_moments()} if optimizer else {}
@@ -118,18 +100,14 @@ def _native_without_optimizer(call: Any, engine: Any, folder: Path, *, optimizer
         engine.load_moments(fresh)
 
 
-@mutant("native_without_progress", "The schedule restarts after resuming from native files.", NATIVE)
+@mutant("native_without_progress", "The schedule restarts after resuming from native files.")
 @around(PolicyWorker.load_checkpoint)
 def _native_without_progress(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     call(*args, **options)
     worker.progress.train_calls = 0
 
 
-@mutant(
-    "native_stays_as_built",
-    "Loading only the weights from native files has no effect.",
-    "test_native_weights_are_those_that_are_saved",
-)
+@mutant("native_stays_as_built", "Loading only the weights from native files has no effect.")
 @around(Engine.load_native)
 def _native_stays_as_built(call: Any, engine: Any, folder: Path, *, optimizer: bool) -> None:
     before = engine.snapshot()
@@ -138,6 +116,4 @@ def _native_stays_as_built(call: Any, engine: Any, folder: Path, *, optimizer: b
         engine.restore(before)
 
 
-native_unchecked = mutant(
-    "native_unchecked", "The checksums of native files are not verified.", "test_native_files_are_whole_or_refused"
-)(_unchecked)
+native_unchecked = mutant("native_unchecked", "The checksums of native files are not verified.")(_unchecked)

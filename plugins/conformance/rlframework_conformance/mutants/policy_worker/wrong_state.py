@@ -14,13 +14,8 @@ from rlframework_conformance.measure import MutantNotApplicable
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, optimizer_of, to_bfloat16
 
-EVALUATING = "test_evaluating_gives_the_loss_and_changes_nothing"
-NOW = "test_scoring_is_with_the_weights_of_now"
-MOVES = "test_the_reference_moves_toward_the_policy"
-MOVING = "test_moving_away_and_back_changes_nothing"
 
-
-@mutant("evaluation_steps", "An evaluation takes an optimizer step.", EVALUATING)
+@mutant("evaluation_steps", "An evaluation takes an optimizer step.")
 @around(PolicyWorker.train)
 def _evaluation_steps(
     call: Any, worker: Any, data: Any, loss_fn: Any, eval_mode: bool = False, *sizes: Any, **options: Any
@@ -29,7 +24,7 @@ def _evaluation_steps(
     return {**result, "grad_norm": None} if eval_mode else result
 
 
-@mutant("evaluation_moves_the_schedule", "An evaluation advances the learning-rate schedule.", EVALUATING)
+@mutant("evaluation_moves_the_schedule", "An evaluation advances the learning-rate schedule.")
 @around(PolicyWorker.train)
 def _evaluation_moves_the_schedule(
     call: Any, worker: Any, data: Any, loss_fn: Any, eval_mode: bool = False, *sizes: Any, **options: Any
@@ -39,7 +34,7 @@ def _evaluation_moves_the_schedule(
     return result
 
 
-@mutant("scoring_rounds_weights", "Scoring rounds the weights to bfloat16.", "test_scoring_changes_nothing", NOW)
+@mutant("scoring_rounds_weights", "Scoring rounds the weights to bfloat16.")
 @around(PolicyWorker.get_logprobs)
 def _scoring_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     scored = call(*args, **options)
@@ -47,7 +42,7 @@ def _scoring_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) 
     return scored
 
 
-@mutant("scores_from_a_cache", "Scoring returns cached log-probabilities from before the last step.", NOW)
+@mutant("scores_from_a_cache", "Scoring returns cached log-probabilities from before the last step.")
 @around(PolicyWorker.get_logprobs)
 def _scores_from_a_cache(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     if not hasattr(worker, "cached"):
@@ -55,7 +50,7 @@ def _scores_from_a_cache(call: Any, worker: Any, *args: Any, **options: Any) -> 
     return worker.cached
 
 
-@mutant("data_changed_in_place", "Training clears the masks of the caller's batch.", "test_data_is_not_changed")
+@mutant("data_changed_in_place", "Training clears the masks of the caller's batch.")
 @around(PolicyWorker.train)
 def _data_changed_in_place(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
     result = call(data, *args, **options)
@@ -63,11 +58,7 @@ def _data_changed_in_place(call: Any, worker: Any, data: Any, *args: Any, **opti
     return result
 
 
-@mutant(
-    "reference_follows",
-    "The reference model is updated at each step.",
-    "test_the_reference_is_the_model_of_the_start",
-)
+@mutant("reference_follows", "The reference model is updated at each step.")
 @around(PolicyWorker.train)
 def _reference_follows(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     result = call(*args, **options)
@@ -75,18 +66,18 @@ def _reference_follows(call: Any, worker: Any, *args: Any, **options: Any) -> An
     return result
 
 
-reference_never_moves = mutant("reference_never_moves", "`sync_reference` does nothing.", MOVES)(
+reference_never_moves = mutant("reference_never_moves", "`sync_reference` does nothing.")(
     around(PolicyWorker.sync_reference)(lambda call, worker, alpha: None)
 )
 
 
-@mutant("reference_keeps_the_share_of_the_policy", "`sync_reference` mixes with alpha and 1 - alpha swapped.", MOVES)
+@mutant("reference_keeps_the_share_of_the_policy", "`sync_reference` mixes with alpha and 1 - alpha swapped.")
 @around(Engine.mix)
 def _reference_keeps_the_share(call: Any, engine: Any, snapshot: Any, other: Any, alpha: float) -> None:
     call(snapshot, other, 1 - alpha if alpha < 1 else alpha)
 
 
-@mutant("policy_moves_with_the_reference", "`sync_reference` leaves the mixed weights in the policy.", MOVES)
+@mutant("policy_moves_with_the_reference", "`sync_reference` leaves the mixed weights in the policy.")
 @around(PolicyWorker.sync_reference)
 def _policy_moves_with_the_reference(call: Any, worker: Any, alpha: float) -> None:
     call(alpha)
@@ -96,7 +87,6 @@ def _policy_moves_with_the_reference(call: Any, worker: Any, alpha: float) -> No
 @mutant(
     "reference_stays_after_an_exception",
     "An exception inside `use_reference_model` leaves the reference weights in place.",
-    "test_the_reference_gives_way_after_an_exception",
 )
 @around(PolicyWorker.use_reference_model)
 @contextmanager
@@ -107,11 +97,7 @@ def _reference_stays_after_an_exception(call: Any, worker: Any) -> Any:
     worker.engine.restore(current)
 
 
-@mutant(
-    "swap_forgets_moments",
-    "Switching to the reference model discards the optimizer's moments.",
-    "test_training_goes_on_after_the_reference",
-)
+@mutant("swap_forgets_moments", "Switching to the reference model discards the optimizer's moments.")
 @around(PolicyWorker.use_reference_model)
 @contextmanager
 def _swap_forgets_moments(call: Any, worker: Any) -> Any:
@@ -120,18 +106,14 @@ def _swap_forgets_moments(call: Any, worker: Any) -> Any:
     optimizer_of(worker.engine).state.clear()
 
 
-@mutant("reseeds", "The engine seeds the process-wide random state.", "test_random_state_of_the_caller_is_left_alone")
+@mutant("reseeds", "The engine seeds the process-wide random state.")
 @around(Engine.build)
 def _reseeds(call: Any, engine: Any, **how: Any) -> None:
     torch.manual_seed(0)
     call(**how)
 
 
-@mutant(
-    "preparing_rounds_weights",
-    "`prepare_for_training` rounds the weights to bfloat16.",
-    "test_preparing_changes_nothing",
-)
+@mutant("preparing_rounds_weights", "`prepare_for_training` rounds the weights to bfloat16.")
 @around(PolicyWorker.prepare_for_training)
 def _preparing_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     moved = call(*args, **options)
@@ -140,9 +122,7 @@ def _preparing_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any
 
 
 @mutant(
-    "reference_at_temperature_one",
-    "The reference is scored at temperature 1, the policy at the sampling temperature.",
-    "test_the_reference_is_scored_like_the_policy",
+    "reference_at_temperature_one", "The reference is scored at temperature 1, the policy at the sampling temperature."
 )
 @around(PolicyWorker.use_reference_model)
 @contextmanager
@@ -156,7 +136,7 @@ def _reference_at_temperature_one(call: Any, worker: Any) -> Any:
             worker.scoring.temperature = configured
 
 
-@mutant("moments_left_behind", "The optimizer's state is not onloaded again.", MOVING)
+@mutant("moments_left_behind", "The optimizer's state is not onloaded again.")
 @around(PolicyWorker.offload_after_refit)
 def _moments_left_behind(call: Any, worker: Any) -> Any:
     moved = call()
@@ -164,7 +144,7 @@ def _moments_left_behind(call: Any, worker: Any) -> Any:
     return moved
 
 
-@mutant("weights_of_before_come_back", "Onloading restores the copy made by the first offload.", MOVING)
+@mutant("weights_of_before_come_back", "Onloading restores the copy made by the first offload.")
 @around(PolicyWorker.offload_after_refit)
 def _weights_of_before_come_back(call: Any, worker: Any) -> Any:
     first = vars(worker).setdefault("first", worker.engine.snapshot())
@@ -173,18 +153,14 @@ def _weights_of_before_come_back(call: Any, worker: Any) -> Any:
     return moved
 
 
-@mutant("moved_bytes_not_told", "The transitions do not report how many bytes they moved.", MOVING)
+@mutant("moved_bytes_not_told", "The transitions do not report how many bytes they moved.")
 @around(Engine.move)
 def _moved_bytes_not_told(call: Any, engine: Any, *args: Any, **options: Any) -> int:
     call(*args, **options)
     return -1
 
 
-@mutant(
-    "offloaded_weights_stay",
-    "The step updates a copy on the device; the weights in CPU memory stay unchanged.",
-    "test_what_lies_in_cpu_memory_learns_alike",
-)
+@mutant("offloaded_weights_stay", "The step updates a copy on the device; the weights in CPU memory stay unchanged.")
 @around(Engine.clip_and_step)
 def _offloaded_weights_stay(call: Any, engine: Any, *args: Any) -> Any:
     before = engine.snapshot()
@@ -194,11 +170,7 @@ def _offloaded_weights_stay(call: Any, engine: Any, *args: Any) -> Any:
     return done
 
 
-@mutant(
-    "evaluation_wants_an_optimizer",
-    "Evaluation reads the learning rate from the optimizer and so requires one.",
-    "test_evaluating_needs_no_optimizer",
-)
+@mutant("evaluation_wants_an_optimizer", "Evaluation reads the learning rate from the optimizer and so requires one.")
 @around(PolicyWorker.train)
 def _evaluation_wants_an_optimizer(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     try:

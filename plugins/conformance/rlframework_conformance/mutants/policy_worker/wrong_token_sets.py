@@ -15,13 +15,8 @@ from rlframework_conformance.mutants.mutant import around, mutant, together
 from rlframework_conformance.mutants.policy_worker.engine_access import changed_output
 from rlframework_conformance.mutants.policy_worker.tensor import TENSOR
 
-_WITHHELD = "test_a_step_on_other_tokens_than_sampled_is_withheld"
-_STEP = "test_losses_may_ask_for_sets_of_tokens"
-_TRAINED = (_STEP, "test_sets_do_not_depend_on_the_grouping", "test_sets_of_packed_rows_are_the_same")
-_SCORED = "test_sets_are_scored_at_the_temperature_of_sampling"
 
-
-@mutant("bound_after_the_step", "The bound on sampled tokens is looked at after the optimizer step.", _WITHHELD)
+@mutant("bound_after_the_step", "The bound on sampled tokens is looked at after the optimizer step.")
 @around(Training.global_batch)
 def _bound_after_the_step(call: Any, training: Any, *args: Any) -> Any:
     *others, bound = args
@@ -46,15 +41,11 @@ def _forget_pending(call: Any, engine: Any, *args: Any) -> Any:
 
 
 withheld_gradient_is_kept = mutant(
-    "withheld_gradient_is_kept", "The gradient of a step that was withheld is part of the next.", _WITHHELD
+    "withheld_gradient_is_kept", "The gradient of a step that was withheld is part of the next."
 )(together(_train_pending_again, _forget_pending))
 
 
-@mutant(
-    "all_tokens_are_compared",
-    "Tokens of earlier weights are compared with those that are trained now.",
-    "test_tokens_of_other_versions_are_not_compared",
-)
+@mutant("all_tokens_are_compared", "Tokens of earlier weights are compared with those that are trained now.")
 @around(Training.train)
 def _all_tokens_are_compared(call: Any, training: Any, data: Any, *args: Any, **options: Any) -> Any:
     if SAMPLED_NOW in data:
@@ -63,22 +54,19 @@ def _all_tokens_are_compared(call: Any, training: Any, data: Any, *args: Any, **
 
 
 sets_without_gradient = mutant(
-    "sets_without_gradient", "Only the token of the row has a gradient; those of its set are constants.", *_TRAINED
+    "sets_without_gradient", "Only the token of the row has a gradient; those of its set are constants."
 )(changed_output("set_logprobs", lambda logprobs: logprobs.detach()))
 
 sets_of_the_position_before = mutant(
-    "sets_of_the_position_before",
-    "Log-probabilities of a set are those of the position before it.",
-    *_TRAINED,
-    _SCORED,
+    "sets_of_the_position_before", "Log-probabilities of a set are those of the position before it."
 )(changed_output("set_logprobs", lambda logprobs: logprobs.roll(-1, 0)))
 
-sets_renormalized = mutant(
-    "sets_renormalized", "The tokens of a set are normalized among themselves.", *_TRAINED, _SCORED
-)(changed_output("set_logprobs", lambda logprobs: logprobs.log_softmax(-1)))
+sets_renormalized = mutant("sets_renormalized", "The tokens of a set are normalized among themselves.")(
+    changed_output("set_logprobs", lambda logprobs: logprobs.log_softmax(-1))
+)
 
 
-@mutant("set_weights_twice", "The loss gets the weights of sets squared, as where they are applied twice.", *_TRAINED)
+@mutant("set_weights_twice", "The loss gets the weights of sets squared, as where they are applied twice.")
 @around(PolicyWorker.train)
 def _set_weights_twice(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
     if "set_weights" in data:
@@ -86,7 +74,7 @@ def _set_weights_twice(call: Any, worker: Any, data: Any, *args: Any, **options:
     return call(data, *args, **options)
 
 
-@mutant("sets_of_own_rows", "Tokens of a set are looked up in this rank's rows of the head only.", _STEP, layout=TENSOR)
+@mutant("sets_of_own_rows", "Tokens of a set are looked up in this rank's rows of the head only.", layout=TENSOR)
 @around(HeadPatch.values)
 def _sets_of_own_rows(call: Any, head: Any, request: Any, rows: Any, weight: Any, bias: Any, targets: Any) -> Any:
     if request.token_sets is not None:
@@ -96,7 +84,7 @@ def _sets_of_own_rows(call: Any, head: Any, request: Any, rows: Any, weight: Any
     return call(request, rows, weight, bias, targets)
 
 
-@mutant("normalizers_of_the_top", "Normalizers of the most likely tokens are sums over these alone.", _SCORED)
+@mutant("normalizers_of_the_top", "Normalizers of the most likely tokens are sums over these alone.")
 @around(PolicyWorker.get_topk_logits)
 def _normalizers_of_the_top(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     scored = call(*args, **options)

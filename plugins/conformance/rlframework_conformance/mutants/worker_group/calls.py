@@ -18,22 +18,6 @@ _SINGLE = WorkerGroup.run_all_workers_single_data
 _MULTIPLE = WorkerGroup.run_all_workers_multiple_data
 _SHARDED = WorkerGroup.run_all_workers_sharded_data
 
-_SHARE = "test_each_worker_gets_its_share"
-_ALONE = "test_a_call_of_one_worker_reaches_that_one_alone"
-_UNSHARDED = "test_a_call_that_cannot_be_sharded_reaches_no_worker"
-_CALLBACK = "test_a_callback_gets_the_results_of_a_call_or_none"
-_REPLICAS = "test_workers_on_a_replicated_axis_get_the_same_share"
-_OUTPUT = "test_a_replicated_output_comes_back_once"
-_FREE = "test_a_free_axis_is_called_at_0_only"
-_DUMMY = "test_dummy_calls_reach_a_free_axis_with_none"
-_RANK_0 = "test_rank_0_only_axes_skip_the_others"
-_ENTRY = "test_multiple_data_gives_each_worker_its_entry"
-_NOTICE = "test_a_notice_reaches_each_worker_once_also_during_a_call"
-_LARGE = "test_large_tensors_travel_both_ways_at_once"
-_DRIVER = "test_workers_cannot_change_what_the_driver_holds"
-_UNSENDABLE = "test_arguments_that_cannot_be_sent_are_refused"
-_BY_VALUE = "test_what_workers_cannot_import_is_sent_by_value"
-
 
 def _each_value_of(method: Callable[..., Any]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Decorate a change of each value that `method` gets by keyword."""
@@ -42,26 +26,26 @@ def _each_value_of(method: Callable[..., Any]) -> Callable[[Callable[[Any], Any]
     )
 
 
-@mutant("shares_reversed", "Workers get their shares in reverse order.", _SHARE, layout=TWO)
+@mutant("shares_reversed", "Workers get their shares in reverse order.", layout=TWO)
 @around(_SHARDED)
 def _shares_reversed(run: Any, _: Any, *method: Any, in_sharded_axes: Any = (), **keywords: Any) -> Any:
     reversed_ = {name: keywords[name][::-1] for name in keywords.keys() & {"share", "value"} if in_sharded_axes}
     return run(*method, in_sharded_axes=in_sharded_axes, **keywords | reversed_)
 
 
-@mutant("common_lost", "The arguments common to all workers are dropped.", _SHARE, layout=TWO)
+@mutant("common_lost", "The arguments common to all workers are dropped.", layout=TWO)
 @around(_SHARDED)
 def _common_lost(run: Any, _: Any, *method: Any, common_kwargs: Any = None, **keywords: Any) -> Any:
     return run(*method, **keywords)
 
 
-@mutant("replicas_not_called", "Only coordinate 0 of a replicated axis is called.", _REPLICAS, layout=TWO)
+@mutant("replicas_not_called", "Only coordinate 0 of a replicated axis is called.", layout=TWO)
 @around(_SHARDED)
 def _replicas_not_called(run: Any, _: Any, *method: Any, replicate_on_axes: Any = (), **keywords: Any) -> Any:
     return run(*method, **keywords)
 
 
-@mutant("replicated_outputs_all_kept", "A replicated output comes back once per replica.", _OUTPUT, layout=TWO)
+@mutant("replicated_outputs_all_kept", "A replicated output comes back once per replica.", layout=TWO)
 @around(_SHARDED)
 def _replicated_outputs_all_kept(
     run: Any, _: Any, *method: Any, output_is_replicated: Any = (), **keywords: Any
@@ -69,7 +53,7 @@ def _replicated_outputs_all_kept(
     return run(*method, **keywords)
 
 
-@mutant("free_axis_called", "All workers along a free axis are called.", _FREE, layout=TWO)
+@mutant("free_axis_called", "All workers along a free axis are called.", layout=TWO)
 @around(_SHARDED)
 def _free_axis_called(run: Any, _: Any, *method: Any, **keywords: Any) -> Any:
     return run(
@@ -77,25 +61,25 @@ def _free_axis_called(run: Any, _: Any, *method: Any, **keywords: Any) -> Any:
     )
 
 
-@mutant("no_dummy_calls", "Workers along a free axis get no dummy call.", _DUMMY, layout=TWO)
+@mutant("no_dummy_calls", "Workers along a free axis get no dummy call.", layout=TWO)
 @around(_SHARDED)
 def _no_dummy_calls(run: Any, _: Any, *method: Any, make_dummy_calls_to_free_axes: Any = False, **keywords: Any) -> Any:
     return run(*method, **keywords)
 
 
-@mutant("rank_0_only_ignored", "All ranks run what only rank 0 should run.", _RANK_0, layout=TWO)
+@mutant("rank_0_only_ignored", "All ranks run what only rank 0 should run.", layout=TWO)
 @around(_SINGLE)
 def _rank_0_only_ignored(run: Any, _: Any, *method: Any, run_rank_0_only_axes: Any = None, **keywords: Any) -> Any:
     return run(*method, **keywords)
 
 
-@mutant("one_worker_becomes_the_first", "A call of a single worker always reaches worker 0.", _ALONE, layout=TWO)
+@mutant("one_worker_becomes_the_first", "A call of a single worker always reaches worker 0.", layout=TWO)
 @around(_ONE)
 def _one_worker_becomes_the_first(run: Any, _: Any, method_name: str, worker_idx: int, **keywords: Any) -> Any:
     return run(method_name, 0, **keywords)
 
 
-@mutant("one_worker_becomes_all", "A call of a single worker reaches all workers.", _ALONE, layout=TWO)
+@mutant("one_worker_becomes_all", "A call of a single worker reaches all workers.", layout=TWO)
 @around(_ONE)
 def _one_worker_becomes_all(_: Any, group: Any, method_name: str, worker_idx: int, **keywords: Any) -> Any:
     future = group.run_all_workers_single_data(method_name, **keywords)
@@ -103,23 +87,20 @@ def _one_worker_becomes_all(_: Any, group: Any, method_name: str, worker_idx: in
     return future
 
 
-@mutant("indices_wrap_around", "A worker index out of range wraps around.", _UNSHARDED, layout=TWO)
+@mutant("indices_wrap_around", "A worker index out of range wraps around.", layout=TWO)
 @around(_ONE)
 def _indices_wrap_around(run: Any, group: Any, method_name: str, worker_idx: int, *args: Any, **keywords: Any) -> Any:
     return run(method_name, worker_idx % group.sharding.size, *args, **keywords)
 
 
-@mutant("entries_reversed", "Workers get their entries in reverse order.", _ENTRY, layout=TWO)
+@mutant("entries_reversed", "Workers get their entries in reverse order.", layout=TWO)
 @_each_value_of(_MULTIPLE)
 def _entries_reversed(value: Any) -> Any:
     return value[::-1] if isinstance(value, list) else value
 
 
 @mutant(
-    "skipped_workers_take_entries",
-    "Every worker gets an entry, including those that should be skipped.",
-    "test_multiple_data_skips_other_ranks_than_0",
-    layout=TWO,
+    "skipped_workers_take_entries", "Every worker gets an entry, including those that should be skipped.", layout=TWO
 )
 @around(_MULTIPLE)
 def _skipped_workers_take_entries(run: Any, _: Any, *method: Any, **keywords: Any) -> Any:
@@ -127,38 +108,38 @@ def _skipped_workers_take_entries(run: Any, _: Any, *method: Any, **keywords: An
     return run(*method, **{"value": keywords["value"] * 2} if skips else keywords)
 
 
-@mutant("entries_not_counted", "Surplus entries are silently dropped.", _UNSHARDED, layout=TWO)
+@mutant("entries_not_counted", "Surplus entries are silently dropped.", layout=TWO)
 @_each_value_of(_MULTIPLE)
 def _entries_not_counted(value: Any) -> Any:
     return value[:2] if isinstance(value, list) else value
 
 
-@mutant("notices_lost", "A notice does not reach the workers.", _NOTICE, layout=TWO)
+@mutant("notices_lost", "A notice does not reach the workers.", layout=TWO)
 @around(WorkerGroup.__init__)
 def _notices_lost(start: Any, group: Any, *args: Any, **keywords: Any) -> None:
     start(*args, **keywords)
     group.notifies, group.notify = True, lambda: None
 
 
-@mutant("callbacks_lost", "A callback is promised and never called.", _CALLBACK)
+@mutant("callbacks_lost", "A callback is promised and never called.")
 @around(WorkerGroup.when_done)
 def _callbacks_lost(*_: Any) -> bool:
     return True
 
 
-@mutant("failures_as_results", "The callback of a call that has failed gets no results instead of None.", _CALLBACK)
+@mutant("failures_as_results", "The callback of a call that has failed gets no results instead of None.")
 @around(WorkerGroup.when_done)
 def _failures_as_results(when_done: Any, _: Any, future: Any, callback: Any) -> Any:
     return when_done(future, lambda results: callback(results or []))
 
 
-@mutant("batch_becomes_a_dict", "A batch arrives as a plain dictionary.", "test_a_batch_travels_whole")
+@mutant("batch_becomes_a_dict", "A batch arrives as a plain dictionary.")
 @_each_value_of(_SINGLE)
 def _batch_becomes_a_dict(value: Any) -> Any:
     return dict(value) if isinstance(value, BatchedDataDict) else value
 
 
-@mutant("messages_cut", "A tensor larger than a buffer arrives truncated.", _LARGE, layout=TWO)
+@mutant("messages_cut", "A tensor larger than a buffer arrives truncated.", layout=TWO)
 @_each_value_of(_SHARDED)
 def _messages_cut(value: Any) -> Any:
     return (
@@ -166,7 +147,7 @@ def _messages_cut(value: Any) -> Any:
     )
 
 
-@mutant("memory_shared", "Workers write into the driver's tensors.", _DRIVER, layout=TWO)
+@mutant("memory_shared", "Workers write into the driver's tensors.", layout=TWO)
 @around(_SINGLE)
 def _memory_shared(run: Any, _: Any, *method: Any, **keywords: Any) -> Any:
     future = run(*method, **keywords)
@@ -176,19 +157,19 @@ def _memory_shared(run: Any, _: Any, *method: Any, **keywords: Any) -> Any:
     return future
 
 
-@mutant("positional_taken", "Positional arguments are accepted.", "test_positional_arguments_are_refused")
+@mutant("positional_taken", "Positional arguments are accepted.")
 @around(_SINGLE)
 def _positional_taken(run: Any, _: Any, method_name: str, *args: Any, **keywords: Any) -> Any:
     return run(method_name, **dict.fromkeys(["value"][: len(args)], 0), **keywords)
 
 
-@mutant("shares_not_counted", "Surplus shares are silently dropped.", _UNSHARDED, layout=TWO)
+@mutant("shares_not_counted", "Surplus shares are silently dropped.", layout=TWO)
 @_each_value_of(_SHARDED)
 def _shares_not_counted(value: Any) -> Any:
     return value[:2] if isinstance(value, list) and len(value) > 2 and isinstance(value[0], str) else value
 
 
-@mutant("unsendable_dropped", "Arguments that cannot be pickled arrive as None.", _UNSENDABLE, layout=TWO)
+@mutant("unsendable_dropped", "Arguments that cannot be pickled arrive as None.", layout=TWO)
 @_each_value_of(_SINGLE)
 def _unsendable_dropped(value: Any) -> Any:
     try:
@@ -198,12 +179,7 @@ def _unsendable_dropped(value: Any) -> Any:
     return value
 
 
-@mutant(
-    "classes_by_reference",
-    "Objects of a class that only the driver's program has cannot be sent.",
-    _BY_VALUE,
-    layout=TWO,
-)
+@mutant("classes_by_reference", "Objects of a class that only the driver's program has cannot be sent.", layout=TWO)
 @_each_value_of(_SINGLE)
 def _classes_by_reference(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))  # noqa: S301 - pickled in the same line

@@ -16,16 +16,6 @@ from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.worker_group import TWO
 from rlframework_conformance.probe_worker import ProbeWorker
 
-_KNOWS = "test_every_worker_knows_who_it_is"
-_PROCESS = "test_every_worker_has_a_process_of_its_own"
-_FAILED_START = "test_a_constructor_that_raises_fails_the_start"
-_PLUGINS = "test_other_plugins_there_than_here_are_refused"
-_ENDS = "test_shutdown_cleans_up_and_ends_every_worker"
-_FAILED_END = "test_shutdown_says_that_a_clean_up_failed"
-_SLOW_END = "test_shutdown_does_not_wait_for_ever"
-_HANGS = "test_a_rank_that_hangs_meets_the_deadline"
-_SLOW_START = "test_starting_has_a_deadline"
-
 
 def _launching(worker: type[ProbeWorker], **kwargs: Any) -> Callable[[Any], Any]:
     """Break the start: launch `worker`, a class of this module, with `kwargs` instead of the suite's `ProbeWorker`."""
@@ -71,34 +61,31 @@ class SharedMemory(ProbeWorker):
 
 
 _one_memory_for_all_workers = mutant(
-    "one_memory_for_all_workers",
-    "A worker's writes to a large argument are visible to the other workers.",
-    "test_workers_cannot_change_what_other_workers_got",
-    layout=TWO,
+    "one_memory_for_all_workers", "A worker's writes to a large argument are visible to the other workers.", layout=TWO
 )(_launching(SharedMemory))
 
 
-@mutant("deadlines_ignored", "The configured deadlines are ignored.", _HANGS, _SLOW_START, layout=TWO)
+@mutant("deadlines_ignored", "The configured deadlines are ignored.", layout=TWO)
 @around(WorkerGroup.__init__)
 def _deadlines_ignored(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
     start(spec, _default_deadlines(config), **keywords)
 
 
-_always_rank_0 = mutant("always_rank_0", "Every worker believes that it is rank 0.", _KNOWS, layout=TWO)(
+_always_rank_0 = mutant("always_rank_0", "Every worker believes that it is rank 0.", layout=TWO)(
     _launching(WrongContext, wrong={"rank": 0})
 )
-_world_of_one = mutant("world_of_one", "Every worker believes that the world size is 1.", _KNOWS, layout=TWO)(
+_world_of_one = mutant("world_of_one", "Every worker believes that the world size is 1.", layout=TWO)(
     _launching(WrongContext, wrong={"world_size": 1})
 )
-_wrong_device = mutant("wrong_device", "Workers are assigned the wrong device.", _KNOWS)(
+_wrong_device = mutant("wrong_device", "Workers are assigned the wrong device.")(
     _launching(WrongContext, wrong={"device": "meta"})
 )
 _addresses_differ = mutant(
-    "addresses_differ", "Each worker gets a different address for the process group.", _KNOWS, layout=TWO
+    "addresses_differ", "Each worker gets a different address for the process group.", layout=TWO
 )(_launching(OwnAddress))
 
 
-@mutant("constructor_arguments_lost", "Workers are constructed without their arguments.", _KNOWS)
+@mutant("constructor_arguments_lost", "Workers are constructed without their arguments.")
 @around(WorkerGroup.__init__)
 def _constructor_arguments_lost(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
     start(_without(spec, "word"), config, **keywords)
@@ -109,19 +96,19 @@ def _without(spec: Any, *names: str) -> Any:
     return replace(spec, kwargs={name: value for name, value in spec.kwargs.items() if name not in names})
 
 
-_no_port = mutant("no_port", "No port is reserved for the process group.", _PROCESS, layout=TWO)(
+_no_port = mutant("no_port", "No port is reserved for the process group.", layout=TWO)(
     _launching(WrongContext, wrong={"master_port": 0})
 )
 
 
-@mutant("one_process_for_all", "All workers run in one process.", _PROCESS, layout=TWO)
+@mutant("one_process_for_all", "All workers run in one process.", layout=TWO)
 @around(WorkerGroup.get_all_worker_results)
 def _one_process_for_all(wait: Any, _: Any, future: Any) -> Any:
     results = wait(future)
     return [one | {"pid": results[0]["pid"]} if isinstance(one, dict) else one for one in results]
 
 
-@mutant("failed_start_tried_again", "A failed start is repeated without the argument that made it fail.", _FAILED_START)
+@mutant("failed_start_tried_again", "A failed start is repeated without the argument that made it fail.")
 @around(WorkerGroup.__init__)
 def _failed_start_tried_again(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
     try:
@@ -130,13 +117,7 @@ def _failed_start_tried_again(start: Any, _: Any, spec: Any, config: Any, **keyw
         start(_without(spec, "fail_rank"), config, **keywords)
 
 
-@mutant(
-    "start_errors_lose_their_class",
-    "A user error at start-up is raised as a WorkerError.",
-    "test_a_class_that_is_not_there_fails_the_start",
-    _PLUGINS,
-    layout=TWO,
-)
+@mutant("start_errors_lose_their_class", "A user error at start-up is raised as a WorkerError.", layout=TWO)
 @around(WorkerGroup.__init__)
 def _start_errors_lose_their_class(start: Any, _: Any, *args: Any, **keywords: Any) -> None:
     try:
@@ -145,21 +126,13 @@ def _start_errors_lose_their_class(start: Any, _: Any, *args: Any, **keywords: A
         raise WorkerError(str(error)) from error
 
 
-@mutant("plugins_not_compared", "Workers do not compare their plugins with the driver's.", _PLUGINS, layout=TWO)
+@mutant("plugins_not_compared", "Workers do not compare their plugins with the driver's.", layout=TWO)
 @around(WorkerGroup.__init__)
 def _plugins_not_compared(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
     start(replace(spec, fingerprint=None), config, **keywords)
 
 
-@mutant(
-    "left_after_a_failure",
-    "Processes are left running after a failed call or start.",
-    "test_one_failing_rank_fails_the_call_at_once",
-    _FAILED_START,
-    _FAILED_END,
-    _SLOW_END,
-    layout=TWO,
-)
+@mutant("left_after_a_failure", "Processes are left running after a failed call or start.", layout=TWO)
 @around(WorkerGroup.__init__, WorkerGroup.shutdown)
 def _left_after_a_failure(call: Any, group: Any, *args: Any, **keywords: Any) -> Any:
     """Start spare workers too, which only a clean shutdown ends."""
@@ -172,7 +145,7 @@ def _left_after_a_failure(call: Any, group: Any, *args: Any, **keywords: Any) ->
     return result
 
 
-@mutant("left_after_shutdown", "Shutdown runs the clean-up but leaves the processes running.", _ENDS)
+@mutant("left_after_shutdown", "Shutdown runs the clean-up but leaves the processes running.")
 @around(WorkerGroup.shutdown)
 def _left_after_shutdown(shutdown: Any, group: Any, cleanup_method: str | None = None, timeout: Any = None) -> Any:
     if hasattr(group, "shut_down_once"):
@@ -183,13 +156,13 @@ def _left_after_shutdown(shutdown: Any, group: Any, cleanup_method: str | None =
     return True
 
 
-@mutant("no_clean_up", "Shutdown does not call the clean-up method.", _ENDS, _FAILED_END)
+@mutant("no_clean_up", "Shutdown does not call the clean-up method.")
 @around(WorkerGroup.shutdown)
 def _no_clean_up(shutdown: Any, _: Any, cleanup_method: str | None = None, timeout: float | None = None) -> Any:
     return shutdown(None, timeout)
 
 
-@mutant("second_shutdown_raises", "A second shutdown raises an error.", _ENDS)
+@mutant("second_shutdown_raises", "A second shutdown raises an error.")
 @around(WorkerGroup.shutdown)
 def _second_shutdown_raises(shutdown: Any, group: Any, *args: Any, **keywords: Any) -> Any:
     if hasattr(group, "shut_down_once"):
@@ -198,14 +171,14 @@ def _second_shutdown_raises(shutdown: Any, group: Any, *args: Any, **keywords: A
     return shutdown(*args, **keywords)
 
 
-@mutant("always_in_peace", "Shutdown always reports success.", _FAILED_END, _SLOW_END, layout=TWO)
+@mutant("always_in_peace", "Shutdown always reports success.", layout=TWO)
 @around(WorkerGroup.shutdown)
 def _always_in_peace(shutdown: Any, _: Any, *args: Any, **keywords: Any) -> bool:
     shutdown(*args, **keywords)
     return True
 
 
-@mutant("shutdown_waits", "Shutdown ignores its timeout.", _SLOW_END, layout=TWO)
+@mutant("shutdown_waits", "Shutdown ignores its timeout.", layout=TWO)
 @around(WorkerGroup.shutdown)
 def _shutdown_waits(shutdown: Any, _: Any, cleanup_method: str | None = None, timeout: float | None = None) -> Any:
     return shutdown(cleanup_method, 60.0)

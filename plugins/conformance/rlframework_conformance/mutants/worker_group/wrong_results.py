@@ -10,16 +10,6 @@ from rlframework.interfaces.worker_group import WorkerGroup
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.worker_group import TWO
 
-_FAILS = "test_one_failing_rank_fails_the_call_at_once"
-_DIES = "test_a_rank_that_dies_fails_the_call_at_once"
-_UNUSABLE = "test_a_group_is_not_usable_after_a_failure"
-_ORDER = "test_results_are_in_the_order_of_ranks"
-_ANY_ORDER = "test_futures_may_be_awaited_in_any_order"
-_UNSENDABLE = "test_an_answer_that_cannot_be_sent_fails_the_call"
-_TRACEBACK = "test_a_failure_has_the_workers_own_traceback"
-_CLASS = "test_an_error_of_rlframework_comes_back_as_its_own_class"
-_HANGS = "test_a_rank_that_hangs_meets_the_deadline"
-
 
 def _errors(change: Callable[[RLFrameworkError], RLFrameworkError]) -> Callable[[Any], Any]:
     """Decorate a change of the error that a call fails with."""
@@ -34,13 +24,13 @@ def _errors(change: Callable[[RLFrameworkError], RLFrameworkError]) -> Callable[
     return wait_or_raise
 
 
-@mutant("order_of_completion", "Results do not come back in rank order.", _ORDER, layout=TWO)
+@mutant("order_of_completion", "Results do not come back in rank order.", layout=TWO)
 @around(WorkerGroup.get_all_worker_results)
 def _order_of_completion(wait: Any, _: Any, future: Any) -> Any:
     return wait(future)[::-1]
 
 
-@mutant("one_slot_for_answers", "A second call overwrites the results of the first.", _ANY_ORDER)
+@mutant("one_slot_for_answers", "A second call overwrites the results of the first.")
 @around(WorkerGroup.run_all_workers_single_data, WorkerGroup.get_all_worker_results)
 def _one_slot_for_answers(call: Any, group: Any, called: Any, **keywords: Any) -> Any:
     if isinstance(called, str):
@@ -51,7 +41,7 @@ def _one_slot_for_answers(call: Any, group: Any, called: Any, **keywords: Any) -
     return list(group.results)
 
 
-@mutant("failure_swallowed", "A failed call returns None for every result.", _FAILS, _UNSENDABLE, _UNUSABLE, layout=TWO)
+@mutant("failure_swallowed", "A failed call returns None for every result.", layout=TWO)
 @around(WorkerGroup.get_all_worker_results)
 def _failure_swallowed(wait: Any, group: Any, future: Any) -> Any:
     try:
@@ -60,35 +50,32 @@ def _failure_swallowed(wait: Any, group: Any, future: Any) -> Any:
         return [None] * group.sharding.size
 
 
-@mutant("no_traceback", "The error of a failed call lacks the worker's traceback.", _TRACEBACK)
+@mutant("no_traceback", "The error of a failed call lacks the worker's traceback.")
 @_errors
 def _no_traceback(error: RLFrameworkError) -> RLFrameworkError:
     return WorkerError(str(error).splitlines()[0]) if isinstance(error, WorkerError) else error
 
 
-@mutant("error_class_lost", "An RLFrameworkError raised by a worker comes back as a WorkerError.", _CLASS)
+@mutant("error_class_lost", "An RLFrameworkError raised by a worker comes back as a WorkerError.")
 @_errors
 def _error_class_lost(error: RLFrameworkError) -> RLFrameworkError:
     return WorkerError(str(error))
 
 
-@mutant("wrong_rank_blamed", "Every failure is attributed to rank 0.", _FAILS, _DIES, _HANGS, layout=TWO)
+@mutant("wrong_rank_blamed", "Every failure is attributed to rank 0.", layout=TWO)
 @_errors
 def _wrong_rank_blamed(error: RLFrameworkError) -> RLFrameworkError:
     return type(error)(str(error).replace("rank 1", "rank 0"))
 
 
-@mutant("death_is_silence", "A worker that died is reported as one that has not answered yet.", _DIES, layout=TWO)
+@mutant("death_is_silence", "A worker that died is reported as one that has not answered yet.", layout=TWO)
 @_errors
 def _death_is_silence(error: RLFrameworkError) -> RLFrameworkError:
     return DeadlineExceeded("no answer from rank 1") if "died" in str(error) else error
 
 
 @mutant(
-    "death_is_a_failure",
-    "The death of a worker does not raise WorkerLost, so no run restarts after it.",
-    _DIES,
-    layout=TWO,
+    "death_is_a_failure", "The death of a worker does not raise WorkerLost, so no run restarts after it.", layout=TWO
 )
 @_errors
 def _death_is_a_failure(error: RLFrameworkError) -> RLFrameworkError:
@@ -98,7 +85,6 @@ def _death_is_a_failure(error: RLFrameworkError) -> RLFrameworkError:
 @mutant(
     "failure_is_a_death",
     "An exception in a worker raises WorkerLost, so the run retries what will fail again.",
-    _FAILS,
     layout=TWO,
 )
 @_errors
@@ -106,7 +92,7 @@ def _failure_is_a_death(error: RLFrameworkError) -> RLFrameworkError:
     return WorkerLost(str(error)) if isinstance(error, WorkerError) else error
 
 
-@mutant("restarts_in_silence", "After a failure the group silently starts new workers.", _UNUSABLE, layout=TWO)
+@mutant("restarts_in_silence", "After a failure the group silently starts new workers.", layout=TWO)
 @around(WorkerGroup.__init__)
 def _restarts_in_silence(start: Any, group: Any, *args: Any, **keywords: Any) -> None:
     def wait_or_restart(future: Any) -> Any:
