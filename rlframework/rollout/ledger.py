@@ -16,10 +16,10 @@ either while the steps of the trainer take T and those of the engines G, from ad
 time of `lead` steps, the one after it had one less when it is looked at: so 1. happens if G > lead * T, and 2. only if
 G <= (lead - 1) * T, when the smaller lead is enough.
 
-What is trained does not depend on time, nor on the lead. Slots are filled in a fixed order, in which each step takes first the prompts
-that have failed and are due, then the next of the data. A prompt that fails in step `s` is due at step
-`s + max_staleness + 1`, the first one that nothing was admitted for before step `s` was settled. The only influence of
-time is which tickets reach their deadline.
+What is trained does not depend on time, nor on the lead. Slots are filled in a fixed order, in which each step takes
+first the prompts that have failed and are due, then the next of the data. A prompt that fails in step `s` is due at
+step `s + max_staleness + 1`, the first one that nothing was admitted for before step `s` was settled. The only
+influence of time is which tickets reach their deadline.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from rlframework import run
-from rlframework.base.errors import ConfigError
+from rlframework.base.errors import ConfigError, WorkerLost
+from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.remote import RemoteGeneration
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.restarts import RESTARTS_FILE
@@ -127,6 +128,17 @@ def test_an_engine_that_hangs_or_died_is_replaced_by_the_refit(parts, monkeypatc
     assert pid_of(parts.generation) != first
     assert not psutil.pid_exists(first)
     assert parts.generation.pop_metrics()["generation/lost_engines"] == 1
+
+
+def test_a_replacement_that_cannot_start_is_an_error_with_the_name_of_the_engine(parts, monkeypatch):
+    def cannot_start(_starter, _index):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(EngineStarter, "_start_one", cannot_start)
+    os.kill(pid_of(parts.generation), signal.SIGKILL)
+    expected = "generation engine 0 was lost, and the start of another in its place has failed: no room"
+    with pytest.raises(WorkerLost, match=expected):
+        parts.generation.refit()
 
 
 def test_a_backend_without_offload_refits_its_engines(run_config, tmp_path):
