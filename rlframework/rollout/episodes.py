@@ -13,6 +13,7 @@ from rlframework.base.errors import UserError
 from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.generation import WeightSpan
+from rlframework.rollout.barrier import play_groups
 from rlframework.rollout.episode_player import EpisodePlayer
 from rlframework.rollout.episode_thread import Bridge, gather_or_cancel
 from rlframework.rollout.group_players import GroupPlayer
@@ -20,6 +21,8 @@ from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 from rlframework.rollout.seeds import task_seeds
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlframework.config.sections import EnvironmentConfig
     from rlframework.rollout.parts import Parts
 
@@ -56,6 +59,15 @@ class SeveralTurnsPlayer(GroupPlayer[list[PlayedEpisode]]):
         """See `GroupPlayer.play`."""
         tasks = task_seeds([sample] * len(seeds), seeds)
         return await gather_or_cancel([self._play_one(sample, *each) for each in zip(seeds, tasks, strict=True)])
+
+    def play_all(self, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:
+        """See `GroupPlayer.play_all`. Adjacent episodes of a sample are a group, so that they begin with the same task.
+
+        An episode's tokens depend on its sample, its seed, the weights and the environment, not on other episodes; on
+        these, the rounding of log-probabilities (and of a draw as close to the border of two tokens) depends. Raises
+        `UserError` for what an environment must not return, and if all episodes have failed.
+        """
+        return play_groups(self, samples, seeds.tolist(), temperature)
 
     def spans(self, group: list[PlayedEpisode]) -> Iterable[WeightSpan]:
         """See `GroupPlayer.spans`."""

@@ -22,7 +22,6 @@ from rlframework.generation.batch import batch_of
 from rlframework.interfaces.environment import Sample, StepOutcome
 from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import pictures_of
-from rlframework.rollout.barrier import play_groups
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.single_turn import NO_MEDIA, media_of, rollout_of_turns, score_turns, single_turns
 
@@ -62,17 +61,12 @@ class GroupPlayer(ABC, Generic[G]):
     def rollout(self, groups: Sequence[tuple[Sample, int, G | str]]) -> Rollout:
         """Return the rollout of samples with the number of their rows, and their groups or why these have failed."""
 
+    @abstractmethod
     def play_all(self, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None) -> Rollout:
         """Play each of `samples` with its one of `seeds [E]` int64, and wait for all.
 
-        Adjacent rows of a sample are a group, so that episodes of it begin with the same task. `temperature`: of
-        sampling, 0 to decode greedily; None: that of the run.
-
-        An episode's tokens depend on its sample, its seed, the weights and the environment, not on other episodes; on
-        these, the rounding of log-probabilities (and of a draw as close to the border of two tokens) depends. Raises
-        `UserError` for what an environment must not return, and if all episodes have failed.
+        `temperature`: of sampling, 0 to decode greedily; None: that of the run.
         """
-        return play_groups(self, samples, seeds.tolist(), temperature)
 
     def close(self) -> None:
         """End all that was started."""
