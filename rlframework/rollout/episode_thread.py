@@ -73,8 +73,9 @@ class Bridge:
 
         `share_prefix`: whether the engine keeps what it computes for later requests of `session`.
         """
-        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling, share_prefix, media)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
+        shared = session if share_prefix else None
+        complete = partial(self._completions.complete, prompt_ids, seed, max_new_tokens, shared, sampling, media)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._here(session, complete), self._loop))
 
     async def complete_group(
         self, prompt_ids: Tensor, seeds: Sequence[int], session: str, media: Mapping[str, Tensor] | None = None
@@ -97,20 +98,11 @@ class Bridge:
             except TimeoutError:
                 self._away.clear()
 
-    async def _complete(
-        self,
-        prompt_ids: Sequence[int] | Tensor,
-        seed: int,
-        max_new_tokens: int,
-        session: str,
-        sampling: SamplingParams | None,
-        share_prefix: bool,
-        media: Mapping[str, Tensor] | None,
-    ) -> GenerationResult:
+    async def _here(self, session: str, complete: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """Return what `complete()` does; the episode of `session` is not away meanwhile."""
         self._back(session)
-        shared = session if share_prefix else None
         try:
-            return await self._completions.complete(prompt_ids, seed, max_new_tokens, shared, sampling, media)
+            return await complete()
         finally:
             self._left(session)
 
