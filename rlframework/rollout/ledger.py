@@ -188,11 +188,6 @@ class Ledger(Generic[P, G]):
             self.fail(ticket, f"it was not complete {self._deadline:g} seconds after its admission")
         return late
 
-    def next_deadline(self) -> float | None:
-        """The time at which the next ticket expires; None if none does."""
-        slot = next(iter(self._open.values()), None)
-        return None if slot is None or slot.ticket is None else slot.ticket.deadline
-
     def _find(self, ticket: Ticket[P]) -> Slot[P, G] | None:
         """Return the slot of an open ticket, None if it has failed or its step is over; else raise `LedgerError`."""
         if (slot := self._open.get(ticket.number)) is not None and slot.ticket == ticket:

@@ -143,7 +143,7 @@ def test_a_ticket_that_hangs_ends_at_its_deadline_and_is_named() -> None:
     assert ledger.awaited(1) == [first]
     assert str(first) == "ticket 0 (step 1, slot 0, prompt 0)"
     now[0] = 9.9
-    assert (ledger.next_deadline(), ledger.expire()) == (10.0, [])
+    assert (first.deadline, ledger.expire()) == (10.0, [])
     now[0] = 10.0
     assert first in ledger.expire()
     assert ledger.complete(first, "too late", [0]) is False
