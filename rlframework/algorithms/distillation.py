@@ -28,7 +28,6 @@ from rlframework.interfaces.loss import LossFunction
 from rlframework.rollout.optimizer_steps import optimizer_steps
 from rlframework.rollout.parts import Parts
 from rlframework.rollout.seeds import row_seeds
-from rlframework.rollout.single_turn import unscored_turns
 from rlframework.rollout.step_rollouts import rollout
 
 
@@ -80,10 +79,9 @@ class Distillation(StepLoop):
         metrics, batches, records, episode_of = {"train/student_rows": float(generated)}, [], [], torch.arange(0)
         rollout_metrics: dict[str, float] = {}
         if generated:
-            play = rollout if parts.environment.scores else unscored_turns
             parts.generation.prepare_for_generation()  # before the timer: a refit does not count as generation
             with timer.phase("generate"):
-                result = play(parts, samples[:generated], row_seeds(parts.config.seed, step, generated))
+                result = rollout(parts, samples[:generated], row_seeds(parts.config.seed, step, generated))
             batches, episode_of = [result.data], result.episode_of
             rollout_metrics = {f"train/{name}": value for name, value in result.metrics.items()}
             records = result.records(step, "train", parts.config.observers.samples, parts.tokenizer)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import warnings
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from rlframework.base.loop_thread import LoopThread
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.generation.batch import batch_of, requests_of
 from rlframework.generation.client import GenerationClient
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from rlframework.policy.client import Policy
 
 R = TypeVar("R")
-
-_STARTS = 5.0
-"""Seconds in which a thread has started."""
 
 
 _MOVED = ("RemoteGeneration", "refit_policy_generation")
@@ -152,33 +149,19 @@ def run_in_loop(task: Coroutine[Any, Any, R]) -> R:
     else:
         has_loop = True
     # not in the `except` above, or each error of `task` would have that one as its context
-    return _run_in_thread(task) if has_loop else asyncio.run(task)
-
-
-def _run_in_thread(task: Coroutine[Any, Any, R]) -> R:
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
-    ended = threading.Event()
-
-    async def run() -> R:
-        current = asyncio.current_task()
-        assert current is not None
-        started.set_result((asyncio.get_running_loop(), current))
-        try:
-            return await task
-        finally:
-            ended.set()
-
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            return thread.submit(asyncio.run, run()).result()
-        except KeyboardInterrupt:
-            loop, current = started.result(timeout=_STARTS)
-            with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(current.cancel)
-            while not ended.is_set():  # or the task would go on beside what the user does next
-                with suppress(KeyboardInterrupt):
-                    ended.wait()
-            raise
+    if not has_loop:
+        return asyncio.run(task)
+    thread = LoopThread(lambda: task, "generation")
+    try:
+        return thread.result.result()
+    except KeyboardInterrupt:
+        thread.cancel()
+        while not thread.result.done():  # or the task would go on beside what the user does next
+            with suppress(KeyboardInterrupt):
+                wait([thread.result])
+        raise
+    finally:
+        thread.join()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from rlframework.base.errors import WorkerLost
 from rlframework.base.logs import debug_span
 from rlframework.config.policy import ParallelismConfig
 from rlframework.config.sections import RunConfig, WorkerGroupConfig
-from rlframework.generation.engine_handle import RemoteEngine
+from rlframework.generation.engine_handle import EngineHandle, RemoteEngine
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.worker_group import WorkerGroup, WorkerSpec
 from rlframework.plugins.types import GenerationEngineRecord
@@ -57,18 +57,14 @@ class EngineStarter:
         }
 
     def start_all(self) -> list[RemoteEngine]:
-        """Start all engines."""
-        return self.start(range(self._workers.num_workers))
-
-    def start(self, indices: Sequence[int]) -> list[RemoteEngine]:
-        """Start the engines of these indices; if one fails, the others are shut down.
+        """Start all engines; if one fails, the others are shut down.
 
         The first one starts alone, as it may start what they share, such as Ray; the others at the same time.
         """
         engines: list[RemoteEngine] = []
         try:
-            engines += map(self._start_one, indices[:1])
-            pending = [self._starting(index) for index in indices[1:]]
+            engines.append(self._start_one(0))
+            pending = [self.starting(index) for index in range(1, self._workers.num_workers)]
             engines += [each.result() for each in pending if each.exception() is None]
             for each in pending:
                 each.result()
@@ -78,14 +74,22 @@ class EngineStarter:
             raise
         return engines
 
-    def _starting(self, index: int) -> Future[RemoteEngine]:
-        """Start an engine in a thread that the program's end does not wait for, which kills what it has started."""
+    def starting(self, index: int, lost: EngineHandle | None = None) -> Future[RemoteEngine]:
+        """Start an engine in a thread that the program's end does not wait for, which kills what it has started.
+
+        `lost`: the engine that it replaces, which is shut down before. Its name is in the error if the start fails.
+        """
         started: Future[RemoteEngine] = Future()
 
         def start() -> None:
             try:
+                if lost is not None:
+                    lost.shutdown()
                 started.set_result(self._start_one(index))
             except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                if lost is not None:
+                    reason = f"{lost.name} was lost, and the start of another in its place has failed: {error}"
+                    error, error.__cause__ = WorkerLost(reason), error
                 started.set_exception(error)
 
         threading.Thread(target=start, name=f"start-engine-{index}", daemon=True).start()

@@ -2,7 +2,8 @@
 
 The workers are worker groups like the trainer's, one for each engine, on this machine or on a cluster. With `ray`,
 they may use another Python environment. A refit updates their weights before a rollout that would otherwise use stale
-ones, and replaces engines that were lost.
+ones. An engine that was lost is replaced beside the run: another one starts while the others go on, and gets the
+weights of the next refit after its start, before its first request.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from rlframework.base.errors import RefitError
 from rlframework.config.sections import RunConfig
 from rlframework.generation.driver import Generation, run_in_loop
-from rlframework.generation.engine_handle import EngineHandle
+from rlframework.generation.engine_handle import EngineHandle, RemoteEngine
 from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.result_contract import ResultContract
 from rlframework.huggingface.model_directories import read_config
@@ -73,7 +74,11 @@ class RemoteGeneration(Generation):
             for engine in engines:
                 engine.shutdown()
             raise
-        self.refitter = Refitter(policy, self._replaced_engines, refit, probes, only)
+        self._starting: dict[int, Future[RemoteEngine]] = {}
+        """The engines that start in place of lost ones, by index."""
+        self._receivers: Sequence[EngineHandle] = engines
+        """The engines of the last refit."""
+        self.refitter = Refitter(policy, self._engines_to_refit, refit, probes, only)
         self._policy, self._released = policy, False
         self._metrics: dict[str, float] = {}
 
@@ -101,8 +106,12 @@ class RemoteGeneration(Generation):
         )
 
     def prepare_for_generation(self) -> bool:
-        """Refit the engines if their weights are stale or an engine was lost; return True when they are ready."""
-        if self.refitter.is_stale() or len(self._usable()) < len(self.client.engines):
+        """Refit the engines if their weights are stale or another engine has started; return True when they are ready.
+
+        Raises `WorkerLost` if the start of an engine in place of a lost one has failed.
+        """
+        self._replace_lost()
+        if self.refitter.is_stale() or any(start.done() for start in self._starting.values()) or not self._usable():
             self.refit()
         elif self._released:
             for engine in self._usable():
@@ -127,16 +136,16 @@ class RemoteGeneration(Generation):
         return True
 
     def refit(self, transport: str | None = None, buffer_bytes: float | None = None) -> RefitReport:
-        """Send the policy's weights to the engines now, and replace engines that are lost or get lost meanwhile.
+        """Send the policy's weights to the engines now, without those that are lost or get lost meanwhile.
 
-        `transport` and `buffer_bytes` override `generation.refit`. Raises like `Refitter.refit`, and like
-        `GenerationClient.drain` while requests are in progress.
+        `transport` and `buffer_bytes` override `generation.refit`. Raises like `Refitter.refit`, like
+        `prepare_for_generation`, and like `GenerationClient.drain` while requests are in progress.
         """
         run_in_loop(self.client.drain())
         try:
             report = self.refitter.refit(transport, buffer_bytes)
         except RefitError as error:
-            if not any(engine.lost for engine in self.client.engines):
+            if not any(engine.lost for engine in self._receivers):
                 raise
             _LOG.warning("a refit failed because an engine was lost, and is repeated: %s", error)
             report = self.refitter.refit(transport, buffer_bytes)
@@ -159,10 +168,12 @@ class RemoteGeneration(Generation):
 
     def shutdown(self) -> bool:
         """Shut the workers down; return False if one of them did not exit cleanly."""
-        first, *others = self.client.engines
-        with ThreadPoolExecutor(max(1, len(others))) as threads:
-            pending = [threads.submit(engine.shutdown) for engine in others]
-            return all([first.shutdown(), *(each.result() for each in pending)])
+        for start in self._starting.values():  # which shut down those that are lost
+            start.add_done_callback(lambda started: started.exception() or started.result().shutdown())
+        engines = [engine for index, engine in enumerate(self.client.engines) if index not in self._starting]
+        with ThreadPoolExecutor(max(1, len(engines))) as threads:
+            pending = [threads.submit(engine.shutdown) for engine in engines[1:]]
+            return all([*(engine.shutdown() for engine in engines[:1]), *(each.result() for each in pending)])
 
     def _usable(self) -> list[EngineHandle]:
         return [engine for engine in self.client.engines if not engine.lost]
@@ -176,18 +187,26 @@ class RemoteGeneration(Generation):
         engines = {state["device"] for engine in self._usable() for state in engine.call("get_refit_state")}
         return share_gpu(trainer, engines)
 
-    def _replaced_engines(self) -> Sequence[EngineHandle]:
-        """Return the engines, with a new one in place of each that was lost."""
-        lost = [index for index, engine in enumerate(self.client.engines) if engine.lost]
-        for index in lost:
-            engine = self.client.engines[index]
-            _LOG.warning("%s was lost, and is replaced: %s", engine.name, engine.loss)
-            engine.shutdown()
-        for index, engine in zip(lost, self._starter.start(lost), strict=True):
-            self.client.replaced(index, engine)
-        if lost:
-            self._metrics["generation/lost_engines"] = self._metrics.get("generation/lost_engines", 0.0) + len(lost)
-        return self.client.engines
+    def _replace_lost(self) -> None:
+        """Start an engine in place of each that was lost, beside the run."""
+        for index, engine in enumerate(self.client.engines):
+            if engine.lost and index not in self._starting:
+                _LOG.warning("%s was lost, and is replaced: %s", engine.name, engine.loss)
+                self._starting[index] = self._starter.starting(index, engine)
+                self._metrics["generation/lost_engines"] = self._metrics.get("generation/lost_engines", 0.0) + 1.0
+
+    def _engines_to_refit(self) -> Sequence[EngineHandle]:
+        """Return the engines that are not lost, with those that have started in place of lost ones.
+
+        Waits for one of the latter if there are no others.
+        """
+        self._replace_lost()
+        if not self._usable():
+            wait(self._starting.values(), return_when=FIRST_COMPLETED)
+        for index in [index for index, start in self._starting.items() if start.done()]:
+            self.client.replaced(index, self._starting.pop(index).result())
+        self._receivers = self._usable()
+        return self._receivers
 
 
 def refit_policy_generation(

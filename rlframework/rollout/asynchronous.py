@@ -1,40 +1,50 @@
 """Rollouts in the background of training: groups are generated for later steps, as the ledger admits them.
 
-A thread drives the engines, another one plays groups, and a third joins the groups of the next step into its batch. The
-driver's own thread trains, and calls what is here: it publishes the weights of each step to the engines, then waits for
-the batch of the next.
+Four threads, and what belongs to each:
+
+- the driver's: the trainer, the refits, and `AsynchronousRollouts` with its `IdleTimes`;
+- `TicketThread`: the client of the engines, and the completions;
+- the loop of the players, which that thread starts beside it: the tasks of the tickets, and the player;
+- the thread of the `Joiner`.
+
+The driver's and the loop of the players share what they use inside of `with` the `SharedLedger`. What always holds:
+
+1. Bound: a ticket is admitted only if no token of it can be staler than `max_staleness` (`Ledger.admit`).
+2. Order: the prompt of a slot depends on the slots before it, never on time (`Ledger`).
+3. Settled once: a ticket is completed or fails, once, and its group is trained in the step of the ticket (`Ledger`).
+4. One version: while requests are sent, all engines that get them have the weights that were published last; so
+   `publish` stops requests, refits, notes the version, and only then has requests sent again.
+5. One lock: the ledger, the prompts, the versions and the failures are used inside of `with` the `SharedLedger` alone,
+   where nobody waits for another thread.
+6. No silent end: what ends a thread is raised in the driver's thread, by its next wait or call (`TicketThread`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import ConfigError, EngineFault, RLFrameworkError, UserError
 from rlframework.base.logs import debug_span
 from rlframework.config.asynchrony import AsyncConfig
-from rlframework.generation.interruptible import InterruptibleCompletions
 from rlframework.generation.remote import RemoteGeneration
 from rlframework.interfaces.policy_worker import SAMPLED_NOW
 from rlframework.observers.timeline import TRAINER, timed
-from rlframework.rollout.episode_thread import Bridge, play_beside
 from rlframework.rollout.ledger import Ledger
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import ticket_seeds
 from rlframework.rollout.step_rollouts import StepRollouts, add_rewards_of_models, group_player
-from rlframework.rollout.tickets import FailureLog, Settled, StepStaleness, Ticket
+from rlframework.rollout.ticket_thread import TicketThread
+from rlframework.rollout.tickets import FailureLog, Settled, Ticket, staleness_metrics
 
 if TYPE_CHECKING:
+    from rlframework.generation.client import GenerationClient
     from rlframework.rollout.parts import Parts
-
-R = TypeVar("R")
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,6 +69,110 @@ def check_asynchronous(parts: Parts) -> None:
         )
 
 
+def _require_own_gpus(parts: Parts) -> None:
+    generation = parts.generation
+    assert isinstance(generation, RemoteGeneration)
+    if generation.shares_gpu:
+        raise ConfigError(
+            "algorithm.async generates while the policy is trained, but an engine shares a GPU with the trainer, "
+            "which take turns there; place the engines on GPUs of their own (generation.workers.group=ray), or "
+            "remove algorithm.async"
+        )
+
+
+class SharedLedger:
+    """The ledger of several threads, one of which uses it at a time: `with shared as ledger`."""
+
+    def __init__(
+        self, ledger: Ledger[int, Any], last_step: int, settled: Callable[[int, Sequence[Settled[int, Any]]], None]
+    ) -> None:
+        """`settled(step, tickets)`: called once when the step that is taken next, up to `last_step`, is settled."""
+        self._ledger, self._last_step, self._settled = ledger, last_step, settled
+        self._passed_on = 0
+        """The last step that `settled` was called for."""
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> Ledger[int, Any]:
+        """Return the ledger."""
+        self._changed.acquire()
+        return self._ledger
+
+    def __exit__(self, *_: object) -> None:
+        """Pass on the next step if it is settled, and have `wait` look again."""
+        try:
+            step = self._ledger.taken + 1
+            if self._passed_on < step <= self._last_step and (settled := self._ledger.settled(step)):
+                self._passed_on = step
+                self._settled(step, settled)
+            self._changed.notify_all()
+        finally:
+            self._changed.release()
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Wait until the ledger was used, but not for long, unless `done()`."""
+        with self._changed:
+            if not done():
+                self._changed.wait(_POLL)
+
+    def notify(self) -> None:
+        """Have `wait` look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Joiner:
+    """Joins settled groups into a rollout: those of the next step in a thread, while the step before is trained."""
+
+    def __init__(self, join: Callable[[Sequence[Settled[int, Any]]], Rollout]) -> None:
+        self._join = join
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="joining")
+        self._ahead: tuple[int, Future[Rollout]] | None = None
+
+    def begin(self, step: int, settled: Sequence[Settled[int, Any]]) -> None:
+        """Begin to join the first rollout of `step`, the next one, unless all its groups have failed."""
+        if not all(each.failed for each in settled):
+            self._ahead = step, self._thread.submit(self._join, settled)
+
+    def rollout(self, step: int, number: int, settled: Sequence[Settled[int, Any]]) -> Rollout:
+        """Return the rollout of this number of `step`, with the groups `settled`."""
+        ahead = self._ahead
+        return ahead[1].result() if ahead and ahead[0] == step and not number else self._join(settled)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+class IdleTimes:
+    """The fractions of the time of a step in which the trainer waited for groups, and engines had no requests."""
+
+    def __init__(self, client: GenerationClient) -> None:
+        """Begin now."""
+        self._client = client
+        self._begin()
+
+    def _begin(self) -> None:
+        self._waited, self._since, self._busy = 0.0, time.perf_counter(), self._client.busy_seconds
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as one in which the trainer waits."""
+        begun = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - begun
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the fractions since the last call."""
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        busy = (self._client.busy_seconds - self._busy) / elapsed / len(self._client.engines)
+        metrics = {
+            "async/engine_idle_fraction": max(0.0, 1.0 - busy),
+            "async/trainer_idle_fraction": min(1.0, self._waited / elapsed),
+        }
+        self._begin()
+        return metrics
+
+
 class AsynchronousRollouts(StepRollouts):
     """Generates while the driver trains; every token within `config.max_staleness`, for steps up to `last_step`."""
 
@@ -66,9 +180,10 @@ class AsynchronousRollouts(StepRollouts):
         """Start nothing. Raises like `check_asynchronous`."""
         check_asynchronous(parts)
         super().__init__(parts, groups, rows, config.max_staleness)
-        self._config, self._last_step = config, last_step
+        self._config = config
         self._player = group_player(parts)
-        self._ledger: Ledger[int, Any] = Ledger(
+        self._joiner = Joiner(self._join)
+        ledger: Ledger[int, Any] = Ledger(
             groups=groups,
             max_staleness=config.max_staleness,
             last_step=last_step,
@@ -76,241 +191,157 @@ class AsynchronousRollouts(StepRollouts):
             deadline=config.deadline,
             clock=time.monotonic,
         )
-        self._changed = threading.Condition()  # guards the ledger, the loader and what follows
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._raised: list[asyncio.Task[None]] = []
+        self._ledger = SharedLedger(ledger, last_step, self._joiner.begin)
         self._failures = FailureLog()
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._ready = threading.Event()
-        self._ending = False
         self._step_of: dict[int, int] = {}
         """The training step after which the weights of an engine's version were sent."""
-        self._staleness: dict[int, StepStaleness] = {}
-        self._joining = ThreadPoolExecutor(1, thread_name_prefix="joining")
-        self._joined: tuple[int, Future[Rollout]] | None = None
-        """The last step whose groups are joined as soon as they are there, while the step before is trained."""
-        self._idle, self._since, self._busy = 0.0, time.perf_counter(), 0.0
+        self._thread: TicketThread | None = None
+        self._idle: IdleTimes | None = None
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def publish(self, step: int) -> None:
-        """See `StepRollouts.publish`. Replaces engines that are lost."""
-        generation = self._parts.generation
-        assert isinstance(generation, RemoteGeneration)
-        running = self._thread is not None
-        if running:
-            interrupt = self._config.weight_updates == "in_flight"
+        """See `StepRollouts.publish`. Engines that have started in place of lost ones are among those that serve."""
+        generation, thread = self._parts.generation, self._thread
+        if thread is not None:
             paused = debug_span(_LOG, "step %d: stopping generation, which the new weights wait for", step)
             with paused, timed(self._parts.timeline, TRAINER, "wait"):
-                self._in_loop(lambda: self._completions.close(interrupt=interrupt))
+                thread.stop_requests(interrupt=self._config.weight_updates == "in_flight")
         generation.prepare_for_generation()
         version = generation.weights_version
         assert version is not None
-        if not self._step_of and generation.shares_gpu:
-            raise ConfigError(
-                "algorithm.async generates while the policy is trained, but an engine shares a GPU with the trainer, "
-                "which take turns there; place the engines on GPUs of their own (generation.workers.group=ray), or "
-                "remove algorithm.async"
-            )
-        if not self._step_of:
-            self._since = time.perf_counter()
-        with self._changed:
-            if self._ledger.taken < step:  # resumed from a synchronous run
-                self._ledger.start_after(step)
+        if self._idle is None:
+            _require_own_gpus(self._parts)
+            self._idle = IdleTimes(generation.client)
+        with self._ledger as ledger:
+            if ledger.taken < step:  # resumed from a synchronous run
+                ledger.start_after(step)
             self._step_of[version] = step
-            self._ledger.published(step)
-        if running:
-            self._in_loop(self._completions.open)
-            self._wake_player()
+            ledger.published(step)
+        if thread is not None:
+            thread.send_requests()
 
     def rollout(self, step: int, number: int) -> Rollout:
         """See `StepRollouts.rollout`. Waits for the groups; those that have failed are in it, but not trained on.
 
         Raises `UserError` if all have failed.
         """
-        if self._thread is None:
-            self._start()
+        assert self._idle is not None
+        thread = self._running_thread()
         if number:
-            with self._changed:
-                self._ledger.extend(step, self._prompts.draw)
-            self._wake_player()
-        begun = time.perf_counter()
-        with debug_span(_LOG, "step %d: waiting for its groups", step):
-            self._wait(lambda: self._settled(step) is not None)
-        self._idle += time.perf_counter() - begun
-        settled = self._settled(step) or []
-        found = settled[number * self._groups : (number + 1) * self._groups]
-        if all(each.failed for each in found):
-            raise UserError(f"all {len(found)} groups of step {step} failed; the first: {found[0].reason}")
-        self._staleness.setdefault(step, StepStaleness(step)).add(found, self._step_of, self._player.spans)
-        joined = self._joined
-        result = joined[1].result() if not number and joined and joined[0] == step else self._join(found)
+            with self._ledger as ledger:
+                ledger.extend(step, self._prompts.draw)
+            thread.wake()
+        with debug_span(_LOG, "step %d: waiting for its groups", step), self._idle.waiting():
+            self._wait(thread, lambda: self._settled(step) is not None)
+        settled = (self._settled(step) or [])[number * self._groups : (number + 1) * self._groups]
+        if all(each.failed for each in settled):
+            raise UserError(f"all {len(settled)} groups of step {step} failed; the first: {settled[0].reason}")
+        result = self._joiner.rollout(step, number, settled)
         if self._config.max_staleness:
             result.data[SAMPLED_NOW] = result.sampled_with(self._parts.generation.weights_version)
         add_rewards_of_models(self._parts, result)
-        with self._changed:
-            self._prompts.note(step, self._success([each.ticket.prompt for each in found], result))
+        with self._ledger:
+            self._prompts.note(step, self._success([each.ticket.prompt for each in settled], result))
         return result
-
-    def _join(self, found: Sequence[Settled[int, Any]]) -> Rollout:
-        """Return the rollout of groups, some of which may have failed."""
-        groups = [(self._samples[each.ticket.prompt], self._rows, each.reason or each.group) for each in found]
-        return self._player.rollout(groups)
-
-    def _join_ahead(self) -> None:
-        """Begin to join the first rollout of the next step, if its groups are there. The caller guards the ledger."""
-        step = self._ledger.taken + 1
-        if step > self._last_step or (self._joined is not None and self._joined[0] == step):
-            return
-        found = self._ledger.settled(step)
-        if found and not all(each.failed for each in found):
-            self._joined = step, self._joining.submit(self._join, found)
 
     def take(self, step: int) -> dict[str, float]:
         """See `StepRollouts.take`."""
-        with self._changed:
-            taken = self._ledger.take(step) or []
-            given_up = self._ledger.given_up
-            self._join_ahead()
-        self._failures.end(step)
-        oldest = step - self._config.max_staleness
-        self._step_of = {version: of for version, of in self._step_of.items() if of >= oldest - 1}
-        metrics = self._staleness.pop(step).metrics()
-        metrics["async/failed_groups"] = float(sum(each.failed for each in taken))
-        metrics["async/given_up_prompts"] = float(given_up)
-        client, now = self._parts.generation.client, time.perf_counter()
-        elapsed, busy = max(now - self._since, 1e-9), client.busy_seconds - self._busy
-        metrics["async/engine_idle_fraction"] = max(0.0, 1.0 - busy / elapsed / len(client.engines))
-        metrics["async/trainer_idle_fraction"] = min(1.0, self._idle / elapsed)
-        self._idle, self._since, self._busy = 0.0, now, client.busy_seconds
-        return metrics
+        assert self._idle is not None
+        with self._ledger as ledger:
+            settled = ledger.take(step) or []
+            metrics = staleness_metrics(step, settled, self._step_of, self._player.spans)
+            metrics["async/failed_groups"] = float(sum(each.failed for each in settled))
+            metrics["async/given_up_prompts"] = float(ledger.given_up)
+            self._failures.end(step)
+            oldest = step - 1 - self._config.max_staleness
+            self._step_of = {version: of for version, of in self._step_of.items() if of >= oldest}
+        return metrics | self._idle.pop_metrics()
 
     def _settled(self, step: int) -> list[Settled[int, Any]] | None:
-        with self._changed:
-            return self._ledger.settled(step)
+        with self._ledger as ledger:
+            return ledger.settled(step)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def pop_metrics(self) -> dict[str, float]:
         """See `StepRollouts.pop_metrics`."""
-        with self._changed:
-            return self._prompts.pop_metrics()
+        with self._ledger:
+            return super().pop_metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """See `StepRollouts.state_dict`. Includes the ledger, at the same moment."""
-        with self._changed:
-            return self._prompts.state_dict() | {"ledger": self._ledger.state_dict()}
+        with self._ledger as ledger:
+            return super().state_dict() | {"ledger": ledger.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StepRollouts.load_state_dict`; also takes the state of a synchronous run."""
-        self._prompts.load_state_dict(state)
-        if "ledger" in state:
-            self._ledger.load_state_dict(state["ledger"])
+        with self._ledger as ledger:
+            super().load_state_dict(state)
+            if "ledger" in state:
+                ledger.load_state_dict(state["ledger"])
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """See `StepRollouts.finish`. Waits for the groups in progress, which are kept for their steps."""
-        if self._thread is not None:
-            self._ending = True
-            self._wake_player()
-            thread = self._thread
-            self._wait(lambda: not thread.is_alive())
+        if (thread := self._thread) is not None:
+            thread.end()
+            self._wait(thread, lambda: not thread.alive)
             self._thread = None
+            thread.abort()
+            thread.require_no_error()
 
     def close(self) -> None:
         """See `StepRollouts.close`. Gives up the groups in progress."""
         if self._thread is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._serving.cancel)
-            self._thread.join()
+            self._thread.abort()
             self._thread = None
-        self._joining.shutdown(cancel_futures=True)
+        self._joiner.close()
         self._player.close()
 
-    def _start(self) -> None:
-        self._ending = False
-        self._ready.clear()
-        _LOG.debug("rollouts: starting their thread")
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
-        self._thread.start()
-        self._wait(self._ready.is_set)
+    def _running_thread(self) -> TicketThread:
+        if (thread := self._thread) is None:
+            gathered, ended = not self._config.max_staleness, self._ledger.notify
+            thread = self._thread = TicketThread(self._player, self._admit, self._play, ended, gathered=gathered)
+            thread.start()
+        return thread
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except asyncio.CancelledError:
-            pass  # by `close`
-        except BaseException as error:  # noqa: BLE001 - raised in the driver's thread
-            self._error = error
-        _LOG.debug("rollouts: their thread ends; raised: %s", type(self._error).__name__ if self._error else "nothing")
-        with self._changed:
-            self._changed.notify_all()
+    def _wait(self, thread: TicketThread, done: Callable[[], bool]) -> None:
+        """Wait until `done()`. Meanwhile, fail tickets whose deadline passes, and refit if no engine is left."""
+        while not done():
+            thread.require_no_error()
+            with self._ledger as ledger:
+                late, trained = ledger.expire(), ledger.taken
+                for ticket in late:
+                    late_by = f"not complete {self._config.deadline:g} seconds after its admission"
+                    self._failures.add(ticket.step, f"{ticket} failed: {late_by}")
+            for ticket in late:
+                thread.cancel(ticket.number)
+            if thread.without_engines:
+                self.publish(trained)  # the trainer has the weights after it
+            self._ledger.wait(done)
 
-    async def _serve(self) -> None:
-        """Drive the engines in the loop of this thread, and play groups in another."""
-        self._loop, serving = asyncio.get_running_loop(), asyncio.current_task()
-        assert serving is not None
-        self._serving = serving
-        generation, stops = self._parts.generation, self._player.stop_token_ids
-        async with generation.completions(stop_token_ids=stops, kind=InterruptibleCompletions) as completions:
-            assert isinstance(completions, InterruptibleCompletions)
-            self._completions = completions
-            config, client = self._parts.config.environment, generation.client
-            gathered = not self._config.max_staleness  # the rows of a step are decoded together, as in synchronous runs
-            await play_beside(self._play_tickets, completions, client, config, gathered=gathered)
-
-    async def _play_tickets(self, bridge: Bridge) -> None:
-        """Play each ticket that the ledger admits, until `finish`."""
-        self._player_loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
-        async with self._player.playing(bridge):
-            self._ready.set()
-            with self._changed:
-                self._changed.notify_all()
-            try:
-                while not (self._ending and not self._tasks):
-                    self._woken.clear()
-                    while not self._ending and (ticket := self._admit()) is not None:
-                        task = self._tasks[ticket.number] = asyncio.create_task(self._play(ticket))
-                        task.add_done_callback(partial(self._played, ticket.number))
-                    if self._raised:
-                        self._raised[0].result()
-                    await self._woken.wait()
-            finally:
-                for task in self._tasks.values():
-                    task.cancel()
-                await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-                self._tasks.clear()
-                self._raised.clear()
-
-    def _played(self, number: int, task: asyncio.Task[None]) -> None:
-        """Keep a task that has raised for `_play_tickets`, which raises it; others have removed themselves."""
-        if self._tasks.get(number) is task:
-            self._raised.append(task)
-            self._woken.set()
+    # -- the loop of the players ---------------------------------------------------------------------------------------
 
     def _admit(self) -> Ticket[int] | None:
-        with self._changed:
-            return self._ledger.admit(self._prompts.draw)
+        with self._ledger as ledger:
+            return ledger.admit(self._prompts.draw)
 
     async def _play(self, ticket: Ticket[int]) -> None:
         """Play the group of `ticket`, and settle it."""
         seeds = ticket_seeds(self._parts.config.seed, ticket.step, ticket.slot, self._rows, self._groups)
         try:
             group = await self._player.play(self._samples[ticket.prompt], seeds)
-            with self._changed:
-                self._ledger.complete(ticket, group, self._steps_of(ticket, group))
-                self._join_ahead()
-        except RLFrameworkError:  # `_play_tickets` raises it
+            with self._ledger as ledger:
+                ledger.complete(ticket, group, self._steps_of(ticket, group))
+        except RLFrameworkError:  # ends the thread
             raise
         except Exception as error:  # noqa: BLE001 - an environment may raise anything, which costs this group alone
-            self._fail(ticket, f"{type(error).__name__}: {error}")
-        finally:
-            self._woken.set()
-        del self._tasks[ticket.number]
-        with self._changed:
-            self._changed.notify_all()
+            reason = f"{type(error).__name__}: {error}"
+            with self._ledger as ledger:
+                if ledger.fail(ticket, reason):
+                    self._failures.add(ticket.step, f"{ticket} failed: {reason}")
 
     def _steps_of(self, ticket: Ticket[int], group: Any) -> set[int]:
         """Return the training steps after which the weights of a group's tokens were sent to the engines.
@@ -327,47 +358,7 @@ class AsynchronousRollouts(StepRollouts):
             )
         return {self._step_of[version] for version in versions}
 
-    def _fail(self, ticket: Ticket[int], reason: str) -> None:
-        with self._changed:
-            failed = self._ledger.fail(ticket, reason)
-            self._join_ahead()
-        if failed:
-            self._failures.add(ticket.step, f"{ticket} failed: {reason}")
-
-    def _wake_player(self) -> None:
-        with suppress(RuntimeError):  # the loop has ended, of which `_wait` raises the reason
-            self._player_loop.call_soon_threadsafe(self._woken.set)
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait until `done()`. Meanwhile, fail tickets whose deadline passes, and replace engines if all are lost."""
-        while not done():
-            if self._error is not None:
-                raise self._error
-            if self._ready.is_set() and self._completions.lost:
-                self.publish(self._ledger.taken)  # the trainer has the weights after it
-            with self._changed:
-                late = self._ledger.expire()
-                if not (late or done()):
-                    self._changed.wait(_POLL)
-            for ticket in late:
-                late_by = f"not complete {self._config.deadline:g} seconds after its admission"
-                self._failures.add(ticket.step, f"{ticket} failed: {late_by}")
-                with suppress(RuntimeError):
-                    self._player_loop.call_soon_threadsafe(self._cancel, ticket.number)
-
-    def _cancel(self, number: int) -> None:
-        if (task := self._tasks.pop(number, None)) is not None:
-            task.cancel()
-        self._woken.set()
-
-    def _in_loop(self, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """Run `work()` in the loop that drives the engines."""
-        if self._error is not None:
-            raise self._error
-        future: Future[R] = asyncio.run_coroutine_threadsafe(work(), self._loop)
-        while True:
-            try:
-                return future.result(_POLL)
-            except TimeoutError:
-                if self._thread is None or not self._thread.is_alive():
-                    raise self._error or RLFrameworkError("the thread of rollouts has ended") from None
+    def _join(self, settled: Sequence[Settled[int, Any]]) -> Rollout:
+        """Return the rollout of groups, some of which may have failed."""
+        groups = [(self._samples[each.ticket.prompt], self._rows, each.reason or each.group) for each in settled]
+        return self._player.rollout(groups)

@@ -8,18 +8,14 @@ prompt to the driver's loop.
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from rlframework.base.errors import UserError
+from rlframework.base.loop_thread import LoopThread
 from rlframework.generation.completions import Completions
 from rlframework.interfaces.generation import GenerationResult, SamplingParams
 
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
     from rlframework.generation.client import GenerationClient
 
 R = TypeVar("R")
-
-_LOG = logging.getLogger(__name__)
 
 _CLOSING = 5.0
 """Seconds to wait for what is left after an error, in addition to a deadline of steps."""
@@ -79,8 +73,9 @@ class Bridge:
 
         `share_prefix`: whether the engine keeps what it computes for later requests of `session`.
         """
-        request = self._complete(prompt_ids, seed, max_new_tokens, session, sampling, share_prefix, media)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
+        shared = session if share_prefix else None
+        complete = partial(self._completions.complete, prompt_ids, seed, max_new_tokens, shared, sampling, media)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._here(session, complete), self._loop))
 
     async def complete_group(
         self, prompt_ids: Tensor, seeds: Sequence[int], session: str, media: Mapping[str, Tensor] | None = None
@@ -103,20 +98,11 @@ class Bridge:
             except TimeoutError:
                 self._away.clear()
 
-    async def _complete(
-        self,
-        prompt_ids: Sequence[int] | Tensor,
-        seed: int,
-        max_new_tokens: int,
-        session: str,
-        sampling: SamplingParams | None,
-        share_prefix: bool,
-        media: Mapping[str, Tensor] | None,
-    ) -> GenerationResult:
+    async def _here(self, session: str, complete: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """Return what `complete()` does; the episode of `session` is not away meanwhile."""
         self._back(session)
-        shared = session if share_prefix else None
         try:
-            return await self._completions.complete(prompt_ids, seed, max_new_tokens, shared, sampling, media)
+            return await complete()
         finally:
             self._left(session)
 
@@ -162,7 +148,7 @@ async def run_beside(work: Callable[[], Coroutine[Any, Any, R]], *, stalled_afte
     Raises `UserError` if that loop does not run for `stalled_after` seconds, while this one does, because the
     environment `name` blocks it.
     """
-    thread = _LoopThread(work)
+    thread = LoopThread(work, "episodes")
     result = asyncio.wrap_future(thread.result)
     try:
         missed = 0
@@ -180,61 +166,6 @@ async def run_beside(work: Callable[[], Coroutine[Any, Any, R]], *, stalled_afte
             thread.cancel()
             await asyncio.wait({result}, timeout=stalled_after + _CLOSING if thread.has_run() else _CLOSING)
             result.cancel()
-
-
-class _LoopThread:
-    """Runs `work()` in an event loop in a daemon thread: one that blocks does not keep the process from ending."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        self.result: Future[Any] = Future()
-        self.result.set_running_or_notify_cancel()  # so that cancelling it never races with its result
-        self._beat = threading.Event()
-        self._ready = threading.Event()
-        _LOG.debug("episodes: starting the thread of their event loop")
-        self._thread = threading.Thread(target=asyncio.run, args=(self._run(work),), name="episodes", daemon=True)
-        self._thread.start()
-        self._ready.wait()
-
-    async def _run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task = self._loop.create_task(work())
-        self._ready.set()
-        try:
-            outcome = await self._task
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            _LOG.debug("episodes: their thread ends with %s", type(error).__name__)
-            self.result.set_exception(error)
-        else:
-            _LOG.debug("episodes: their thread ends")
-            self.result.set_result(outcome)
-
-    def has_run(self) -> bool:
-        """Whether the loop has run since the last call, or its beginning."""
-        ran = self._beat.is_set() or not self._asked
-        self._beat.clear()
-        self._asked = True
-        self._call(self._beat.set)
-        return ran
-
-    _asked = False
-
-    def cancel(self) -> None:
-        """Cancel the work."""
-        self._call(self._task.cancel)
-
-    def _call(self, function: Callable[[], object]) -> None:
-        """Call `function` in the loop, unless the work has ended and closed it."""
-        try:
-            self._loop.call_soon_threadsafe(function)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
-
-    def place(self) -> str:
-        """Return the line that the thread is at."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else ()
-        return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "its thread has ended"
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:

@@ -5,10 +5,21 @@ staleness of a token of step `s` sampled with version `v` is `s - 1 - v`. A tick
 engines have version `s - 1 - max_staleness` or a newer one, and weights never get older: so no token is staler than
 `max_staleness`, and none has to be dropped for it.
 
-What is trained does not depend on time. Slots are filled in a fixed order, in which each step takes first the prompts
-that have failed and are due, then the next of the data. A prompt that fails in step `s` is due at step
-`s + max_staleness + 1`, the first one that nothing was admitted for before step `s` was settled. The only influence of
-time is which tickets reach their deadline.
+The bound is no target: groups are admitted `lead` steps in advance of the one that the trainer takes next, from 1 up to
+`max_staleness`, as few as keep the trainer busy. When it asks for a step, with the weights that are published,
+
+1. one more, if that step was begun in advance and is not complete: it began too late;
+2. one less, if it and the step after it are complete, in two steps in succession.
+
+It cannot stop for ever, because the step that the trainer takes next may be admitted with any lead. It does not swing
+either while the steps of the trainer take T and those of the engines G, from admission to completion. A step has the
+time of `lead` steps, the one after it had one less when it is looked at: so 1. happens if G > lead * T, and 2. only if
+G <= (lead - 1) * T, when the smaller lead is enough.
+
+What is trained does not depend on time, nor on the lead. Slots are filled in a fixed order, in which each step takes
+first the prompts that have failed and are due, then the next of the data. A prompt that fails in step `s` is due at
+step `s + max_staleness + 1`, the first one that nothing was admitted for before step `s` was settled. The only
+influence of time is which tickets reach their deadline.
 """
 
 from __future__ import annotations
@@ -19,6 +30,9 @@ from typing import Any, Generic
 
 from rlframework.base.errors import DataError, LedgerError
 from rlframework.rollout.tickets import Failed, G, P, Settled, Slot, Ticket
+
+_EARLY = 2
+"""Steps in succession after which what is complete too early is begun later."""
 
 
 class Ledger(Generic[P, G]):
@@ -50,6 +64,9 @@ class Ledger(Generic[P, G]):
         """The weights that all engines have at least."""
         self.taken = version
         """The last step that was taken to train on."""
+        self.lead = min(1, max_staleness)
+        """The steps in advance of the trainer's that groups are admitted for."""
+        self._early = 0
         self.admitted = self.trained = self.failed = self.given_up = 0
         self._steps: dict[int, list[Slot[P, G]]] = {}
         self._unsettled: dict[int, int] = {}
@@ -72,11 +89,11 @@ class Ledger(Generic[P, G]):
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def admit(self, draw: Callable[[int], P]) -> Ticket[P] | None:
-        """Return the next ticket; None while it would be too stale, or if there are no more.
+        """Return the next ticket; None while it is too early for it, or if there are no more.
 
         `draw(step)` returns the next prompt of the data, for `step`. It is called when a slot takes no failed prompt.
         """
-        if not self._queue or self._queue[0].step > self.version + 1 + self._max_staleness:
+        if not self._queue or self._queue[0].step > self.version + 1 + self.lead:
             return None
         slot = self._queue.popleft()
         self._draw(slot, draw)
@@ -171,11 +188,6 @@ class Ledger(Generic[P, G]):
             self.fail(ticket, f"it was not complete {self._deadline:g} seconds after its admission")
         return late
 
-    def next_deadline(self) -> float | None:
-        """The time at which the next ticket expires; None if none does."""
-        slot = next(iter(self._open.values()), None)
-        return None if slot is None or slot.ticket is None else slot.ticket.deadline
-
     def _find(self, ticket: Ticket[P]) -> Slot[P, G] | None:
         """Return the slot of an open ticket, None if it has failed or its step is over; else raise `LedgerError`."""
         if (slot := self._open.get(ticket.number)) is not None and slot.ticket == ticket:
@@ -225,7 +237,19 @@ class Ledger(Generic[P, G]):
                 f"version {version} cannot be published: the engines have version {self.version}, and step "
                 f"{self.taken} was the last to be trained"
             )
+        if version > self.version:
+            self._adapt_lead(version + 1)
         self.version = version
+
+    def _adapt_lead(self, step: int) -> None:
+        """Change the lead by what is complete when the trainer asks for `step`: see the head of the module."""
+        slots = self._steps.get(step, [])
+        complete = not self._unsettled.get(step, 0)
+        self._early = self._early + 1 if complete and not self._unsettled.get(step + 1, 1) else 0
+        if not complete and slots[0].ticket is not None:
+            self.lead = min(self.lead + 1, self._max_staleness)
+        elif self._early == _EARLY:
+            self.lead, self._early = max(self.lead - 1, min(1, self._max_staleness)), 0
 
     def awaited(self, step: int) -> list[Ticket[P]]:
         """Return the open tickets of `step`."""

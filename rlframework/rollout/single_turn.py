@@ -14,6 +14,7 @@ from rlframework.batch.batch_rows import is_integral
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.chat.rendering import render_prompt
 from rlframework.datasets.tokens import pad_rows
+from rlframework.interfaces.environment import StepOutcome
 from rlframework.interfaces.messages import Message, pictures_of
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.rollout.outcomes import outcome_metrics, require_numbers
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframework.generation.driver import Generation
-    from rlframework.interfaces.environment import Sample, StepOutcome
+    from rlframework.interfaces.environment import Sample
     from rlframework.rollout.parts import Parts
 
 
@@ -78,17 +79,6 @@ def _wrong_prompts(got: str) -> BatchTypeError:
     )
 
 
-def unscored_turns(parts: Parts, samples: Sequence[Sample], seeds: Tensor) -> Rollout:
-    """Generate one completion for each of `samples`, without scores: rewards are 0, and in no metrics or records."""
-    prompts = [render_prompt(parts.tokenizer, sample.messages) for sample in samples]
-    output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds)
-    none, lengths, truncated = torch.zeros(len(samples)), output["generation_lengths"], output["truncated"]
-    means = {"completion_length": lengths, "truncated_fraction": truncated}
-    metrics = {name: float(values.float().mean()) for name, values in means.items()}
-    data, episodes = training_rows(output), torch.arange(len(samples))
-    return Rollout(samples, texts, data, none, none, lengths, truncated, metrics, episodes, none.bool(), scored=False)
-
-
 def training_rows(output: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     """Return the training rows of the output of `Generation.generate`, see `Rollout.data`."""
     ends = output["unpadded_sequence_lengths"][:, None]
@@ -108,7 +98,7 @@ def training_rows(output: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 def scored_turns(
     parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None
 ) -> tuple[BatchedDataDict[Any], list[str], list[StepOutcome]]:
-    """Generate one completion for each of `samples` and score them in the environment.
+    """Generate one completion for each of `samples` and score them in the environment, with 0 if it has no scores.
 
     Returns the output of `Generation.generate`, the completions as text, and their outcomes.
     """
@@ -117,7 +107,8 @@ def scored_turns(
     if parts.images is not None:
         media = media_of(parts, samples, pad_rows(prompts, parts.tokenizer.pad_token_id)[0])
     output, texts = complete(parts.tokenizer, parts.generation, prompts, seeds, temperature=temperature, media=media)
-    return output, texts, score_turns(parts, samples, texts)
+    none = [StepOutcome(0.0) for _ in samples]
+    return output, texts, score_turns(parts, samples, texts) if parts.environment.scores else none
 
 
 def score_turns(parts: Parts, samples: Sequence[Sample], texts: Sequence[str]) -> list[StepOutcome]:
@@ -140,10 +131,13 @@ def score_turns(parts: Parts, samples: Sequence[Sample], texts: Sequence[str]) -
 def single_turns(
     parts: Parts, samples: Sequence[Sample], seeds: Tensor, *, temperature: float | None = None
 ) -> Rollout:
-    """Return the completions of `scored_turns` as a `Rollout`."""
+    """Return the completions of `scored_turns` as a `Rollout`; no metric or record has scores if there are none."""
     output, texts, outcomes = scored_turns(parts, samples, seeds, temperature=temperature)
     result = rollout_of_turns(samples, output, texts, outcomes, torch.zeros(len(samples), dtype=torch.bool))
     result.data.update(media_of(parts, samples, result.data["input_ids"]))
+    if not parts.environment.scores:
+        result.scored = False
+        result.metrics = {name: result.metrics[name] for name in ("completion_length", "truncated_fraction")}
     return result
 
 

@@ -109,17 +109,17 @@ class StepRollouts(ABC):
     def take(self, step: int) -> dict[str, float]:
         """Note that `step` is trained on the rollouts that were returned for it; return its metrics."""
 
-    @abstractmethod
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of the position in the data, as `PromptLoader.pop_metrics`."""
+        return self._prompts.pop_metrics()
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, as JSON values."""
+        return self._prompts.state_dict()
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        self._prompts.load_state_dict(state)
 
     def finish(self) -> None:
         """Let the driver use the engines and the environment: nothing is generated until the next `rollout`."""
@@ -149,14 +149,6 @@ class SynchronousRollouts(StepRollouts):
         """See `StepRollouts.take`."""
         return {}
 
-    def pop_metrics(self) -> dict[str, float]:
-        """See `StepRollouts.pop_metrics`."""
-        return self._prompts.pop_metrics()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `StepRollouts.state_dict`."""
-        return self._prompts.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StepRollouts.load_state_dict`. Raises `DataError` for the state of an asynchronous run."""
         if "ledger" in state:
@@ -164,4 +156,4 @@ class SynchronousRollouts(StepRollouts):
                 "the checkpoint is of an asynchronous run, which has drawn prompts for later steps; resume it with "
                 "algorithm.async (with max_staleness: 0, generation waits for training)"
             )
-        self._prompts.load_state_dict(state)
+        super().load_state_dict(state)

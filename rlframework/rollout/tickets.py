@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -83,39 +82,29 @@ class Slot(Generic[P, G]):
         return {"step": self.step, "slot": self.index, **drawn, **failed}
 
 
-class StepStaleness:
-    """Counts the sampled tokens of training step `step` by staleness: the steps that their weights were behind."""
+def staleness_metrics(
+    step: int,
+    settled: Iterable[Settled[Any, Any]],
+    step_of: Mapping[int, int],
+    spans: Callable[[Any], Iterable[WeightSpan]],
+) -> dict[str, float]:
+    """Return the mean and the maximum of staleness over sampled tokens, and the fraction of groups of several versions.
 
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self._tokens: Counter[int] = Counter()
-        self._mixed = self._groups = 0
-
-    def add(
-        self,
-        settled: Sequence[Settled[Any, Any]],
-        step_of: Mapping[int, int],
-        spans: Callable[[Any], Iterable[WeightSpan]],
-    ) -> None:
-        """Count the groups that have not failed. `step_of`: the training step of a version in `spans(group)`."""
-        for each in settled:
-            if each.failed:
-                continue
-            own: Counter[int] = Counter()
+    The staleness of a token of `step` is the number of steps that its weights were behind. Groups that have failed are
+    not counted. `step_of`: the training step of a version in `spans(group)`.
+    """
+    groups = list[Counter[int]]()
+    for each in settled:
+        if not each.failed:
+            groups.append(Counter())
             for span in spans(each.group):
-                own[self._step - 1 - step_of[span.version]] += span.end - span.start
-            self._tokens += own
-            self._groups += 1
-            self._mixed += len(own) > 1
-
-    def metrics(self) -> dict[str, float]:
-        """Return the mean and the maximum over tokens, and the fraction of groups with tokens of several versions."""
-        tokens = max(1, self._tokens.total())
-        return {
-            "async/staleness_mean": sum(stale * count for stale, count in self._tokens.items()) / tokens,
-            "async/staleness_max": float(max(self._tokens, default=0)),
-            "async/mixed_version_groups": self._mixed / max(1, self._groups),
-        }
+                groups[-1][step - 1 - step_of[span.version]] += span.end - span.start
+    tokens = sum(groups, Counter[int]())
+    return {
+        "async/staleness_mean": sum(stale * count for stale, count in tokens.items()) / max(1, tokens.total()),
+        "async/staleness_max": float(max(tokens, default=0)),
+        "async/mixed_version_groups": sum(len(group) > 1 for group in groups) / max(1, len(groups)),
+    }
 
 
 _LOG = logging.getLogger(__name__)
@@ -124,23 +113,19 @@ _SHOWN = 3
 
 
 class FailureLog:
-    """Logs what fails in each step, in at most four lines, however many groups there are. Used by several threads."""
+    """Logs what fails in each step, in at most four lines, however many groups there are."""
 
     def __init__(self) -> None:
         self._failed: Counter[int] = Counter()
-        self._lock = threading.Lock()
 
     def add(self, step: int, message: str) -> None:
         """Log `message`, unless several of `step` have been logged already."""
-        with self._lock:
-            self._failed[step] += 1
-            shown = self._failed[step] <= _SHOWN
-        if shown:
+        self._failed[step] += 1
+        if self._failed[step] <= _SHOWN:
             _LOG.warning("%s", message)
 
     def end(self, step: int) -> None:
         """Log how many failures of `step` were not shown, and forget them."""
-        with self._lock:
-            failed = self._failed.pop(step, 0)
+        failed = self._failed.pop(step, 0)
         if failed > _SHOWN:
             _LOG.warning("step %d: %d groups failed; %d are not shown", step, failed, failed - _SHOWN)

@@ -19,7 +19,7 @@ from rlframework.rollout.single_turn import single_turns
 def rolled(outcomes: list[StepOutcome]) -> Any:
     """The rollout of two samples, in an environment that answers with `outcomes`."""
     config = SimpleNamespace(environment=SimpleNamespace(name="mine"))
-    environment = SimpleNamespace(step=lambda samples, conversations: outcomes)
+    environment = SimpleNamespace(step=lambda samples, conversations: outcomes, scores=True)
     parts: Any = SimpleNamespace(
         tokenizer=character_tokenizer("ab"),
         generation=AnswersB(),

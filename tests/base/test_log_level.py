@@ -119,7 +119,7 @@ def test_the_threads_and_refits_of_an_asynchronous_run(tiny_llama: Path, tmp_pat
         "refit: comparing the checksums",
         "refit: probing the engines: ends",
         "refit: ends",
-        "rollouts: starting their thread",
+        "rollouts: starting the thread",
         "episodes: starting the thread",
         "step 1: waiting for its groups: ends",
         "step 1: stopping generation.*: ends",

@@ -11,12 +11,14 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from rlframework import run
-from rlframework.base.errors import ConfigError
+from rlframework.base.errors import ConfigError, WorkerLost
+from rlframework.generation.engine_starter import EngineStarter
 from rlframework.generation.remote import RemoteGeneration
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.restarts import RESTARTS_FILE
@@ -127,6 +129,35 @@ def test_an_engine_that_hangs_or_died_is_replaced_by_the_refit(parts, monkeypatc
     assert pid_of(parts.generation) != first
     assert not psutil.pid_exists(first)
     assert parts.generation.pop_metrics()["generation/lost_engines"] == 1
+
+
+def test_a_replacement_that_cannot_start_is_an_error_with_the_name_of_the_engine(parts, monkeypatch):
+    def cannot_start(_starter, _index):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(EngineStarter, "_start_one", cannot_start)
+    os.kill(pid_of(parts.generation), signal.SIGKILL)
+    expected = "generation engine 0 was lost, and the start of another in its place has failed: no room"
+    with pytest.raises(WorkerLost, match=expected):
+        parts.generation.refit()
+
+
+def test_a_replacement_that_starts_after_the_end_is_shut_down(parts, monkeypatch):
+    may_start, ended = threading.Event(), threading.Event()
+
+    def start_late(_starter, _index):
+        may_start.wait(300)
+        return SimpleNamespace(shutdown=ended.set)
+
+    monkeypatch.setattr(EngineStarter, "_start_one", start_late)
+    os.kill(pid_of(parts.generation), signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        pid_of(parts.generation)
+    parts.generation._replace_lost()
+    assert parts.generation.shutdown()
+    assert not ended.is_set()
+    may_start.set()
+    assert ended.wait(300)
 
 
 def test_a_backend_without_offload_refits_its_engines(run_config, tmp_path):

@@ -21,6 +21,8 @@ from probe_tasks import Digits
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
 from rlframework.base.errors import ConfigError, DataError, EngineFault, UserError
+from rlframework.generation.engine_handle import RemoteEngine
+from rlframework.generation.engine_starter import EngineStarter
 from rlframework.interfaces.generation import WeightSpan
 from rlframework.plugins.configure import config_yaml
 from rlframework.rollout.asynchronous import AsynchronousRollouts
@@ -228,6 +230,53 @@ def test_the_loss_of_the_only_engine_changes_nothing(
         assert of_engines
         assert lost[step] == row | {name: pytest.approx(row[name], abs=1e-6) for name in of_engines}
     assert metric(tmp_path / "lost", "generation/lost_engines") == [1.0]
+
+
+def test_a_lost_engine_is_replaced_while_the_other_goes_on(
+    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 3 to 5 are generated and trained while the replacement cannot start; step 6 begins with its refit."""
+    may_start, begun, seen = threading.Event(), list[int](), dict[int, list[bool]]()
+    start, rollout = EngineStarter._start_one, AsynchronousRollouts.rollout
+    call, exchange, calls = RemoteEngine.start, RemoteEngine.exchange, dict[RemoteEngine, list[str]]()
+
+    def start_later(self: EngineStarter, index: int) -> Any:
+        begun.append(index)
+        assert len(begun) <= 2 or may_start.wait(300)
+        return start(self, index)
+
+    def noting_call(self: RemoteEngine, method: str, /, **arguments: Any) -> Any:
+        calls.setdefault(self, []).append(arguments.get("method", method))
+        return call(self, method, **arguments)
+
+    def noting_exchange(self: RemoteEngine, *arguments: Any) -> Any:
+        calls.setdefault(self, []).append("exchange")
+        return exchange(self, *arguments)
+
+    def with_a_loss(self: AsynchronousRollouts, step: int, number: int) -> Any:
+        generation: Any = self._parts.generation
+        result = rollout(self, step, number)
+        seen[step] = [engine.lost for engine in generation.client.engines]
+        if step == 2:
+            (info,) = generation.client.engines[1].call("get_info")
+            os.kill(info["pid"], signal.SIGKILL)
+        elif step == 5:
+            may_start.set()
+            generation._starting[1].result()
+        return result
+
+    monkeypatch.setattr(EngineStarter, "_start_one", start_later)
+    monkeypatch.setattr(AsynchronousRollouts, "rollout", with_a_loss)
+    monkeypatch.setattr(RemoteEngine, "start", noting_call)
+    monkeypatch.setattr(RemoteEngine, "exchange", noting_exchange)
+    options = (*APART, "generation.workers.num_workers=2", "algorithm.num_steps=7", staleness(1))
+    run(run_config("grpo", f"output_dir={tmp_path}/run", *options))
+    assert seen == {step: [False, 3 <= step <= 5] for step in range(1, 8)}
+    assert sorted(begun) == [0, 1, 1]
+    assert metric(tmp_path / "run", "generation/lost_engines") == [1.0]
+    assert metric(tmp_path / "run", "async/failed_groups") == [0.0] * 7
+    _, _, replacement = calls.values()
+    assert 0 <= replacement.index("finish_weight_update") < replacement.index("exchange")
 
 
 def test_an_environment_that_fails_costs_its_group_alone(

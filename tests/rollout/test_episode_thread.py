@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rlframework.base.errors import UserError
+from rlframework.base.loop_thread import LoopThread
 from rlframework.interfaces.generation import SamplingParams
-from rlframework.rollout.episode_thread import Bridge, _LoopThread, run_beside
+from rlframework.rollout.episode_thread import Bridge, run_beside
 
 
 class RecordingCompletions:
@@ -95,7 +96,7 @@ def test_a_loop_is_blocked_if_it_never_runs_while_the_other_does(
             await asyncio.sleep(0.001)
         return "done"
 
-    monkeypatch.setattr(_LoopThread, "has_run", has_run)
+    monkeypatch.setattr(LoopThread, "has_run", has_run)
     beside = run_beside(work, stalled_after=0.01, name="digits")
     if blocked:
         with pytest.raises(UserError, match=r"environment 'digits' blocks the event loop .* than 0.01 seconds"):
@@ -108,8 +109,8 @@ def test_work_that_has_just_ended_can_be_cancelled() -> None:
     async def work() -> str:
         return "done"
 
-    thread = _LoopThread(work)
-    thread._thread.join(timeout=60)
+    thread = LoopThread(work, "work")
+    thread.join()
     thread.cancel()
     assert thread.has_run()
     assert thread.result.result(timeout=0) == "done"

@@ -143,7 +143,7 @@ def test_a_ticket_that_hangs_ends_at_its_deadline_and_is_named() -> None:
     assert ledger.awaited(1) == [first]
     assert str(first) == "ticket 0 (step 1, slot 0, prompt 0)"
     now[0] = 9.9
-    assert (ledger.next_deadline(), ledger.expire()) == (10.0, [])
+    assert (first.deadline, ledger.expire()) == (10.0, [])
     now[0] = 10.0
     assert first in ledger.expire()
     assert ledger.complete(first, "too late", [0]) is False
@@ -180,6 +180,53 @@ def test_admission_is_by_the_published_version_and_not_by_what_was_taken() -> No
     assert ledger.admit(lambda step: 9) is None
     ledger.published(1)
     assert [ticket.step for ticket in admitted(ledger, 9)] == [3, 3]
+
+
+def paced(durations: list[float], max_staleness: int) -> tuple[list[int], list[float]]:
+    """Train steps that take the trainer a second each; the groups of step `s` take `durations[s - 1]` seconds.
+
+    Returns how stale each step's oldest group is at its admission, and how long the trainer waits for the step.
+    """
+    ledger, now = book(max_staleness=max_staleness, last_step=len(durations)), 0.0
+    ends, stale, waited = list[tuple[float, Any]](), list[int](), list[float]()
+
+    def complete(until: float) -> None:
+        for end, ticket in sorted((each for each in ends if each[0] <= until), key=lambda each: each[0]):
+            ledger.complete(ticket, "group", [ticket.version])
+            ends.remove((end, ticket))
+
+    for step in range(1, len(durations) + 1):
+        ends += [(now + durations[ticket.step - 1], ticket) for ticket in admitted(ledger, 99)]
+        asked = now
+        while ledger.settled(step) is None:
+            now = min(end for end, _ in ends)  # fails if nothing was admitted that the step waits for
+            complete(now)
+        taken = ledger.take(step) or []
+        stale.append(max(step - 1 - each.ticket.version for each in taken))
+        waited.append(now - asked)
+        now += 1.0
+        complete(now)
+        ledger.published(step)
+    return stale, waited
+
+
+@pytest.mark.parametrize(
+    ("duration", "max_staleness", "needed"),
+    [(0.5, 4, 1), (1.0, 1, 1), (1.5, 4, 2), (2.5, 4, 3), (2.5, 3, 3), (3.5, 2, 2), (0.5, 0, 0)],
+)
+def test_groups_are_admitted_as_late_as_keeps_the_trainer_busy(
+    duration: float, max_staleness: int, needed: int
+) -> None:
+    stale, waited = paced([duration] * 30, max_staleness)
+    assert stale[-15:] == [needed] * 15
+    assert max(stale) == needed
+    assert (max(waited[-15:]) == 0.0) == (duration <= needed)
+
+
+def test_groups_are_admitted_later_again_when_they_take_less_time() -> None:
+    stale, waited = paced([2.5] * 15 + [0.5] * 15, 4)
+    assert (max(stale), stale[-5:]) == (3, [1] * 5)
+    assert max(waited[8:]) == 0.0
 
 
 def test_an_extended_step_goes_first_and_its_prompts_are_drawn_last() -> None:
@@ -231,7 +278,7 @@ def test_the_bound_may_change_on_resume_and_the_number_of_groups_may_not() -> No
     assert [(ticket.step, ticket.prompt) for ticket in admitted(narrow, 9)] == [(2, 2), (2, 3)]
     wide = book(max_staleness=3)
     wide.load_state_dict(state)
-    assert [ticket.step for ticket in admitted(wide, 99)] == [2, 2, 3, 3, 4, 4, 5, 5]
+    assert [ticket.step for ticket in admitted(wide, 99)] == [2, 2, 3, 3]
     with pytest.raises(DataError, match=r"has tickets for 2 prompts a step, but algorithm.prompts_per_step is 3"):
         book(groups=3).load_state_dict(state)
 

@@ -11,12 +11,12 @@ import logging
 import math
 import os
 import re
-import threading
 from collections.abc import Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.base.errors import ConfigError
+from rlframework.base.loop_thread import LoopThread
 from rlframework.base.secrets import HIDDEN, SHORTEST, hide_in_text
 from rlframework.config.endpoint import JudgeConfig
 from rlframework.config.environments import DatasetConfig
@@ -65,7 +65,7 @@ class Judge:
         self._replies = Replies(judge.model, judge.parameters, None)
         self._pattern = re.compile(judge.pattern)
         self._secret = ""
-        self._loop: _LoopThread | None = None
+        self._loop: LoopThread[Any] | None = None
         self._asked = self._known = 0
 
     def check_columns(self, columns: Collection[str], source: str) -> None:
@@ -106,7 +106,8 @@ class Judge:
         if self._loop is not None:
             loop, self._loop = self._loop, None
             loop.run(self._client.close())
-            loop.close()
+            loop.cancel()
+            loop.join()
             _LOG.info("%s: %d replies, and %d from earlier requests", self._key, self._asked, self._known)
 
     def _open(self) -> None:
@@ -116,7 +117,7 @@ class Judge:
 
             judge = self._judge
             self._secret = os.environ.get(judge.api_key_env or "", "").strip()
-            self._loop = _LoopThread(f"judge {self._name}")
+            self._loop = LoopThread(asyncio.Event().wait, f"judge {self._name}")
             self._client: AsyncOpenAI = AsyncOpenAI(
                 base_url=judge.base_url,
                 api_key=self._secret or _NO_KEY,
@@ -238,27 +239,3 @@ def _shown(answer: Any) -> str:
         return f"{answer!s:.{_SHOWN}}"
     except RecursionError:
         return "it is nested too deeply to be shown"
-
-
-class _LoopThread:
-    """An event loop in a daemon thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`, which is cancelled if the caller is interrupted."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """End the loop and the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
