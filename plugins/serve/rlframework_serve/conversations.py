@@ -51,7 +51,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self._by_beginning: dict[bytes, Turn | None] = {}
-        """What has been said, by `_beginnings`: the turn of those that end with a sampled message."""
+        """The digests of `_beginnings`, each with its turn if it ends with a sampled message."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Turn | None:
         """Return the longest recorded turn whose conversation `messages` begins with."""
