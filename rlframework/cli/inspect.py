@@ -22,15 +22,15 @@ def show_config(config: Config, overrides: Overrides = None, as_json: Json = Fal
     from rlframework.base.secrets import hide_secrets, secrets_of_environment
     from rlframework.config.load import escape_interpolation
     from rlframework.config.yaml_text import to_yaml
-    from rlframework.plugins.configure import dump_selected, load_with_defaults
+    from rlframework.plugins.configure import dump_selected, load
 
-    loaded, defaults = load_with_defaults(config, overrides or ())
-    values = dump_selected(loaded)
+    loaded = load(config, overrides or ())
+    values = dump_selected(loaded.config)
     if as_json:
         print(json.dumps(hide_secrets(values), indent=2))
         return
     print("# only keys were checked; rlframework train CONFIG --dry-run checks files, data and the model too")
-    for default in defaults:
+    for default in loaded.defaults:
         print(f"# {default.key}: {default.value!r} is a default {default.where}: {default.reason}")
     shown = hide_secrets(escape_interpolation(values, secrets_of_environment()))
     print(printable(to_yaml(shown).rstrip("\n")))

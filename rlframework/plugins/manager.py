@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import pluggy
 
 from rlframework.base.errors import PluginError
-from rlframework.config.hints import Hints
 from rlframework.plugins.discovery import (
     DISABLE_VARIABLE,
     UNVERSIONED,
@@ -130,20 +129,9 @@ class PluginManager:
         """The hooks of all active plugins, for observer hooks; the others are called with `call`."""
         return self._pluggy.hook
 
-    @property
-    def hints(self) -> Hints:
-        """Plugins' knowledge of the keys and values of other libraries."""
-
-        def first(hook: str, **arguments: Any) -> str:
-            return str(self.call_first(f"rlframework_{hook}", lambda hook: hook(**arguments) or None) or "")
-
-        return Hints(
-            lambda path, value, model: first("key_hint", path=path, value=value, model=model),
-            lambda key, value: first("value_hint", key=key, value=value),
-            lambda unknown, hints, algorithm, model: first(
-                "configuration_hint", unknown=unknown, hints=hints, algorithm=algorithm, model=model
-            ),
-        )
+    def hints(self, hook: str, **arguments: Any) -> str:
+        """Return what plugins know of the words of other libraries, see `rlframework.config.hints.Hints`."""
+        return str(self.call_first(f"rlframework_{hook}", lambda hook: hook(**arguments) or None) or "")
 
     def implements(self, hook: str) -> bool:
         """Whether an active plugin implements `hook`."""
@@ -270,7 +258,7 @@ class PluginManager:
         available = [*installed, *(extra.replace("-", "_") for extra in extras())]
         near = next(iter(difflib.get_close_matches(name, available, n=1)), "")
         yield f"{key}: there is no {_NOUNS.get(kind, kind.replace('_', ' '))} {name!r}."
-        meaning = self.hints.of_value(key, name)
+        meaning = self.hints("value_hint", key=key, value=name)
         near = "" if meaning else near
         if meaning or (near and (near in installed or extra_of(name) is None)):
             yield meaning or f"Did you mean {near!r}?"

@@ -17,7 +17,7 @@ from rlframework.config.load import Source, compose
 from rlframework.config.problems import NOT_GIVEN
 from rlframework.config.sections import GenerationConfig, RunConfig
 from rlframework.config.yaml_text import Tree
-from rlframework.plugins.configure import load_elsewhere, manager_of
+from rlframework.plugins.configure import load, manager_of
 from rlframework.plugins.discovery import extra_of, install_command
 from rlframework.plugins.manager import PluginManager
 from rlframework.plugins.types import GenerationEngineRecord
@@ -45,7 +45,7 @@ def plan_run(source: Source, overrides: Sequence[str], gpus: PlannedGpus) -> Pla
     manager = manager_of(tree)
     gpus, swapped, notes = _engine_elsewhere(tree, manager, gpus)
     changes = _changes(tree, gpus, gpus_of_engine(tree, manager))
-    config, problems = load_elsewhere(source, [*changes, *overrides, *swapped], manager=manager)
+    config, _, problems = load(source, [*changes, *overrides, *swapped], manager=manager, elsewhere=True)
     if config.device == "cpu":
         raise ConfigError("--on plans for GPUs, and device=cpu needs none: leave one of them out")
     notes += [f"note: not checked on this machine: {problem}" for problem in problems]
