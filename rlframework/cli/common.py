@@ -81,11 +81,9 @@ class _Group(TyperGroup):
         """Find the command that `args` begins with. Raises `UserError` if there is none."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
-            from rlframework.cli.plugin_commands import why_missing
-
             near = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
-            what_to_do = f" Did you mean {near[0]!r}?" if near else why_missing(name, self._manager)
-            raise UserError(f"there is no command {name!r}.{what_to_do}")
+            added = f"Plugins add commands: {self._manager.how_to_get(name)}"
+            raise UserError(f"there is no command {name!r}. {f'Did you mean {near[0]!r}?' if near else added}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -37,11 +37,6 @@ def collect_commands(manager: PluginManager, reserved: Collection[str]) -> dict[
     return commands
 
 
-def why_missing(name: str, manager: PluginManager) -> str:
-    """Return what to do about a command `name` that neither core nor a plugin has."""
-    return f" Plugins add commands: {manager.how_to_get(name)}"
-
-
 def _commands(hook: Hook) -> dict[str, Any]:
     """The commands of one plugin by name."""
     app = typer.Typer(rich_markup_mode=None)

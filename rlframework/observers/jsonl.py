@@ -112,19 +112,17 @@ class JsonlObserver:
         """The fields of `sample` without empty ones that not all samples have; images as `store_image`."""
         turns = [{**turn, "content": self._content(turn["content"])} for turn in sample.turns]
         row = asdict(replace(sample, images=(), turns=turns))  # which would copy images
-        row["images"] = [self._stored(picture) for picture in sample.images]
+        row["images"] = [store_image(self._output_dir, picture) for picture in sample.images]
         return {name: value for name, value in row.items() if name in _ALWAYS or value}
 
     def _content(self, content: Any) -> Any:
         """The content of a message with its images as `store_image`."""
         if isinstance(content, str):
             return content
-        return [{**part, "image": self._stored(part["image"])} if part["type"] == "image" else part for part in content]
-
-    def _stored(self, picture: Picture) -> str:
-        from rlframework.observers.jsonl import store_image
-
-        return store_image(self._output_dir, picture)
+        return [
+            {**part, "image": store_image(self._output_dir, part["image"])} if part["type"] == "image" else part
+            for part in content
+        ]
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -187,11 +187,10 @@ class PluginManager:
         Raises `PluginError` if it is unknown, broken (from the original error), disabled or duplicated.
         """
         if kind in _USER_DEFINED and ":" in name:
-            from rlframework.plugins.user_defined import algorithm_record, environment_record
+            from rlframework.plugins.user_defined import own_record
 
             module = f"module {name.partition(':')[0]}"
-            record = environment_record(name) if kind == EnvironmentRecord.kind else algorithm_record(name)
-            return Registered(record, module, UNVERSIONED, module)
+            return Registered(own_record(kind, name), module, UNVERSIONED, module)
         found = self._found.get((kind, name), [])
         if len(found) > 1:
             raise PluginError(_duplicate(found))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
 from rlframework.datasets.chat.chat_template import ASKED, PROBE, apply_template, template_text
+from rlframework.datasets.chat.chat_turns import Vocabulary, any_of
 from rlframework.datasets.chat.rendering import encode_texts
 from rlframework.datasets.chat.tools_as_text import tools_as_text
 from rlframework.interfaces.messages import (
@@ -51,7 +52,7 @@ class ChatText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None = None) -> None:
         self._tokenizer, self._images = tokenizer, images
-        self.template = template_text(tokenizer)
+        self.template, self.vocabulary = template_text(tokenizer), Vocabulary(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
         """Return the text of `messages`, with spelled special tokens marked; `prompt`: the model answers next.
@@ -102,16 +103,9 @@ class ChatText:
         return spelled.sub(lambda found: found[0][0] + _MARK + found[0][1:], text) if spelled else text
 
     @property
-    def begin(self) -> list[int]:
+    def begin(self) -> tuple[int, ...]:
         """The beginning-of-sequence token of a text without chat template, if the tokenizer adds one."""
-        ids = list(self._tokenizer("")["input_ids"])
-        return ids[:1] if self.template is None and ids and ids[0] == self._tokenizer.bos_token_id else []
-
-    @cached_property
-    def special(self) -> re.Pattern[str]:
-        """Matches a special token."""
-        names = {token.content for token in self._added if token.special} | set(self._tokenizer.all_special_tokens)
-        return _any_of(names) or re.compile(r"(?!)")
+        return self.vocabulary.begin if self.template is None else ()
 
     @cached_property
     def turn_ends(self) -> frozenset[str]:
@@ -145,7 +139,7 @@ class ChatText:
         except DataError:  # a template without such messages has no end for them
             return None
         _, probed, rest = text.rpartition(PROBE)
-        found = self.special.findall(rest) if probed else []
+        found = self.vocabulary.special.findall(rest) if probed else []
         return found[-1 if last else 0] if found else None
 
     def _safe(self, message: Message) -> Message:
@@ -187,12 +181,12 @@ class ChatText:
     @cached_property
     def _spelled(self) -> re.Pattern[str] | None:
         names = {token.content for token in self._added if token.special or token.content[:1] in "<[{|"}
-        return _any_of(name for name in names | set(self._tokenizer.all_special_tokens) if len(name) > 1)
+        return any_of(name for name in names | set(self._tokenizer.all_special_tokens) if len(name) > 1)
 
     @cached_property
     def _spelled_by_assistant(self) -> re.Pattern[str] | None:
         names = {token.content for token in self._added if token.special and "think" not in token.content.lower()}
-        return _any_of(name for name in names if len(name) > 1)
+        return any_of(name for name in names if len(name) > 1)
 
     @cached_property
     def _split(self) -> re.Pattern[str]:
@@ -205,8 +199,3 @@ def _with_content(message: Message) -> Message:
     """`message` with a space if it is an empty turn of the assistant, which Mistral's newer templates reject."""
     is_empty = message["role"] == "assistant" and not (message["content"] or message.get("tool_calls"))
     return {**message, "content": " "} if is_empty else message
-
-
-def _any_of(names: Any) -> re.Pattern[str] | None:
-    found = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, found))) if found else None

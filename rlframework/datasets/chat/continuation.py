@@ -45,7 +45,7 @@ def continuation(
         thought: Message = {**messages[-1], "reasoning_content": _OTHER}
         if chat.render([*messages[:-1], thought, *new], tools, prompt=True) == after:
             return None
-    ends = list(chat.special.finditer(turn))
+    ends = list(chat.vocabulary.special.finditer(turn))
     found = next((end for end in reversed(ends) if end[0] in chat.ends), None)
     if found:
         return Continuation(found[0], after[len(before) + found.end() :])
