@@ -17,8 +17,7 @@ from rlframework.base.secrets import hide_secrets
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.chat.rendering import Rendered, render_prompt, render_samples
-from rlframework.datasets.chat.template_checks import require_contents, warn_of_template
-from rlframework.datasets.row_warnings import RowWarnings
+from rlframework.datasets.chat.template_checks import RowWarnings, require_contents, warn_of_template
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions

@@ -3,21 +3,25 @@
 A tool's result or a user's text may spell a special token, such as `<|im_end|>`. Tokenised as it stands, it would end
 the turn and could start one in another role. So such spellings are marked before the template is rendered, and the text
 is tokenised in two parts there: none of the two is the special token.
+
+`continuation` finds the text between the model's turn and its next one, by rendering the conversation with and without
+the new messages. The exact tokens of the history may be extended only if the template still writes the earlier prompt
+and the model's turn; where it rewrites them, nothing is returned.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.chat.chat_template import ASKED, PROBE, apply_template, template_text
+from rlframework.datasets.chat.chat_template import ASKED, PROBE, apply_template, template_text, tools_as_text
 from rlframework.datasets.chat.chat_turns import Vocabulary, any_of
 from rlframework.datasets.chat.rendering import encode_texts
-from rlframework.datasets.chat.tools_as_text import tools_as_text
 from rlframework.interfaces.messages import (
     Content,
     ContentPart,
@@ -199,3 +203,65 @@ def _with_content(message: Message) -> Message:
     """`message` with a space if it is an empty turn of the assistant, which Mistral's newer templates reject."""
     is_empty = message["role"] == "assistant" and not (message["content"] or message.get("tool_calls"))
     return {**message, "content": " "} if is_empty else message
+
+
+_OTHER = "\ue003"
+"""A content that differs from any other in its first character."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The text after a sampled turn. `end`: the token that ends the turn, if there is one; `tail` follows it."""
+
+    end: str
+    tail: str
+
+
+def continuation(
+    chat: ChatText, messages: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]
+) -> Continuation | None:
+    """Return what follows the last of `messages`, an assistant turn, if `new` follow it and the model answers next.
+
+    None if the template rewrites what came before: a prompt that is no longer there (an earlier turn's reasoning, a
+    tool list that moves), or a turn without its reasoning, content or calls.
+    """
+    before = chat.render(messages[:-1], tools, prompt=True)
+    after = chat.render([*messages, *new], tools, prompt=True)
+    other: list[Message] = [{**message, "content": _OTHER} for message in new]
+    fixed = common_prefix(after, chat.render([*messages, *other], tools, prompt=True))
+    if not fixed.startswith(before):
+        return None
+    turn = fixed[len(before) :]
+    if not all(part in turn for part in _parts(chat, messages[-1])):
+        return None
+    if messages[-1].get("reasoning_content"):  # it may be in the rendering by chance: does the rendering depend on it?
+        thought: Message = {**messages[-1], "reasoning_content": _OTHER}
+        if chat.render([*messages[:-1], thought, *new], tools, prompt=True) == after:
+            return None
+    ends = list(chat.vocabulary.special.finditer(turn))
+    found = next((end for end in reversed(ends) if end[0] in chat.ends), None)
+    if found:
+        return Continuation(found[0], after[len(before) + found.end() :])
+    content = chat.mark(text_of(messages[-1]), "assistant").strip()
+    if not content or ends:
+        return None
+    return Continuation("", after[len(before) + turn.index(content) + len(content) :])
+
+
+def _parts(chat: ChatText, turn: Message) -> list[str]:
+    """The texts of a turn that must be in its rendering."""
+    parts = [chat.mark(text_of(turn), "assistant"), chat.mark(turn.get("reasoning_content", ""), "user")]
+    parts += [chat.mark(call["function"]["name"], "tool") for call in turn.get("tool_calls", ())]
+    return [part.strip() for part in parts]
+
+
+def common_prefix(one: str, other: str) -> str:
+    """Return the longest common prefix of two texts."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return one[:low]

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
-from rlframework.datasets.chat.chat_template import apply_template
-from rlframework.datasets.chat.tools_as_text import tools_as_text
+from rlframework.datasets.chat.chat_template import apply_template, tools_as_text
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
 
 if TYPE_CHECKING:
