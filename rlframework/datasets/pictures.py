@@ -193,21 +193,6 @@ def decoded(picture: Picture) -> Any:
         raise ImageError(f"{picture.where}: the image {_name(picture)}cannot be decoded ({error})") from error
 
 
-def data_uri(picture: Picture) -> str:
-    """Return `picture` as a data URI, its file or encoded image as it is. Raises an `ImageError` like `decoded`."""
-    from PIL import Image
-
-    if isinstance(picture.source, (Path, bytes)):
-        decoded(picture)
-        source = picture.encoded()
-        kind = str(Image.open(BytesIO(source)).format)
-    else:
-        stored, kind = BytesIO(), "PNG"
-        decoded(picture).save(stored, kind)
-        source = stored.getvalue()
-    return f"data:{Image.MIME[kind]};base64,{base64.b64encode(source).decode()}"
-
-
 def _opened(picture: Picture) -> Any:
     from PIL import Image
 

@@ -6,15 +6,12 @@ one mapping per step, from metric name to value, with the step as `step` if it i
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from io import BytesIO
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +28,6 @@ FOLDER = "sample_images"
 SIDE = 128
 """Maximum width and height of a copy in pixels."""
 _QUALITY = 85
-_NAME = re.compile(r"[0-9a-f]{32}\.jpg")
-_JPEG = b"\xff\xd8\xff"
-_MOST_BYTES = 65_536
-"""No copy of `SIDE` pixels has as many, so a larger file is none."""
 
 
 def store_image(output_dir: Path, picture: Picture) -> str:
@@ -50,18 +43,6 @@ def store_image(output_dir: Path, picture: Picture) -> str:
         small.save(file, "JPEG", quality=_QUALITY, subsampling=0)
         write_atomically(path, file.getvalue())
     return name
-
-
-def image_uri(output_dir: Path, name: str) -> str | None:
-    """Return the stored image `name` as a data URI; None if there is none.
-
-    A run's files may be others' work, so nothing else is read, whatever is named.
-    """
-    path = output_dir / FOLDER / name
-    if not _NAME.fullmatch(name) or not path.is_file() or path.stat().st_size > _MOST_BYTES:
-        return None
-    content = path.read_bytes()
-    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" if content.startswith(_JPEG) else None
 
 
 METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE = "metrics.jsonl", "samples.jsonl", "timeline.jsonl"
@@ -187,12 +168,6 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, LookupError):
         return math.inf
-
-
-def seconds_of(history: History) -> list[float]:
-    """Seconds of training up to the end of each row: the cumulative sum of `time/step`."""
-    spent = (row.get("time/step", 0.0) for row in history)
-    return list(accumulate(seconds if math.isfinite(seconds) else 0.0 for seconds in spent))
 
 
 def series(history: History, name: str, at: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlframework.base.gpu_models import gpu_model, named_gpu
+from rlframework.base.gpu_models import gpu_model
+from rlframework_tools.estimates.hardware import named_gpu
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from rlframework.base.errors import ConfigError, UserError
-from rlframework.datasets.pictures import data_uri
+from rlframework.datasets.pictures import decoded
 from rlframework.environments import threads
 from rlframework.environments.counted_failures import AnswerScores
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.reward_calls import Failure, read_result
 from rlframework.interfaces.environment import AgentSession, NoReward, Sample, StepOutcome
-from rlframework.interfaces.messages import Message
+from rlframework.interfaces.messages import Message, Picture
 from rlframework.plugins.user_defined import load_agent
 from rlframework_serve.config import AgentConfig
 
@@ -34,6 +37,21 @@ def _sent(message: Message) -> list[dict[str, Any]]:
         for part in message["content"]
         if not isinstance(part, str)
     ]
+
+
+def data_uri(picture: Picture) -> str:
+    """Return `picture` as a data URI, its file or encoded image as it is. Raises an `ImageError` like `decoded`."""
+    from PIL import Image
+
+    if isinstance(picture.source, (Path, bytes)):
+        decoded(picture)
+        source = picture.encoded()
+        kind = str(Image.open(BytesIO(source)).format)
+    else:
+        stored, kind = BytesIO(), "PNG"
+        decoded(picture).save(stored, kind)
+        source = stored.getvalue()
+    return f"data:{Image.MIME[kind]};base64,{base64.b64encode(source).decode()}"
 
 
 class AgentEnvironment(DatasetEnvironment):

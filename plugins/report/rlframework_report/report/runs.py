@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 from rlframework.base.secrets import hide_secrets
 from rlframework.observers.console import duration
-from rlframework.observers.jsonl import seconds_of
 from rlframework.observers.run_environment import flatten, setting_text
-from rlframework.observers.runs import Run
+from rlframework.observers.runs import Run, read_run
+from rlframework_report.curve import seconds_of
 
 FACTS = {
     "algorithm": "algorithm.name", "environment": "environment.name", "model": "policy.model_name",
@@ -104,3 +106,18 @@ def _text(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, (int, float)):
         return f"{value / 2**30:,.1f} GiB"
     return setting_text(value, LONGEST)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the runs in `paths`, at least one, without duplicates, under distinct names."""
+    unique = [Path(path) for path in dict.fromkeys(os.path.realpath(path) for path in paths)]
+    return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Distinct names for `paths`: their shortest suffixes, all with the same number of parts."""
+    for count in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return names
+    return [str(path) for path in paths]

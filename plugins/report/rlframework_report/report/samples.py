@@ -5,18 +5,25 @@ Samples are kept or dropped as complete steps.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlframework.observers.jsonl import image_uri
+from rlframework.observers.jsonl import FOLDER
 from rlframework.observers.runs import Run, Sample, Turn
 
 LONGEST = 4000
 """Maximum number of characters in one prompt or completion."""
+
+_NAME = re.compile(r"[0-9a-f]{32}\.jpg")
+_JPEG = b"\xff\xd8\xff"
+_MOST_BYTES = 65_536
+"""No copy of an image that a run stores has as many, so a larger file is none."""
 
 
 def samples_of(run: Run, budget: int, images: int) -> dict[str, Any]:
@@ -53,6 +60,18 @@ def _images(output_dir: Path, rows: Sequence[Sample], budget: int) -> dict[str, 
         if uri is not None and len(uri) <= budget:
             found[name], budget = uri, budget - len(uri)
     return found
+
+
+def image_uri(output_dir: Path, name: str) -> str | None:
+    """Return the stored image `name` as a data URI; None if there is none.
+
+    A run's files may be others' work, so nothing else is read, whatever is named.
+    """
+    path = output_dir / FOLDER / name
+    if not _NAME.fullmatch(name) or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        return None
+    content = path.read_bytes()
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" if content.startswith(_JPEG) else None
 
 
 def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:
