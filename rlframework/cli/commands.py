@@ -24,7 +24,6 @@ def show_config(config: Config, overrides: Overrides = None, as_json: Json = Fal
     Files, data and the model are not opened: `rlframework train CONFIG --dry-run` checks these too.
     Secrets of the environment are printed as references to its variables, others as ***.
     """
-    from rlframework.base.logs import printable
     from rlframework.base.secrets import hide_secrets, secrets_of_environment
     from rlframework.config.load import escape_interpolation
     from rlframework.config.yaml_text import to_yaml
