@@ -159,7 +159,7 @@ def own_record(kind: str, path: str) -> Record:
         raise PluginError(f"{key}: {path!r} must be a class derived from {interface}.{name}")
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise PluginError(f"{key}: {path!r} does not implement {', '.join(missing)}")
-    has_episodes = hasattr(base, "episode") and target.episode is not base.episode
+    has_episodes = getattr(target, "episode", None) is not getattr(base, "episode", None)
     declared = frozenset({Capability.EPISODES} if has_episodes else ())
     record = RECORD_TYPES[kind](path, path, API_VERSION, "your own", declared, getattr(target, "config_model", None))
     check_model(record)
