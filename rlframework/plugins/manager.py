@@ -33,20 +33,12 @@ from rlframework.plugins.discovery import (
 )
 from rlframework.plugins.hook_calls import Hook, answers
 from rlframework.plugins.listing import PluginListing
-from rlframework.plugins.types import (
-    RECORD_TYPES,
-    AlgorithmRecord,
-    EnvironmentRecord,
-    PolicyWorkerRecord,
-    Record,
-)
+from rlframework.plugins.types import RECORD_TYPES, PolicyWorkerRecord, Record
+from rlframework.plugins.user_defined import BASE_CLASSES, own_record
 
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_USER_DEFINED = (EnvironmentRecord.kind, AlgorithmRecord.kind)
-"""Kinds of records whose name may be the import path `module:Class` of a class that no plugin registers."""
 
 _NOUNS = {PolicyWorkerRecord.kind: "backend"}
 """Words for kinds whose name is not the word that users know."""
@@ -186,9 +178,7 @@ class PluginManager:
 
         Raises `PluginError` if it is unknown, broken (from the original error), disabled or duplicated.
         """
-        if kind in _USER_DEFINED and ":" in name:
-            from rlframework.plugins.user_defined import own_record
-
+        if kind in BASE_CLASSES and ":" in name:
             module = f"module {name.partition(':')[0]}"
             return Registered(own_record(kind, name), module, UNVERSIONED, module)
         found = self._found.get((kind, name), [])
