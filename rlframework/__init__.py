@@ -7,74 +7,31 @@ first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlframework.base import moved
+from rlframework.base.lazy_names import lazy_names
 
 __version__ = "0.2.0"
 
 moved.install()
 
 if TYPE_CHECKING:
-    from rlframework.algorithms.algorithm import RunResult
-    from rlframework.base.errors import RLFrameworkError, UserError
-    from rlframework.config.sections import RunConfig
-    from rlframework.plugins.configure import config_schema, config_yaml, load_config
-    from rlframework.plugins.manager import PluginManager, create_manager
-    from rlframework.rollout.parts import Parts
-    from rlframework.runner.data import with_data
-    from rlframework.runner.launch import resume, run
-    from rlframework.runner.parts import build_parts
-    from rlframework.runner.session import Session, loop_config
+    from rlframework.algorithms.algorithm import RunResult as RunResult
+    from rlframework.base.errors import RLFrameworkError as RLFrameworkError
+    from rlframework.base.errors import UserError as UserError
+    from rlframework.config.sections import RunConfig as RunConfig
+    from rlframework.plugins.configure import config_schema as config_schema
+    from rlframework.plugins.configure import config_yaml as config_yaml
+    from rlframework.plugins.configure import load_config as load_config
+    from rlframework.plugins.manager import PluginManager as PluginManager
+    from rlframework.plugins.manager import create_manager as create_manager
+    from rlframework.rollout.parts import Parts as Parts
+    from rlframework.runner.data import with_data as with_data
+    from rlframework.runner.launch import resume as resume
+    from rlframework.runner.launch import run as run
+    from rlframework.runner.parts import build_parts as build_parts
+    from rlframework.runner.session import Session as Session
+    from rlframework.runner.session import loop_config as loop_config
 
-__all__ = [
-    "Parts",
-    "PluginManager",
-    "RLFrameworkError",
-    "RunConfig",
-    "RunResult",
-    "Session",
-    "UserError",
-    "__version__",
-    "build_parts",
-    "config_schema",
-    "config_yaml",
-    "create_manager",
-    "load_config",
-    "loop_config",
-    "resume",
-    "run",
-    "with_data",
-]
-
-_MODULES = {
-    "Parts": "rollout.parts",
-    "PluginManager": "plugins.manager",
-    "RLFrameworkError": "base.errors",
-    "RunConfig": "config.sections",
-    "RunResult": "algorithms.algorithm",
-    "Session": "runner.session",
-    "UserError": "base.errors",
-    "build_parts": "runner.parts",
-    "config_schema": "plugins.configure",
-    "config_yaml": "plugins.configure",
-    "create_manager": "plugins.manager",
-    "load_config": "plugins.configure",
-    "loop_config": "runner.session",
-    "resume": "runner.launch",
-    "run": "runner.launch",
-    "with_data": "runner.data",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__, "__version__")

@@ -131,7 +131,7 @@ class InputCheck:
         Truncation (`algorithm.max_tokens`) that leaves no token to train on in any row raises `DataError`; if it does
         so in some rows, their number is logged.
         """
-        from rlframework.datasets.row_warnings import RowWarnings
+        from rlframework.datasets.chat.template_checks import RowWarnings
 
         warnings = RowWarnings(self._tokenizer, getattr(self._config.algorithm, "train_on", "last"))
 

@@ -89,18 +89,6 @@ def check_writable(path: str | Path) -> None:
         raise UserError(str(error)) from error
 
 
-def check_new_folder(folder: Path, given: str) -> None:
-    """Raise `UserError` if `folder` is not writable or not empty; the message begins with `given`."""
-    try:
-        check_writable(folder)
-    except UserError as error:
-        raise UserError(f"{given}: {error}") from error
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(
-            f"{given}: the folder is not empty, and nothing is overwritten. Give another folder, or empty this one"
-        )
-
-
 @contextmanager
 def replacing_directory(path: str | Path) -> Iterator[Path]:
     """Yield an empty directory next to `path` that replaces `path` when the block ends without an error.

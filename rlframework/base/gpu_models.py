@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -46,29 +45,6 @@ GPU_MODELS: tuple[GpuModel, ...] = (
 Speeds: NVIDIA's data sheets, half of what they list "with sparsity"; of the RTX cards, with fp32 accumulation, from the
 whitepapers of their architectures. Memory: what the driver leaves of the nominal size, rounded down.
 """
-
-
-_NOISE = re.compile(r"(nvidia|geforce|tesla|sxm\d?|hbm\d?e?)$")
-_MEMORY = r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?"
-_NOMINAL = 1.1
-"""The nominal size of a GPU's memory is at most this many times what torch can allocate."""
-
-
-def named_gpu(text: str) -> GpuModel | None:
-    """Return the model that a person means by `text`; None unless every word of it is understood.
-
-    Such as `h100`, `A100-40`, `A100-SXM4-80GB`, `RTX4090`, `H100-96GB`. A memory in GB or GiB that is not the nominal
-    size of the model is taken as it is: the result then has this `memory_gib`, and a `name` with it.
-    """
-    words = " ".join(word for word in re.split(r"[\s_-]+", text.lower()) if word and not _NOISE.match(word))
-    for model in GPU_MODELS:
-        name = r"(?:\s+pcie)?\s*".join(map(re.escape, model.name.lower().split()))
-        name = re.sub(r"(\d)gb$", r"\1(?:gi?b?)?", name)  # `A100-40` is enough
-        found = re.fullmatch(rf"{name}(?:\s+pcie)?(?:\s+{_MEMORY})?", words)
-        if found and (given := float(found[1] or model.memory_gib)):
-            nominal = model.memory_gib <= given <= _NOMINAL * model.memory_gib
-            return model if nominal else replace(model, name=f"{model.name} {given:g}GB", memory_gib=given)
-    return None
 
 
 def gpu_model(name: str) -> GpuModel | None:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, file: str, *others: str
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__all__`, `__getattr__` and `__dir__` of `package`, whose source is `file`.
 
-    The names are those that the package imports under `if TYPE_CHECKING:`. So they are written once: type checkers and
-    import-linter read these imports, and here they are looked up instead of executed.
+    The names are those that the package imports under `if TYPE_CHECKING:`, and `others` that it defines. So they are
+    written once: type checkers and import-linter read these imports, and here they are looked up instead of executed.
     """
     modules = _typed_imports(Path(file))
+    names = sorted([*modules, *others])
 
     def get(name: str) -> Any:
         if name not in modules:
@@ -23,7 +26,7 @@ def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any]
         module = import_module(modules[name])
         return getattr(module, name) if hasattr(module, name) else import_module(f"{modules[name]}.{name}")
 
-    return sorted(modules), get, lambda: sorted(modules)
+    return names, get, lambda: names
 
 
 def _typed_imports(file: Path) -> dict[str, str]:

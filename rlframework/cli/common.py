@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,12 +19,13 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rlframework import __version__
-from rlframework.base.errors import RLFrameworkError, UserError, WriteError
+from rlframework.base.errors import PluginError, RLFrameworkError, UserError, WriteError
 from rlframework.base.files import writing
 from rlframework.base.logs import LEVELS, log_to_stderr, printable, set_log_level
 from rlframework.base.secrets import hide_in_text
 
 if TYPE_CHECKING:
+    from rlframework.plugins.hook_calls import Hook
     from rlframework.plugins.manager import PluginManager
 
 _LOG = logging.getLogger(__name__)
@@ -65,8 +66,10 @@ class _Group(TyperGroup):
 
     @cached_property
     def _of_plugins(self) -> dict[str, Any]:
-        from rlframework.cli.plugin_commands import collect_commands
+        """Collected when a command that core does not have, or the list of all is asked for.
 
+        So a plugin that is broken, slow or in conflict with another never disturbs core's commands.
+        """
         return collect_commands(self._manager, self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -81,11 +84,9 @@ class _Group(TyperGroup):
         """Find the command that `args` begins with. Raises `UserError` if there is none."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
-            from rlframework.cli.plugin_commands import why_missing
-
             near = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
-            what_to_do = f" Did you mean {near[0]!r}?" if near else why_missing(name, self._manager)
-            raise UserError(f"there is no command {name!r}.{what_to_do}")
+            added = f"Plugins add commands: {self._manager.how_to_get(name)}"
+            raise UserError(f"there is no command {name!r}. {f'Did you mean {near[0]!r}?' if near else added}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -192,3 +193,45 @@ def print_table(table: Any) -> None:
     known = os.environ.get("COLUMNS") or any(map(os.isatty, range(3)))
     width = Console().width if known else _ELSEWHERE
     Console(width=min(max(width, _NARROWEST), _WIDEST)).print(table)
+
+
+def collect_commands(manager: PluginManager, reserved: Collection[str]) -> dict[str, Any]:
+    """Return the commands of all active plugins by name. Two plugins may not share a name, nor take a `reserved` one.
+
+    The command of a shared name raises a `PluginError` that names both; other problems are warnings.
+    """
+    commands: dict[str, Any] = {}
+    owners: dict[str, list[str]] = {}
+    for plugin, added in manager.call("rlframework_commands", _commands):
+        for name, command in added.items():
+            if name in reserved:
+                _LOG.warning("warning: the command %r of %s is ignored: core has one of that name", name, plugin)
+                continue
+            owners.setdefault(name, []).append(str(plugin))
+            commands[name] = command if len(owners[name]) == 1 else _conflict(name, owners[name])
+    return commands
+
+
+def _commands(hook: Hook) -> dict[str, Any]:
+    """The commands of one plugin by name."""
+    app = typer.Typer(rich_markup_mode=None)
+    app.callback()(lambda: None)  # without it, one command alone would be no group
+    hook(app=app)
+    commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands")  # noqa: B009 - typed as a command
+    return commands
+
+
+def _conflict(name: str, owners: Sequence[str]) -> Any:
+    from rlframework.plugins.discovery import DISABLE_VARIABLE
+
+    app = typer.Typer(rich_markup_mode=None)
+
+    @app.command(name, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+    def conflict() -> None:
+        """More than one plugin adds this command."""
+        raise PluginError(
+            f"{len(owners)} plugins add the command {name!r}: {' and '.join(owners)}. Uninstall all but one, or add "
+            f"the distributions of the others to {DISABLE_VARIABLE}."
+        )
+
+    return typer.main.get_command(app)

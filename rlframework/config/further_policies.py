@@ -18,6 +18,7 @@ from pydantic import Field, SerializeAsAny
 from rlframework.base.errors import ConfigError, DataError, NotSupported, UnsupportedConfig
 from rlframework.config.numbers import Coefficient
 from rlframework.config.policy import Head, PolicyConfig, WorkerGroupConfig
+from rlframework.config.problems import Problem
 from rlframework.config.yaml_text import Keys, Tree
 
 
@@ -139,6 +140,12 @@ _KEY = re.compile(r"(?<![\w.:/])(policy|worker_group)\.(?=[a-z])")
 def in_section(text: str, name: str) -> str:
     """Return `text`, a message or a key, with those of the section `name` as the keys of `policy`, `worker_group`."""
     return _KEY.sub(lambda found: f"{name}." if found[1] == "policy" else f"{name}.worker_group.", text)
+
+
+def problem_in_section(problem: Problem, name: str) -> Problem:
+    """Return `problem` of `policy` or `worker_group` as one of the section `name`."""
+    key, message, hint = (in_section(text, name) for text in (problem.key, problem.message, problem.hint))
+    return replace(problem, key=key, message=message, hint=hint)
 
 
 def as_of_policy(key: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any, get_args, get_origin
 
@@ -72,24 +71,14 @@ def _as_written(key: Path, path: Path) -> Path:
     return key
 
 
-@dataclass(frozen=True)
-class Hints:
-    """Plugins' knowledge of the keys and values of other libraries; without plugins, nothing.
-
-    `of_key(path, value, model)`: what the unknown key `path` is called here. `of_value(key, value)`: what a value that
-    our `key` cannot have is here. `of_all(unknown, hints, algorithm, model)`: a note on the keys `unknown`, with their
-    values, as a whole, beside the `hints` on single ones; `algorithm` has the keys of that section, whose model is
-    `model`. Each returns "" if there is nothing to say.
-    """
-
-    of_key: Callable[[Path, Any, type[BaseModel] | None], str] = lambda path, value, model: ""
-    of_value: Callable[[str, object], str] = lambda key, value: ""
-    of_all: Callable[[Mapping[Path, Any], Sequence[str], Mapping[str, Any], type[BaseModel] | None], str] = (
-        lambda unknown, hints, algorithm, model: ""
-    )
+Hints = Callable[..., str]
+"""Asks plugins about the words of other libraries: `hints("key_hint", path=..., value=..., model=...)` is the answer of
+the hook `rlframework_key_hint` (see `rlframework.plugins.hookspec`), "" if there is none."""
 
 
-NO_HINTS = Hints()
+def no_hints(hook: str, **arguments: Any) -> str:
+    """Return "": there are no plugins to ask."""
+    return ""
 
 
 def unknown_key_hint(path: Path, value: Any, model: type[BaseModel], hints: Hints) -> str:
@@ -97,7 +86,7 @@ def unknown_key_hint(path: Path, value: Any, model: type[BaseModel], hints: Hint
     near = nearest_key(path, model)
     meant = f"Did you mean `{'.'.join(near)}`?" if near else ""
     misspelled = near is not None and near[:-1] == path[:-1] and _similarity(near[-1], path[-1]) >= MISSPELLED
-    return meant if misspelled else hints.of_key(path, value, model) or meant
+    return meant if misspelled else hints("key_hint", path=path, value=value, model=model) or meant
 
 
 def nearest_key(path: Path, model: type[BaseModel]) -> Path | None:

@@ -15,6 +15,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from rlframework.base.secrets import hide_in_text
 from rlframework.config.base import ImportsCode, NeedsTrust, Section
 from rlframework.config.further_policies import (
+    FURTHER_POLICIES,
     CriticConfig,
     FurtherPolicyConfig,
     RewardModelConfig,
@@ -458,8 +459,7 @@ class RunConfig(Section):
     @property
     def further_policies(self) -> dict[str, FurtherPolicyConfig]:
         """The sections of further policies that are given, by name."""
-        sections = {"critic": self.critic, "teacher": self.teacher, "reward_model": self.reward_model}
-        return {name: section for name, section in sections.items() if section is not None}
+        return {name: section for name in FURTHER_POLICIES if (section := getattr(self, name)) is not None}
 
     def of(self, name: str) -> Self:
         """Return this configuration with the further policy `name` in the place of the policy.

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlframework.config.algorithms import GRPOConfig, PPOConfig, SFTConfig, WithReferenceSync
-from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section
-from rlframework.config.hints import NO_HINTS, Hints, key_paths, models_in, section_example, unknown_key_hint
+from rlframework.config.further_policies import FURTHER_POLICIES, as_of_policy, in_section, problem_in_section
+from rlframework.config.hints import Hints, key_paths, models_in, no_hints, section_example, unknown_key_hint
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem
 from rlframework.config.sections import AlgorithmConfig, EarlyStoppingConfig, RunConfig
 from rlframework.config.yaml_text import Keys, Tree
@@ -57,15 +57,6 @@ _INSTEAD_OF_NULL = {
 METRICS = ("reward", "accuracy", "loss")
 """The metrics of validation by which checkpoints are compared."""
 
-_OF_PEERS = {
-    "accurac": "accuracy",
-    "margin": "margin",
-    "chosen": "chosen_reward",
-    "rejected": "rejected_reward",
-    **dict(zip(METRICS, METRICS, strict=True)),
-}
-"""Parts of peers' names of metrics, with the name of ours."""
-
 _MISSPELLED = 0.85
 """Minimum similarity of a metric to one of `METRICS` that is probably meant."""
 
@@ -75,7 +66,7 @@ def validate(
     model: type[Model],
     elsewhere: Mapping[Keys, str] | None = None,
     most: int = MOST,
-    hints: Hints = NO_HINTS,
+    hints: Hints = no_hints,
 ) -> tuple[Model | None, list[Problem]]:
     """Return an instance of `model` and no problems, or None and the problems in `tree`, of which `most` are shown.
 
@@ -108,7 +99,7 @@ def _problems(
             problem = replace(problem, hint=_INSTEAD_OF_NULL.get(problem.key, "") if value is None else example)
         if kind == "extra_forbidden" and len(by_key) < MOST:
             other = elsewhere.get(keys)  # a word of another framework may be a key of another plugin too
-            if other and (meant := hints.of_key(path, value, model)):
+            if other and (meant := hints("key_hint", path=path, value=value, model=model)):
                 said = f"{meant[0].lower()}{meant[1:]} Otherwise: {other[0].lower()}{other[1:]}"
                 other = f"If it is a key of another framework: {said}"
             own = _OWN_KEY if ":" in str(tree.get((*keys[:-1], "name"))) else ""
@@ -117,7 +108,7 @@ def _problems(
             info = key_paths(model).get(path)
             described = f" ({info.description})" if info and info.description else ""
             problem = replace(problem, message=f"{problem.message}{described}", origin=tree.origin(keys[:-1]))
-        elif meaning := hints.of_value(as_of_policy(problem.key), value):
+        elif meaning := hints("value_hint", key=as_of_policy(problem.key), value=value):
             problem = replace(problem, hint=in_section(meaning, path[0]) if path[0] in FURTHER_POLICIES else meaning)
         known = by_key.get(keys)
         if known and problem.message != known.message:
@@ -142,7 +133,8 @@ def _add_notes(problems: dict[Keys, Problem], tree: Tree, model: type[BaseModel]
         return
     values = {tuple(map(str, keys)): tree.get(keys) for keys in unknown}
     told = [problem.hint for problem in problems.values()]
-    if note := hints.of_all(values, told, given, next(iter(models_in(algorithm.annotation)), None)):
+    section = next(iter(models_in(algorithm.annotation)), None)
+    if note := hints("configuration_hint", unknown=values, hints=told, algorithm=given, model=section):
         last = problems[unknown[-1]]
         problems[unknown[-1]] = replace(last, hint=f"{last.hint}\n    {note}".lstrip())
 
@@ -269,9 +261,7 @@ def check_further_policies(config: RunConfig, device: str) -> Iterator[Problem]:
             ):
                 continue
             if problem.key.startswith(("policy.", "worker_group.")):
-                given = attrgetter(problem.key)(view)
-                key, message, hint = (in_section(text, name) for text in (problem.key, problem.message, problem.hint))
-                yield replace(problem, key=key, message=message, hint=hint, given=given)
+                yield problem_in_section(replace(problem, given=attrgetter(problem.key)(view)), name)
         for key in _OF_A_PROCESS if inline and section.worker_group.name == "inline" and device == "cuda" else ():
             given, wanted = getattr(section, key), getattr(config.policy, key)
             if given != wanted:
@@ -319,14 +309,6 @@ def has_no_kind(metric: str) -> bool:
     return kind in (metric, "eval", "val", "rewards") or kind.startswith("eval_")
 
 
-def metric_hint(value: object) -> str:
-    """Return the name of the metric that a peer calls `value`; "" if it is not known, or may be ours."""
-    if not isinstance(value, str) or not has_no_kind(value):
-        return ""
-    meant = next((name for part, name in _OF_PEERS.items() if part in value.lower()), "")
-    return f"Set it to validation/{meant}." if meant else ""
-
-
 def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
     """Metrics that no algorithm of core reports: names without a kind, and those of a validation that never is."""
     algorithm, stopping = config.algorithm, config.algorithm.early_stopping
@@ -338,7 +320,7 @@ def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
     for metric, key in metrics.items():
         if has_no_kind(metric):
             names = ", ".join(f"validation/{name}" for name in METRICS)
-            yield Problem(key, f"must be a metric as named in metrics.jsonl, such as {names}", metric_hint(metric))
+            yield Problem(key, f"must be a metric as named in metrics.jsonl, such as {names}")
     if stopping is not None and stopping.metric.startswith("validation/"):
         yield from _stopping_conflicts(config, stopping)
 

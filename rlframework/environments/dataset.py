@@ -23,10 +23,9 @@ from rlframework.base.errors import DataError, ImageError
 from rlframework.config.environments import DatasetConfig
 from rlframework.datasets.chat.rendering import has_answer
 from rlframework.datasets.conversations import conversation_of, with_texts
-from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import Source, shuffled
 from rlframework.datasets.nested_columns import VERL_COLUMN, is_column
-from rlframework.datasets.pictures import decoded, log_left_out, reader_of
+from rlframework.datasets.pictures import ImageAddresses, decoded, log_left_out, reader_of
 from rlframework.datasets.sources.opening import open_rows, open_splits
 from rlframework.datasets.sources.rows import JoinedRows, Rows
 from rlframework.environments.counted_failures import require_few_failures

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rlframework.datasets.nested_columns import VERL_COLUMN, is_column, value_of, verl_answer
 from rlframework.datasets.sources.rows import Rows
@@ -33,20 +34,27 @@ class TextColumns:
     answer: str = "answer"
 
 
-class RewardArguments(Protocol):
-    """The arguments of a function with one of the signatures."""
+class RewardArguments(ABC):
+    """The arguments of a function with the signature `form`, on data with `columns`."""
+
+    def __init__(self, form: RewardForm, columns: TextColumns) -> None:
+        self._form, self._columns = form, columns
 
     def given(self, columns: Collection[str]) -> list[str]:
         """The names by which the function may ask for values of rows with `columns`."""
+        return []
 
+    @abstractmethod
     def asked_of(self, sample: Sample) -> dict[str, Any]:
         """The values in `sample` that the function asks for by name; None for one that it lacks."""
 
+    @abstractmethod
     def of_call(self, samples: Sequence[Sample], completions: Sequence[str]) -> dict[str, Any]:
         """The arguments of one call: for all of the answers, or for the only one."""
 
     def hint(self, missing: Sequence[str]) -> str:
         """The end of an error: what to do if no row has the values `missing`; empty if there is nothing special."""
+        return ""
 
 
 def arguments_of(form: RewardForm, columns: TextColumns) -> RewardArguments:
@@ -54,14 +62,8 @@ def arguments_of(form: RewardForm, columns: TextColumns) -> RewardArguments:
     return _CONVENTIONS[form.convention](form, columns)
 
 
-class _OwnArguments:
+class _OwnArguments(RewardArguments):
     """Any of the names in `SINGULAR` or `PLURAL`."""
-
-    def __init__(self, form: RewardForm, columns: TextColumns) -> None:
-        self._form = form
-
-    def given(self, columns: Collection[str]) -> list[str]:
-        return []
 
     def asked_of(self, sample: Sample) -> dict[str, Any]:
         return {"answer": sample.answer or None} if {"answer", "answers"} & {*self._form.names} else {}
@@ -77,19 +79,13 @@ class _OwnArguments:
             return {name: given[name] for name in self._form.names}
         return {name: given[f"{name}s"][0] for name in self._form.names}
 
-    def hint(self, missing: Sequence[str]) -> str:
-        return ""
 
-
-class _TrlArguments:
+class _TrlArguments(RewardArguments):
     """TRL's: `prompts`, `completions`, and every column of the rows.
 
     If the column of the prompt holds messages, prompts and completions are lists of messages. Columns that only other
     rows of the data have are lists of None if they are required.
     """
-
-    def __init__(self, form: RewardForm, columns: TextColumns) -> None:
-        self._form, self._columns = form, columns
 
     def given(self, columns: Collection[str]) -> list[str]:
         return _without_texts([*columns, *(["answer"] if is_column(self._columns.answer, columns) else [])])
@@ -121,11 +117,8 @@ class _TrlArguments:
         return sample.metadata if answer is _ABSENT else {"answer": answer, **sample.metadata}
 
 
-class _VerlArguments:
+class _VerlArguments(RewardArguments):
     """verl's: `data_source` and `extra_info` of the row, `ground_truth` of its `reward_model`, and `solution_str`."""
-
-    def __init__(self, form: RewardForm, columns: TextColumns) -> None:
-        self._form, self._columns = form, columns
 
     def given(self, columns: Collection[str]) -> list[str]:
         known = VERL_COLUMN in columns or is_column(self._columns.answer, columns)
@@ -154,7 +147,7 @@ class _VerlArguments:
         return {**sample.metadata, "ground_truth": (sample.answer or None) if answer is None else answer}
 
 
-_CONVENTIONS: Mapping[Convention, Callable[[RewardForm, TextColumns], RewardArguments]] = {
+_CONVENTIONS: Mapping[Convention, type[RewardArguments]] = {
     Convention.OWN: _OwnArguments,
     Convention.TRL: _TrlArguments,
     Convention.VERL: _VerlArguments,

@@ -14,12 +14,11 @@ from rlframework.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from rlframework.generation.engine_model import AdaptedWeights, EngineModel, cache_argument, require_fit
-    from rlframework.generation.engine_software import SleepingEngine
     from rlframework.generation.media import ImageEncoder, ImagePlace, Media
     from rlframework.generation.packed_linears import PackedLinears, shows_columns
     from rlframework.generation.requests import RowLimits, ServingLimits, check_requests
     from rlframework.generation.sampling import SAMPLED_ELEMENTS, choose, row_uniforms
-    from rlframework.generation.serving import Collected, Served, ServingEngine
+    from rlframework.generation.serving import Collected, Served, ServingEngine, SleepingEngine
     from rlframework.huggingface.image_processor import image_token, never_sampled
     from rlframework.huggingface.model_directories import first_size, read_config
     from rlframework.interfaces.generation import (

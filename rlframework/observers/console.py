@@ -1,4 +1,4 @@
-"""Progress of a run (`ConsoleObserver`) and of other commands: a live display on a terminal, else occasional lines."""
+"""Progress of a run (`ConsoleObserver`): a live display on a terminal, else occasional lines."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from rlframework.base.logs import ProgressCallback, printable
+from rlframework.base.logs import printable
 from rlframework.observers.run_environment import Resumed, read_environment
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
@@ -39,8 +38,6 @@ WINDOW = 20
 """Number of recent steps over which the pace is averaged."""
 FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
 """Seconds between lines of a run at its beginning, and after five minutes."""
-EVERY = 30.0
-"""Seconds between lines of other commands."""
 
 Clock = Callable[[], float]
 """Returns seconds."""
@@ -202,29 +199,3 @@ def duration(seconds: float) -> str:
         if whole >= unit:
             return f"{whole // unit}{large}{whole % unit // part:02d}{small}"
     return f"{whole}s"
-
-
-@contextmanager
-def progress_bar(what: str, clock: Clock = time.monotonic) -> Iterator[ProgressCallback]:
-    """Show the progress of `what` on stderr while the body runs; without a terminal, a line every `EVERY` seconds.
-
-    Yields the function to call with the amount of work done and the total.
-    """
-    console, started = Console(stderr=True), clock()
-    printed = started
-
-    def print_line(done: int, total: int) -> None:
-        nonlocal printed
-        now = clock()
-        if now - printed >= EVERY:
-            printed = now
-            left = f", {(now - started) / done * (total - done):.0f} s left" if 0 < done < total else ""
-            print(f"{what}: {done:,} of {total:,}{left}", file=sys.stderr, flush=True)
-
-    if not console.is_terminal:
-        yield print_line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -6,15 +6,12 @@ one mapping per step, from metric name to value, with the step as `step` if it i
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from io import BytesIO
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +28,6 @@ FOLDER = "sample_images"
 SIDE = 128
 """Maximum width and height of a copy in pixels."""
 _QUALITY = 85
-_NAME = re.compile(r"[0-9a-f]{32}\.jpg")
-_JPEG = b"\xff\xd8\xff"
-_MOST_BYTES = 65_536
-"""No copy of `SIDE` pixels has as many, so a larger file is none."""
 
 
 def store_image(output_dir: Path, picture: Picture) -> str:
@@ -50,18 +43,6 @@ def store_image(output_dir: Path, picture: Picture) -> str:
         small.save(file, "JPEG", quality=_QUALITY, subsampling=0)
         write_atomically(path, file.getvalue())
     return name
-
-
-def image_uri(output_dir: Path, name: str) -> str | None:
-    """Return the stored image `name` as a data URI; None if there is none.
-
-    A run's files may be others' work, so nothing else is read, whatever is named.
-    """
-    path = output_dir / FOLDER / name
-    if not _NAME.fullmatch(name) or not path.is_file() or path.stat().st_size > _MOST_BYTES:
-        return None
-    content = path.read_bytes()
-    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" if content.startswith(_JPEG) else None
 
 
 METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE = "metrics.jsonl", "samples.jsonl", "timeline.jsonl"
@@ -112,19 +93,17 @@ class JsonlObserver:
         """The fields of `sample` without empty ones that not all samples have; images as `store_image`."""
         turns = [{**turn, "content": self._content(turn["content"])} for turn in sample.turns]
         row = asdict(replace(sample, images=(), turns=turns))  # which would copy images
-        row["images"] = [self._stored(picture) for picture in sample.images]
+        row["images"] = [store_image(self._output_dir, picture) for picture in sample.images]
         return {name: value for name, value in row.items() if name in _ALWAYS or value}
 
     def _content(self, content: Any) -> Any:
         """The content of a message with its images as `store_image`."""
         if isinstance(content, str):
             return content
-        return [{**part, "image": self._stored(part["image"])} if part["type"] == "image" else part for part in content]
-
-    def _stored(self, picture: Picture) -> str:
-        from rlframework.observers.jsonl import store_image
-
-        return store_image(self._output_dir, picture)
+        return [
+            {**part, "image": store_image(self._output_dir, part["image"])} if part["type"] == "image" else part
+            for part in content
+        ]
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,12 +168,6 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, LookupError):
         return math.inf
-
-
-def seconds_of(history: History) -> list[float]:
-    """Seconds of training up to the end of each row: the cumulative sum of `time/step`."""
-    spent = (row.get("time/step", 0.0) for row in history)
-    return list(accumulate(seconds if math.isfinite(seconds) else 0.0 for seconds in spent))
 
 
 def series(history: History, name: str, at: Sequence[float]) -> tuple[list[float], list[float]]:

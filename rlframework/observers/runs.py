@@ -6,7 +6,6 @@ Only `metrics.jsonl` is required. An incomplete last line, left by a killed run,
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -131,12 +130,6 @@ class Run:
         return series(self.history, name, self.steps)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs in `paths`, at least one, without duplicates, under distinct names."""
-    unique = [Path(path) for path in dict.fromkeys(os.path.realpath(path) for path in paths)]
-    return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
-
-
 def read_run(path: Path, name: str) -> Run:
     """Read the run in folder `path`, called `name` on the page."""
     _check_folder(path)
@@ -162,15 +155,6 @@ def _changes(environment: Mapping[str, Any]) -> list[str]:
             resumed = Resumed.model_validate(started.get("resumed"))
             notes += [str(resumed)] * bool(resumed.changed)
     return notes
-
-
-def names_of(paths: Sequence[Path]) -> list[str]:
-    """Distinct names for `paths`: their shortest suffixes, all with the same number of parts."""
-    for count in range(1, max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-count:]) for path in paths]
-        if len(set(names)) == len(paths):
-            return names
-    return [str(path) for path in paths]
 
 
 def _check_folder(path: Path) -> None:

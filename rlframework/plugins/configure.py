@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
@@ -19,7 +19,7 @@ from rlframework.base.errors import PluginError
 from rlframework.base.secrets import secrets_of_environment
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default, checkpoint_defaults, device_defaults
-from rlframework.config.further_policies import FURTHER_POLICIES, in_section, with_shared_keys
+from rlframework.config.further_policies import FURTHER_POLICIES, in_section, problem_in_section, with_shared_keys
 from rlframework.config.hints import Hints, models_in
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
@@ -53,6 +53,17 @@ _OWNERS = 4
 """The most plugins that the hint about a key of other plugins names."""
 
 
+class Loaded(NamedTuple):
+    """A checked configuration, and the defaults that it has from its device.
+
+    `not_installed`: problems of this installation alone, for a run on other machines.
+    """
+
+    config: RunConfig
+    defaults: list[Default]
+    not_installed: list[Problem]
+
+
 def load_config(
     source: Source,
     overrides: Sequence[str] = (),
@@ -68,37 +79,18 @@ def load_config(
     that of a run which is not trusted (see `rlframework.config.trust`). Raises a `ConfigError` that lists every
     problem, or a `PluginError` if a plugin cannot be selected; nothing is written and no worker is started.
     """
-    return _load(source, overrides, manager=manager, run=run)[0]
+    return load(source, overrides, manager=manager, run=run).config
 
 
-def load_elsewhere(
-    source: Source, overrides: Sequence[str] = (), *, manager: PluginManager | None = None
-) -> tuple[RunConfig, list[Problem]]:
-    """Load the configuration of a run on other machines; return what is not installed on this one too."""
-    config, _, problems = _load(source, overrides, manager=manager, elsewhere=True)
-    return config, problems
-
-
-def load_with_defaults(
+def load(
     source: Source,
     overrides: Sequence[str] = (),
     *,
     manager: PluginManager | None = None,
     run: Path | None = None,
-) -> tuple[RunConfig, list[Default]]:
-    """Load a configuration like `load_config`; return the defaults too that the device gave it."""
-    return _load(source, overrides, manager=manager, run=run)[:2]
-
-
-def _load(
-    source: Source,
-    overrides: Sequence[str],
-    *,
-    manager: PluginManager | None,
-    run: Path | None = None,
     elsewhere: bool = False,
-) -> tuple[RunConfig, list[Default], list[Problem]]:
-    """The configuration, the defaults of its device, and with `elsewhere` the problems of this installation alone."""
+) -> Loaded:
+    """Load a configuration like `load_config`; with `elsewhere`, what is not installed here is no error."""
     tree = compose(source, overrides)
     if run is not None:
         require_trusted_imports(run, tree)
@@ -118,19 +110,19 @@ def _load(
     problems = [*check_run(config), *check_further_policies(config, device)]
     for section, part in selected.items():
         if (name := section.partition(".")[0]) in FURTHER_POLICIES:
-            problems += [_of_section(problem, name) for problem in check_config(config.of(name), part, device)]
+            problems += [problem_in_section(problem, name) for problem in check_config(config.of(name), part, device)]
         else:
             problems += check_config(config, part, device)
-    problems = [replace(problem, origin=tree.origin(tuple(problem.key.split(".")))) for problem in problems]
+    problems = [_explained(problem, tree, manager) for problem in problems]
     here = [problem for problem in problems if elsewhere and problem.installation]
     raise_problems([problem for problem in problems if problem not in here])
-    return config, defaults, here
+    return Loaded(config, defaults, here)
 
 
-def _of_section(problem: Problem, name: str) -> Problem:
-    """`problem` of `config.of(name)`, with the keys of the section `name`."""
-    key, message, hint = (in_section(text, name) for text in (problem.key, problem.message, problem.hint))
-    return replace(problem, key=key, message=message, hint=hint)
+def _explained(problem: Problem, tree: Tree, manager: PluginManager) -> Problem:
+    """`problem` with where its value was written, and without a hint with what the value means in another library."""
+    hint = problem.hint or manager.hints("value_hint", key=problem.key, value=problem.given)
+    return replace(problem, hint=hint, origin=tree.origin(tuple(problem.key.split("."))))
 
 
 def _device_defaults(config: RunConfig, device: str, selected: Mapping[str, Registered]) -> list[Default]:
@@ -293,7 +285,7 @@ def _hints_for_unknown_keys(section: Keys, given: Mapping[str, Any], parts: Iter
     known = {key for part in parts for key in _section_model(part).model_fields}
     own = given.get("name")  # a plugin that is not installed has a section of its own name
     unknown = {key: value for key, value in given.items() if key not in known and key != own}
-    return hints.of_key(tuple(map(str, section)), unknown, None) if known and unknown else ""
+    return hints("key_hint", path=tuple(map(str, section)), value=unknown, model=None) if known and unknown else ""
 
 
 def _backend_models(manager: PluginManager) -> Models:

@@ -24,13 +24,13 @@ Hook = Callable[..., Any]
 
 
 class OnFailure(Enum):
-    """The effect of an exception of a hook."""
+    """The effect of an exception of a hook. The value has the classes of errors that are raised as they are."""
 
-    STOP = "stop"
-    """An error of rlframework is raised as it is, any other as a `PluginError` that names the plugin."""
-    USER_ERRORS_STOP = "user errors stop"
-    """A `UserError` is raised as it is, any other exception is a warning that names the plugin."""
-    GO_ON = "go on"
+    STOP = (RLFrameworkError,)
+    """Any other exception is a `PluginError` that names the plugin."""
+    USER_ERRORS_STOP = (UserError,)
+    """Any other exception is a warning that names the plugin."""
+    GO_ON = ()
     """A warning that names the plugin."""
 
 
@@ -68,35 +68,21 @@ def answers(
 
     `use` calls the hook and checks its answer; an exception is raised or given to `warn`, as `ON_FAILURE` says.
     """
+    on_failure, slow = ON_FAILURE[hook], logging.INFO if hook in _LONG else logging.WARNING
     for plugin, implementation in implementations:
         try:
-            with log_if_slow(f"{hook} of {plugin}", _slow_level(hook), plugin.how_to_disable):
+            with log_if_slow(f"{hook} of {plugin}", slow, plugin.how_to_disable):
                 result = use(partial(_answer, implementation))
         except (Exception, SystemExit) as error:
-            if _stops(hook, error):
+            if isinstance(error, on_failure.value):
                 raise
             message = f"{hook} of {plugin} failed: {one_line(error).rstrip('.')}. {plugin.remedy}"
-            if ON_FAILURE[hook] is OnFailure.STOP:
+            if on_failure is OnFailure.STOP:
                 raise PluginError(message) from error
             warn(message)
             continue
         if result is not None:
             yield plugin, result
-
-
-def _stops(hook: str, error: BaseException) -> bool:
-    """Whether `error` is raised as it is."""
-    match ON_FAILURE[hook]:
-        case OnFailure.STOP:
-            return isinstance(error, RLFrameworkError)
-        case OnFailure.USER_ERRORS_STOP:
-            return isinstance(error, UserError)
-        case OnFailure.GO_ON:
-            return False
-
-
-def _slow_level(hook: str) -> int:
-    return logging.INFO if hook in _LONG else logging.WARNING
 
 
 def _answer(implementation: pluggy.HookImpl, **arguments: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import pluggy
 
 from rlframework.base.errors import PluginError
-from rlframework.config.hints import Hints
 from rlframework.plugins.discovery import (
     DISABLE_VARIABLE,
     UNVERSIONED,
@@ -34,20 +33,12 @@ from rlframework.plugins.discovery import (
 )
 from rlframework.plugins.hook_calls import Hook, answers
 from rlframework.plugins.listing import PluginListing
-from rlframework.plugins.types import (
-    RECORD_TYPES,
-    AlgorithmRecord,
-    EnvironmentRecord,
-    PolicyWorkerRecord,
-    Record,
-)
+from rlframework.plugins.types import RECORD_TYPES, PolicyWorkerRecord, Record
+from rlframework.plugins.user_defined import BASE_CLASSES, own_record
 
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_USER_DEFINED = (EnvironmentRecord.kind, AlgorithmRecord.kind)
-"""Kinds of records whose name may be the import path `module:Class` of a class that no plugin registers."""
 
 _NOUNS = {PolicyWorkerRecord.kind: "backend"}
 """Words for kinds whose name is not the word that users know."""
@@ -130,20 +121,9 @@ class PluginManager:
         """The hooks of all active plugins, for observer hooks; the others are called with `call`."""
         return self._pluggy.hook
 
-    @property
-    def hints(self) -> Hints:
-        """Plugins' knowledge of the keys and values of other libraries."""
-
-        def first(hook: str, **arguments: Any) -> str:
-            return str(self.call_first(f"rlframework_{hook}", lambda hook: hook(**arguments) or None) or "")
-
-        return Hints(
-            lambda path, value, model: first("key_hint", path=path, value=value, model=model),
-            lambda key, value: first("value_hint", key=key, value=value),
-            lambda unknown, hints, algorithm, model: first(
-                "configuration_hint", unknown=unknown, hints=hints, algorithm=algorithm, model=model
-            ),
-        )
+    def hints(self, hook: str, **arguments: Any) -> str:
+        """Return what plugins know of the words of other libraries, see `rlframework.config.hints.Hints`."""
+        return str(self.call_first(f"rlframework_{hook}", lambda hook: hook(**arguments) or None) or "")
 
     def implements(self, hook: str) -> bool:
         """Whether an active plugin implements `hook`."""
@@ -198,12 +178,9 @@ class PluginManager:
 
         Raises `PluginError` if it is unknown, broken (from the original error), disabled or duplicated.
         """
-        if kind in _USER_DEFINED and ":" in name:
-            from rlframework.plugins.user_defined import algorithm_record, environment_record
-
+        if kind in BASE_CLASSES and ":" in name:
             module = f"module {name.partition(':')[0]}"
-            record = environment_record(name) if kind == EnvironmentRecord.kind else algorithm_record(name)
-            return Registered(record, module, UNVERSIONED, module)
+            return Registered(own_record(kind, name), module, UNVERSIONED, module)
         found = self._found.get((kind, name), [])
         if len(found) > 1:
             raise PluginError(_duplicate(found))
@@ -270,7 +247,7 @@ class PluginManager:
         available = [*installed, *(extra.replace("-", "_") for extra in extras())]
         near = next(iter(difflib.get_close_matches(name, available, n=1)), "")
         yield f"{key}: there is no {_NOUNS.get(kind, kind.replace('_', ' '))} {name!r}."
-        meaning = self.hints.of_value(key, name)
+        meaning = self.hints("value_hint", key=key, value=name)
         near = "" if meaning else near
         if meaning or (near and (near in installed or extra_of(name) is None)):
             yield meaning or f"Did you mean {near!r}?"

@@ -19,7 +19,14 @@ from typing import Any, TypeAlias, cast
 
 from rlframework.base.errors import ConfigError, PluginError
 from rlframework.plugins.discovery import check_model, did_you_mean, make_current_directory_importable
-from rlframework.plugins.types import API_VERSION, AlgorithmRecord, Capability, EnvironmentRecord
+from rlframework.plugins.types import (
+    API_VERSION,
+    RECORD_TYPES,
+    AlgorithmRecord,
+    Capability,
+    EnvironmentRecord,
+    Record,
+)
 
 SINGULAR = ("sample", "prompt", "completion", "answer")
 PLURAL = tuple(f"{name}s" for name in SINGULAR)
@@ -133,26 +140,16 @@ def _load_function(path: str, arguments: tuple[str, str], form: str) -> Callable
     return cast("Callable[..., Any]", found)
 
 
-def environment_record(path: str) -> EnvironmentRecord:
-    """Return a record of the environment class at `path`. Its attribute `config_model`, if any, types its section."""
-    target, base = _load_class(EnvironmentRecord.key, path, "rlframework.interfaces.environment", "Environment")
-    model = getattr(target, "config_model", None)
-    declared = frozenset({Capability.EPISODES} if getattr(target, "episode", None) is not base.episode else ())
-    record = EnvironmentRecord(path, path, API_VERSION, "your own", declared, model)
-    check_model(record)
-    return record
+BASE_CLASSES: Mapping[str, str] = {
+    EnvironmentRecord.kind: "rlframework.interfaces.environment.Environment",
+    AlgorithmRecord.kind: "rlframework.algorithms.algorithm.Algorithm",
+}
+"""The base class of each kind of record whose name may be the import path `module:Class` of a user's own class."""
 
 
-def algorithm_record(path: str) -> AlgorithmRecord:
-    """Return a record of the algorithm class at `path`. Its attribute `config_model`, if any, types its section."""
-    target, _ = _load_class(AlgorithmRecord.key, path, "rlframework.algorithms.algorithm", "Algorithm")
-    record = AlgorithmRecord(path, path, API_VERSION, "your own", config_model=getattr(target, "config_model", None))
-    check_model(record)
-    return record
-
-
-def _load_class(key: str, path: str, interface: str, name: str) -> tuple[Any, Any]:
-    """Return the class at `path` and the base class `interface.name`, from which it must be derived."""
+def own_record(kind: str, path: str) -> Record:
+    """Return a record of the class at `path`. Its attribute `config_model`, if any, types its section."""
+    key, (interface, _, name) = RECORD_TYPES[kind].key, BASE_CLASSES[kind].rpartition(".")
     try:
         target: Any = load_import_path(path)
     except ConfigError as error:
@@ -162,7 +159,11 @@ def _load_class(key: str, path: str, interface: str, name: str) -> tuple[Any, An
         raise PluginError(f"{key}: {path!r} must be a class derived from {interface}.{name}")
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise PluginError(f"{key}: {path!r} does not implement {', '.join(missing)}")
-    return target, base
+    has_episodes = getattr(target, "episode", None) is not getattr(base, "episode", None)
+    declared = frozenset({Capability.EPISODES} if has_episodes else ())
+    record = RECORD_TYPES[kind](path, path, API_VERSION, "your own", declared, getattr(target, "config_model", None))
+    check_model(record)
+    return record
 
 
 def load_loss(path: str, keys: Mapping[str, Any]) -> Any:

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from rlframework.policy.client import Policy
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-"""Files of which a directory with a tokenizer has at least one."""
-
-
 @contextmanager
 def build_parts(
     config: RunConfig,
@@ -148,24 +144,6 @@ def _is_of_a_run(name: str) -> bool:
 
 
 @contextmanager
-def build_evaluation(config: RunConfig) -> Iterator[Parts]:
-    """Build `Parts` for an evaluation: `build_generation`, the environment that scores, and no observers."""
-    require_models(config)
-    from rlframework.config.sections import ObserversConfig
-    from rlframework.observers.dispatch import Observers
-
-    manager = create_manager(config.plugins)
-    observers = Observers(
-        ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False), RunInfo(config, config.output_dir)
-    )
-    with open_environment(config, manager) as environment:
-        environment.start(None)
-        with build_generation(config, manager=manager) as (tokenizer, policy, generation):
-            images = open_images(config, tokenizer)
-            yield Parts(config, tokenizer, policy, generation, environment, observers, images=images)
-
-
-@contextmanager
 def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Environment]:
     """Build the environment of `config`, and shut it down on exit. `PluginError` if it cannot score as it declares."""
     from rlframework.interfaces.environment import has_episodes, runs_agents, scores_turns
@@ -212,12 +190,6 @@ def open_images(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageI
 
     name = config.policy.model_name
     return ImageInputs(name, read_config(name, config.policy.trust_remote_code), tokenizer)
-
-
-def has_tokenizer(config: PolicyConfig) -> bool:
-    """Whether the policy's tokenizer can be loaded; False if it is a model directory without one."""
-    folder = Path(config.tokenizer_name or config.model_name)
-    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def engine_record(config: RunConfig, manager: PluginManager) -> GenerationEngineRecord:

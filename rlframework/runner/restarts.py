@@ -56,24 +56,21 @@ def run_with_restarts(
     `wait` is called with the seconds of back-off.
     """
     section, current, in_a_row = config.fault_tolerance, Attempt(0, checkpoint), 0
-    if not section.max_restarts:
-        return _without_restarts(config, attempt, current)
-    from rlframework.algorithms import checkpoints  # imports torch
-
-    _report_limitations(config)
+    if section.max_restarts:
+        _report_limitations(config)
     while True:
         try:
             return attempt(current)
         except Exception as error:
+            from rlframework.algorithms import checkpoints  # imports torch
+
             if not _is_recoverable(error, current):
                 raise
-            reached = checkpoints.newest_checkpoint(config.output_dir) or checkpoint
+            newest = checkpoints.newest_checkpoint(config.output_dir)
+            reached = newest or checkpoint
             in_a_row = 1 if reached != current.checkpoint else in_a_row + 1
             if in_a_row > section.max_restarts:
-                _LOG.error(
-                    "giving up after %d restart(s) in a row without a new checkpoint (fault_tolerance.max_restarts)",
-                    section.max_restarts,
-                )
+                _report_end(config, newest)
                 raise
             seconds = min(section.backoff * 2.0 ** (in_a_row - 1), section.max_backoff)
             step = -1 if reached is None else checkpoints.step_of_checkpoint(reached)
@@ -102,21 +99,18 @@ def run_with_restarts(
         current = Attempt(current.number + 1, reached)
 
 
-def _without_restarts(config: RunConfig, attempt: Callable[[Attempt], RunResult], first: Attempt) -> RunResult:
-    try:
-        return attempt(first)
-    except Exception as error:
-        from rlframework.algorithms import checkpoints  # imports torch
-
-        reached = checkpoints.newest_checkpoint(config.output_dir)
-        if reached is not None and _is_recoverable(error, first):
-            _LOG.error(
-                "a worker was lost after %s was written: `%s` continues there; "
-                "fault_tolerance.max_restarts=N would have done so by itself",
-                reached,
-                config.resume_command,
-            )
-        raise
+def _report_end(config: RunConfig, newest: Path | None) -> None:
+    """Say why there is no further restart, or how to continue from the `newest` checkpoint, if there is one."""
+    if most := config.fault_tolerance.max_restarts:
+        text = "giving up after %d restart(s) in a row without a new checkpoint (fault_tolerance.max_restarts)"
+        _LOG.error(text, most)
+    elif newest is not None:
+        _LOG.error(
+            "a worker was lost after %s was written: `%s` continues there; "
+            "fault_tolerance.max_restarts=N would have done so by itself",
+            newest,
+            config.resume_command,
+        )
 
 
 def _is_recoverable(error: Exception, failed: Attempt) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from rlframework_tools.estimates.hardware import named_gpu
 
-from rlframework.base.gpu_models import gpu_model, named_gpu
+from rlframework.base.gpu_models import gpu_model
 
 
 @pytest.mark.parametrize(

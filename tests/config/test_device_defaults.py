@@ -8,7 +8,7 @@ from rlframework import load_config
 from rlframework.cli import main
 from rlframework.config.device_defaults import device_defaults
 from rlframework.config.validate import notes_on
-from rlframework.plugins.configure import config_yaml, load_with_defaults
+from rlframework.plugins.configure import config_yaml, load
 
 
 def run_on(device: str, **policy):
@@ -24,11 +24,11 @@ def run_on(device: str, **policy):
 def test_a_gpu_computes_in_bfloat16_and_a_cpu_in_fp32():
     assert load_config(run_on("cuda")).policy.precision == "bfloat16"
     assert load_config(run_on("cpu")).policy.precision == "float32"
-    assert load_with_defaults(run_on("cpu"))[1] == []
+    assert load(run_on("cpu")).defaults == []
 
 
 def test_what_the_user_sets_is_kept():
-    config, defaults = load_with_defaults(run_on("cuda", precision="float32"))
+    config, defaults, _ = load(run_on("cuda", precision="float32"))
     assert (config.policy.precision, config.policy.tf32) == ("float32", True)
     assert [default.key for default in defaults] == ["policy.tf32", "policy.expandable_segments"]
     assert not load_config(run_on("cuda"), ["policy.tf32=false"]).policy.tf32
@@ -39,7 +39,7 @@ def test_the_configuration_of_a_run_has_the_values(tmp_path):
     """Resuming on another device must not change them."""
     file = tmp_path / "config.yaml"
     file.write_text(config_yaml(load_config(run_on("cuda"))))
-    again, defaults = load_with_defaults(file, ["device=cpu"])
+    again, defaults, _ = load(file, ["device=cpu"])
     assert (again.policy.precision, defaults) == ("bfloat16", [])
 
 

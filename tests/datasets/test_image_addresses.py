@@ -20,9 +20,8 @@ from rlframework import load_config
 from rlframework.base.errors import ConfigError, ImageError
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.sections import ImagesConfig
-from rlframework.datasets import image_addresses
-from rlframework.datasets.image_addresses import ImageAddresses
-from rlframework.datasets.pictures import PictureReader, decoded
+from rlframework.datasets import pictures
+from rlframework.datasets.pictures import ImageAddresses, PictureReader, decoded
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.interfaces.messages import pictures_of
 from rlframework_preferences.config import PreferencesConfig
@@ -129,8 +128,8 @@ def counted(name: str, requests: int) -> bool:
 def test_what_cannot_be_read_names_address_and_row(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str, requests: int
 ) -> None:
-    monkeypatch.setattr(image_addresses, "MAX_BYTES", 2000)
-    monkeypatch.setattr(image_addresses, "TIMEOUT", 0.3 if name == "slow" else 60.0)
+    monkeypatch.setattr(pictures, "MAX_BYTES", 2000)
+    monkeypatch.setattr(pictures, "TIMEOUT", 0.3 if name == "slow" else 60.0)
     rows = [{"prompt": "a", "answer": "1"}, *({"prompt": "b", "answer": "2", "image": f"{server}/{name}"},) * 3]
     rows.append({"prompt": "c", "answer": "3"})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

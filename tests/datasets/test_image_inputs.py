@@ -18,9 +18,8 @@ from rlframework.config.environments import ColumnsConfig, DatasetConfig
 from rlframework.config.sections import ImagesConfig
 from rlframework.datasets.chat.rendering import render_prompt, render_samples
 from rlframework.datasets.conversations import Conversation, conversation_of
-from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.image_inputs import ImageInputs
-from rlframework.datasets.pictures import PictureReader, decoded
+from rlframework.datasets.pictures import ImageAddresses, PictureReader, decoded
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.huggingface.image_processor import load_processor
 from rlframework.huggingface.model_directories import read_config

@@ -7,7 +7,7 @@ from typing import Any
 import chat_formats
 import pytest
 
-from rlframework.datasets.row_warnings import RowWarnings, opened_thought
+from rlframework.datasets.chat.template_checks import RowWarnings, opened_thought
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from rlframework.generation.engine_software import torch_restored
+from rlframework.generation.serving import torch_restored
 
 
 def start_badly() -> None:

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframework.observers.console import EVERY, ConsoleObserver, Pace, describe, duration, progress_bar
+from rlframework.observers.console import ConsoleObserver, Pace, describe, duration
 from rlframework.observers.run_environment import Resumed, write_environment
 from rlframework.plugins.hookspec import RunInfo
+from rlframework_tools.command_output import EVERY, progress_bar
 
 
 class Clock:

@@ -24,7 +24,6 @@ from rlframework.base.errors import UserError
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.observers.jsonl import drop_steps_after, read_history
-from rlframework.observers.runs import read_runs
 from rlframework.policy.checkpoint.manifest import check_files
 from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.saved import native_files
@@ -34,6 +33,7 @@ from rlframework_conformance.parity.recorded_step import read_step
 from rlframework_preferences.reward_data import RewardData
 from rlframework_report.report import render
 from rlframework_report.report.content import content
+from rlframework_report.report.runs import read_runs
 from rlframework_tools.evaluation.plan import plan_evaluation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -294,7 +294,10 @@ def test_the_kit_costs_nothing_until_a_suite_is_imported(tests, pytester):
     pytester.makepyfile(test_it="def test_mine():\n    pass\n", conftest=LOADED)
     core = (
         "rlframework",
-        *(f"rlframework.base{module}" for module in ("", ".errors", ".files", ".moved", ".notebook_tracebacks")),
+        *(
+            f"rlframework.base{module}"
+            for module in ("", ".errors", ".files", ".lazy_names", ".moved", ".notebook_tracebacks")
+        ),
     )
     kit = "rlframework_conformance, rlframework_conformance.pytest_plugin"
     for options, more in (

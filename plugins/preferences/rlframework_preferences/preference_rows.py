@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.conversations import is_missing, read_turns
+from rlframework.datasets.conversations import is_missing, read_tools, read_turns
 from rlframework.datasets.pictures import PictureReader
 from rlframework.datasets.sources.memory import RowSequence, given_rows
 from rlframework.datasets.sources.opening import open_rows
-from rlframework.datasets.tool_rows import read_tools
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Content, Message, text_of
 from rlframework_preferences.config import PreferenceColumnsConfig

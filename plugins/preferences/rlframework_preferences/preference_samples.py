@@ -15,9 +15,8 @@ from dataclasses import replace
 
 from rlframework.base.errors import DataError, ImageError
 from rlframework.datasets.conversations import with_texts
-from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.loader import shuffled
-from rlframework.datasets.pictures import decoded, log_left_out, reader_of
+from rlframework.datasets.pictures import ImageAddresses, decoded, log_left_out, reader_of
 from rlframework.datasets.sources.opening import open_splits
 from rlframework.datasets.sources.rows import Row, Rows
 from rlframework.interfaces.environment import Environment, Sample, Split

@@ -6,13 +6,15 @@ Matplotlib is imported when something is drawn.
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlframework.base.files import write_atomically
-from rlframework.observers.jsonl import METRICS_FILE, History, add_row, read_history, seconds_of, series
+from rlframework.observers.jsonl import METRICS_FILE, History, add_row, read_history, series
 from rlframework.plugins.hookspec import RunInfo, hookimpl
 
 if TYPE_CHECKING:
@@ -141,3 +143,9 @@ def write_png(figure: Figure, path: Path) -> Path:
         figure.savefig(picture, format="png", dpi=130)
     write_atomically(path, picture.getvalue())
     return path
+
+
+def seconds_of(history: History) -> list[float]:
+    """Seconds of training up to the end of each row: the cumulative sum of `time/step`."""
+    spent = (row.get("time/step", 0.0) for row in history)
+    return list(accumulate(seconds if math.isfinite(seconds) else 0.0 for seconds in spent))

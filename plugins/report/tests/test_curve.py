@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from matplotlib import rc_context
 
-from rlframework.observers.jsonl import seconds_of, series
+from rlframework.observers.jsonl import series
 from rlframework.plugins.hookspec import RunInfo
 from rlframework_report import curve
-from rlframework_report.curve import STYLE, CurveObserver, curve_figure, draw_curve, smoothed
+from rlframework_report.curve import STYLE, CurveObserver, curve_figure, draw_curve, seconds_of, smoothed
 
 SFT = [{"step": 0.0, "validation/accuracy": 0.0}, *({"step": float(i), "train/loss": 3.0 / i} for i in range(1, 11))]
 GRPO = [

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from rlframework.base.errors import UserError
 from rlframework.cli import main
-from rlframework.observers.runs import Run, Sample, names_of, read_run, read_runs
+from rlframework.observers.runs import Run, Sample, read_run
 from rlframework_report.report import figures, render, write_report
 from rlframework_report.report.charts import arrange
 from rlframework_report.report.content import breakdowns_of, content, phases_of, thin
 from rlframework_report.report.figures import draw_figures
-from rlframework_report.report.runs import facts_of, headlines, settings_of, thin_samples
+from rlframework_report.report.runs import facts_of, headlines, names_of, read_runs, settings_of, thin_samples
 
 CONFIG = """
 seed: 3

@@ -8,16 +8,19 @@ failed: its attempt is truncated, like an episode at a budget.
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rlframework.base.errors import ConfigError, UserError
 from rlframework.base.logs import plugin_logger
 from rlframework.config.environments import AttemptsConfig
-from rlframework.datasets.pictures import data_uri
+from rlframework.datasets.pictures import decoded
 from rlframework.environments import threads
 from rlframework.environments.counted_failures import AnswerScores
 from rlframework.environments.dataset import DatasetEnvironment
@@ -26,7 +29,7 @@ from rlframework.environments.threads import failing_alone
 from rlframework.environments.user_tracebacks import described, traceback_of
 from rlframework.interfaces.environment import AgentSession, NoReward, RunsAgents, Sample, StepOutcome
 from rlframework.interfaces.generation import SamplingParams
-from rlframework.interfaces.messages import Message
+from rlframework.interfaces.messages import Message, Picture
 from rlframework.observers.timeline import ENVIRONMENT, timed
 from rlframework.plugins.user_defined import load_agent
 from rlframework.rollout.episode_thread import Bridge
@@ -63,6 +66,21 @@ def _sent(message: Message) -> list[dict[str, Any]]:
         for part in message["content"]
         if not isinstance(part, str)
     ]
+
+
+def data_uri(picture: Picture) -> str:
+    """Return `picture` as a data URI, its file or encoded image as it is. Raises an `ImageError` like `decoded`."""
+    from PIL import Image
+
+    if isinstance(picture.source, (Path, bytes)):
+        decoded(picture)
+        source = picture.encoded()
+        kind = str(Image.open(BytesIO(source)).format)
+    else:
+        stored, kind = BytesIO(), "PNG"
+        decoded(picture).save(stored, kind)
+        source = stored.getvalue()
+    return f"data:{Image.MIME[kind]};base64,{base64.b64encode(source).decode()}"
 
 
 class AgentEnvironment(DatasetEnvironment):

@@ -146,7 +146,7 @@ def convert(
     rlframework convert runs/grpo models/grpo --to huggingface
     rlframework convert runs/grpo/checkpoints/step-000100 portable-100 --to portable
     """
-    from rlframework.observers.console import progress_bar
+    from rlframework_tools.command_output import progress_bar
     from rlframework_tools.convert import convert as run
 
     with progress_bar("tensors") as progress:
@@ -179,7 +179,7 @@ def tokenize(
         return
     if out is None:
         raise UserError("OUT is missing: give a new folder to write, or --show N to look at rows")
-    from rlframework.observers.console import progress_bar
+    from rlframework_tools.command_output import progress_bar
 
     resolved = load_config(config, overrides or ())
     with progress_bar("rows") as progress:

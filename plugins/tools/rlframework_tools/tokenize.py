@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 from rlframework.algorithms.algorithm import Algorithm
 from rlframework.algorithms.input_checks import BATCH
 from rlframework.base.errors import ConfigError, DataError
-from rlframework.base.files import check_new_folder
 from rlframework.base.logs import ProgressCallback
 from rlframework.base.secrets import hide_secrets
 from rlframework.config.algorithms import GRPOConfig, SFTConfig
 from rlframework.config.sections import RunConfig
 from rlframework.datasets.chat.rendering import Rendered, render_prompt, render_samples
-from rlframework.datasets.chat.template_checks import require_contents, warn_of_template
-from rlframework.datasets.row_warnings import RowWarnings
+from rlframework.datasets.chat.template_checks import RowWarnings, require_contents, warn_of_template
 from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.huggingface.hub import require_available
 from rlframework.huggingface.model_directories import model_positions
@@ -26,6 +24,7 @@ from rlframework.huggingface.tokenizer import tokenizer_fingerprint
 from rlframework.interfaces.environment import Sample
 from rlframework.plugins.manager import create_manager
 from rlframework.runner.parts import open_environment, open_images, open_tokenizer
+from rlframework_tools.command_output import check_new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

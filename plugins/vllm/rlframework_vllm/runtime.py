@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from rlframework.base.errors import ConfigError, PluginError
-from rlframework.generation.engine_software import require_own_process, torch_restored
 from rlframework.generation.media import ImagePlace
 from rlframework.generation.sampling import folded_seed
+from rlframework.generation.serving import require_own_process, torch_restored
 from rlframework.interfaces.generation import FinishReason, GenerationRequest
 from rlframework_vllm.checks import REMOVE
 

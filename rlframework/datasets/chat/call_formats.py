@@ -21,8 +21,7 @@ from rlframework.datasets.chat.chat_template import (
     template_text,
     without_template_warnings,
 )
-from rlframework.datasets.chat.chat_text import ChatText
-from rlframework.datasets.chat.continuation import common_prefix
+from rlframework.datasets.chat.chat_text import ChatText, common_prefix
 from rlframework.datasets.chat.reply_parser import PARSERS, Parser, parse_hermes, parser_for, splitter_for
 from rlframework.datasets.chat.tool_calls import ParsedCall, ParsedTurn, call_of
 from rlframework.interfaces.messages import Message, ToolSpec

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from rlframework.base.errors import DataError
 from rlframework.datasets.chat.call_formats import reader_of
-from rlframework.datasets.chat.chat_text import ChatText
-from rlframework.datasets.chat.continuation import continuation
+from rlframework.datasets.chat.chat_text import ChatText, continuation
 from rlframework.datasets.chat.tool_calls import ParsedCall, ParsedTurn
 from rlframework.interfaces.messages import Message, Picture, ToolSpec, pictures_of, text_of
 

@@ -3,20 +3,25 @@
 A tool's result or a user's text may spell a special token, such as `<|im_end|>`. Tokenised as it stands, it would end
 the turn and could start one in another role. So such spellings are marked before the template is rendered, and the text
 is tokenised in two parts there: none of the two is the special token.
+
+`continuation` finds the text between the model's turn and its next one, by rendering the conversation with and without
+the new messages. The exact tokens of the history may be extended only if the template still writes the earlier prompt
+and the model's turn; where it rewrites them, nothing is returned.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import DataError
-from rlframework.datasets.chat.chat_template import ASKED, PROBE, apply_template, template_text
+from rlframework.datasets.chat.chat_template import ASKED, PROBE, apply_template, template_text, tools_as_text
+from rlframework.datasets.chat.chat_turns import Vocabulary, any_of
 from rlframework.datasets.chat.rendering import encode_texts
-from rlframework.datasets.chat.tools_as_text import tools_as_text
 from rlframework.interfaces.messages import (
     Content,
     ContentPart,
@@ -51,7 +56,7 @@ class ChatText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageInputs | None = None) -> None:
         self._tokenizer, self._images = tokenizer, images
-        self.template = template_text(tokenizer)
+        self.template, self.vocabulary = template_text(tokenizer), Vocabulary(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = False) -> str:
         """Return the text of `messages`, with spelled special tokens marked; `prompt`: the model answers next.
@@ -102,16 +107,9 @@ class ChatText:
         return spelled.sub(lambda found: found[0][0] + _MARK + found[0][1:], text) if spelled else text
 
     @property
-    def begin(self) -> list[int]:
+    def begin(self) -> tuple[int, ...]:
         """The beginning-of-sequence token of a text without chat template, if the tokenizer adds one."""
-        ids = list(self._tokenizer("")["input_ids"])
-        return ids[:1] if self.template is None and ids and ids[0] == self._tokenizer.bos_token_id else []
-
-    @cached_property
-    def special(self) -> re.Pattern[str]:
-        """Matches a special token."""
-        names = {token.content for token in self._added if token.special} | set(self._tokenizer.all_special_tokens)
-        return _any_of(names) or re.compile(r"(?!)")
+        return self.vocabulary.begin if self.template is None else ()
 
     @cached_property
     def turn_ends(self) -> frozenset[str]:
@@ -145,7 +143,7 @@ class ChatText:
         except DataError:  # a template without such messages has no end for them
             return None
         _, probed, rest = text.rpartition(PROBE)
-        found = self.special.findall(rest) if probed else []
+        found = self.vocabulary.special.findall(rest) if probed else []
         return found[-1 if last else 0] if found else None
 
     def _safe(self, message: Message) -> Message:
@@ -187,12 +185,12 @@ class ChatText:
     @cached_property
     def _spelled(self) -> re.Pattern[str] | None:
         names = {token.content for token in self._added if token.special or token.content[:1] in "<[{|"}
-        return _any_of(name for name in names | set(self._tokenizer.all_special_tokens) if len(name) > 1)
+        return any_of(name for name in names | set(self._tokenizer.all_special_tokens) if len(name) > 1)
 
     @cached_property
     def _spelled_by_assistant(self) -> re.Pattern[str] | None:
         names = {token.content for token in self._added if token.special and "think" not in token.content.lower()}
-        return _any_of(name for name in names if len(name) > 1)
+        return any_of(name for name in names if len(name) > 1)
 
     @cached_property
     def _split(self) -> re.Pattern[str]:
@@ -207,6 +205,63 @@ def _with_content(message: Message) -> Message:
     return {**message, "content": " "} if is_empty else message
 
 
-def _any_of(names: Any) -> re.Pattern[str] | None:
-    found = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, found))) if found else None
+_OTHER = "\ue003"
+"""A content that differs from any other in its first character."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The text after a sampled turn. `end`: the token that ends the turn, if there is one; `tail` follows it."""
+
+    end: str
+    tail: str
+
+
+def continuation(
+    chat: ChatText, messages: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSpec]
+) -> Continuation | None:
+    """Return what follows the last of `messages`, an assistant turn, if `new` follow it and the model answers next.
+
+    None if the template rewrites what came before: a prompt that is no longer there (an earlier turn's reasoning, a
+    tool list that moves), or a turn without its reasoning, content or calls.
+    """
+    before = chat.render(messages[:-1], tools, prompt=True)
+    after = chat.render([*messages, *new], tools, prompt=True)
+    other: list[Message] = [{**message, "content": _OTHER} for message in new]
+    fixed = common_prefix(after, chat.render([*messages, *other], tools, prompt=True))
+    if not fixed.startswith(before):
+        return None
+    turn = fixed[len(before) :]
+    if not all(part in turn for part in _parts(chat, messages[-1])):
+        return None
+    if messages[-1].get("reasoning_content"):  # it may be in the rendering by chance: does the rendering depend on it?
+        thought: Message = {**messages[-1], "reasoning_content": _OTHER}
+        if chat.render([*messages[:-1], thought, *new], tools, prompt=True) == after:
+            return None
+    ends = list(chat.vocabulary.special.finditer(turn))
+    found = next((end for end in reversed(ends) if end[0] in chat.ends), None)
+    if found:
+        return Continuation(found[0], after[len(before) + found.end() :])
+    content = chat.mark(text_of(messages[-1]), "assistant").strip()
+    if not content or ends:
+        return None
+    return Continuation("", after[len(before) + turn.index(content) + len(content) :])
+
+
+def _parts(chat: ChatText, turn: Message) -> list[str]:
+    """The texts of a turn that must be in its rendering."""
+    parts = [chat.mark(text_of(turn), "assistant"), chat.mark(turn.get("reasoning_content", ""), "user")]
+    parts += [chat.mark(call["function"]["name"], "tool") for call in turn.get("tool_calls", ())]
+    return [part.strip() for part in parts]
+
+
+def common_prefix(one: str, other: str) -> str:
+    """Return the longest common prefix of two texts."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return one[:low]

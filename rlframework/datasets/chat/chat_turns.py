@@ -7,7 +7,7 @@ do not line up, a `DataError` is raised.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlframework.base.errors import DataError
 from rlframework.config.algorithms import TrainOn
-from rlframework.datasets.chat.chat_template import apply_template
-from rlframework.datasets.chat.tools_as_text import tools_as_text
+from rlframework.datasets.chat.chat_template import apply_template, tools_as_text
 from rlframework.interfaces.messages import Message, ToolSpec, text_of
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class Vocabulary:
         """Matches a special token."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         names = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+        return any_of(names) or re.compile(r"(?!)")
 
     @cached_property
     def eos(self) -> int:
@@ -81,6 +80,12 @@ class Vocabulary:
         if self.tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token (eos_token) to end completions with; set one")
         return int(self.tokenizer.eos_token_id)
+
+
+def any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what matches the longest of `names` at a place; None without names."""
+    found = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, found))) if found else None
 
 
 class Chat:

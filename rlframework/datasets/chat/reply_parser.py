@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlframework.datasets.chat.tool_calls import ParsedCall, ParsedTurn, call_of, call_of_json, python_calls
@@ -44,9 +45,14 @@ def parser_for(template: str | None) -> Parser:
 
 def parse_hermes(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` blocks: Qwen, Hermes, SmolLM2."""
+    return _with_blocks(text, _HERMES, call_of_json)
+
+
+def _with_blocks(text: str, block: re.Pattern[str], call: Callable[..., ParsedCall]) -> ParsedTurn:
+    """A turn whose calls are in `block`s: `call` gets the groups of each, and the rest is content."""
     reasoning, rest = split_reasoning(text)
-    calls = tuple(call_of_json(found) for found in _HERMES.findall(rest))
-    return ParsedTurn(_HERMES.sub("", rest).strip() if calls else rest, reasoning, calls)
+    calls = tuple(call(*found.groups()) for found in block.finditer(rest))
+    return ParsedTurn(block.sub("", rest).strip() if calls else rest, reasoning, calls)
 
 
 def parse_qwen_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
@@ -55,12 +61,10 @@ def parse_qwen_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
     A value is text where the schema of the tool in `tools` has a string, elsewhere JSON. What is not JSON stays text,
     and so do values of unknown parameters and tools. A function that is cut off is malformed: its last value may be.
     """
-    reasoning, rest = split_reasoning(text)
-    calls = tuple(_coder_call(found, tools) for found in _HERMES.findall(rest))
-    return ParsedTurn(_HERMES.sub("", rest).strip() if calls else rest, reasoning, calls)
+    return _with_blocks(text, _HERMES, partial(_coder_call, tools))
 
 
-def _coder_call(text: str, tools: Sequence[ToolSpec]) -> ParsedCall:
+def _coder_call(tools: Sequence[ToolSpec], text: str) -> ParsedCall:
     found = _FUNCTION.search(text)
     if found is None:
         return call_of_json(text)
@@ -76,12 +80,10 @@ def parse_glm(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
 
     Values have types as in `parse_qwen_coder`. A call that is cut off is malformed.
     """
-    reasoning, rest = split_reasoning(text)
-    calls = tuple(_glm_call(found, closed, tools) for found, closed in _GLM.findall(rest))
-    return ParsedTurn(_GLM.sub("", rest).strip() if calls else rest, reasoning, calls)
+    return _with_blocks(text, _GLM, partial(_glm_call, tools))
 
 
-def _glm_call(text: str, closed: str, tools: Sequence[ToolSpec]) -> ParsedCall:
+def _glm_call(tools: Sequence[ToolSpec], text: str, closed: str) -> ParsedCall:
     name, marked, values = text.partition("<arg_key>")
     arguments = _glm_arguments(marked + values)
     if not closed or arguments is None:
@@ -257,16 +259,15 @@ def split_reasoning(text: str, start: str = "<think>", end: str = "</think>") ->
     return None, text
 
 
-def split_thinking(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
+def split_thinking(
+    text: str, _tools: Sequence[ToolSpec] = (), *, start: str = "<think>", end: str = "</think>"
+) -> ParsedTurn:
     """Parse a turn without tools: its reasoning and its content, in which calls are text."""
-    reasoning, rest = split_reasoning(text)
+    reasoning, rest = split_reasoning(text, start, end)
     return ParsedTurn(rest, reasoning)
 
 
-def split_mistral(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:
-    """As `split_thinking`, with Mistral's marks of reasoning."""
-    reasoning, rest = split_reasoning(text, "[THINK]", "[/THINK]")
-    return ParsedTurn(rest, reasoning)
+split_mistral = partial(split_thinking, start="[THINK]", end="[/THINK]")
 
 
 def split_harmony(text: str, _tools: Sequence[ToolSpec] = ()) -> ParsedTurn:

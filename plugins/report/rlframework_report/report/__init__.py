@@ -21,9 +21,9 @@ from jinja2 import Environment, StrictUndefined
 
 from rlframework.base.errors import UserError
 from rlframework.base.files import write_atomically
-from rlframework.observers.runs import read_runs
 from rlframework_report.report.content import content
 from rlframework_report.report.figures import draw_figures
+from rlframework_report.report.runs import read_runs
 
 __all__ = ["render", "write_report"]
 

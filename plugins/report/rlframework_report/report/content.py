@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from rlframework import __version__
-from rlframework.observers.jsonl import seconds_of
 from rlframework.observers.runs import Run
+from rlframework_report.curve import seconds_of
 from rlframework_report.report.charts import (
     BREAKDOWNS,
     BROKEN_DOWN,

@@ -5,8 +5,11 @@ Samples, with their turns and images, are thinned to what a page can hold: kept 
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +17,15 @@ from typing import Any, TypedDict
 
 from rlframework.base.secrets import hide_secrets
 from rlframework.observers.console import duration
-from rlframework.observers.jsonl import image_uri, seconds_of
+from rlframework.observers.jsonl import FOLDER
 from rlframework.observers.run_environment import flatten, setting_text
-from rlframework.observers.runs import Run, Sample, Turn
+from rlframework.observers.runs import Run, Sample, Turn, read_run
+from rlframework_report.curve import seconds_of
+
+_NAME = re.compile(r"[0-9a-f]{32}\.jpg")
+_JPEG = b"\xff\xd8\xff"
+_MOST_BYTES = 65_536
+"""No copy of an image that a run stores has as many, so a larger file is none."""
 
 FACTS = {
     "algorithm": "algorithm.name", "environment": "environment.name", "model": "policy.model_name",
@@ -149,6 +158,18 @@ def _images(output_dir: Path, rows: Sequence[Sample], budget: int) -> dict[str, 
     return found
 
 
+def image_uri(output_dir: Path, name: str) -> str | None:
+    """Return the stored image `name` as a data URI; None if there is none.
+
+    A run's files may be others' work, so nothing else is read, whatever is named.
+    """
+    path = output_dir / FOLDER / name
+    if not _NAME.fullmatch(name) or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        return None
+    content = path.read_bytes()
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" if content.startswith(_JPEG) else None
+
+
 def thin_samples(rows: Sequence[Sample], budget: int) -> list[Sample]:
     """Select rows of about `budget` characters: complete steps, evenly spaced per kind, always with the last step."""
     kinds = {row.kind for row in rows}
@@ -205,3 +226,18 @@ def _turn_size(turn: Turn) -> int:
 
 def _truncate(text: str) -> str:
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n… {len(text) - MOST_TEXT:,} more characters"
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the runs in `paths`, at least one, without duplicates, under distinct names."""
+    unique = [Path(path) for path in dict.fromkeys(os.path.realpath(path) for path in paths)]
+    return [read_run(path, name) for path, name in zip(unique, names_of(unique), strict=True)]
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Distinct names for `paths`: their shortest suffixes, all with the same number of parts."""
+    for count in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return names
+    return [str(path) for path in paths]

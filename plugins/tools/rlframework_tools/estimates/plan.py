@@ -13,13 +13,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlframework.base.errors import ConfigError
-from rlframework.base.gpu_models import GPU_MODELS, named_gpu
+from rlframework.base.gpu_models import GPU_MODELS, GpuModel
 from rlframework.config.further_policies import FURTHER_POLICIES
 from rlframework.config.load import Source, compose
 from rlframework.config.problems import NOT_GIVEN
 from rlframework.config.sections import GenerationConfig, RunConfig
 from rlframework.config.yaml_text import Tree
-from rlframework.plugins.configure import load_elsewhere, manager_of
+from rlframework.plugins.configure import load, manager_of
 from rlframework.plugins.discovery import extra_of, install_command
 from rlframework.plugins.manager import PluginManager
 from rlframework.plugins.types import GenerationEngineRecord
@@ -29,6 +29,27 @@ GPUS_PER_MACHINE = 8
 """GPUs of a machine, unless their number is given."""
 
 _COUNT = r"(\d+)\s*[xX*]\s*"
+_NOISE = re.compile(r"(nvidia|geforce|tesla|sxm\d?|hbm\d?e?)$")
+_MEMORY = r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?"
+_NOMINAL = 1.1
+"""The nominal size of a GPU's memory is at most this many times what torch can allocate."""
+
+
+def named_gpu(text: str) -> GpuModel | None:
+    """Return the model that a person means by `text`; None unless every word of it is understood.
+
+    Such as `h100`, `A100-40`, `A100-SXM4-80GB`, `RTX4090`, `H100-96GB`. A memory in GB or GiB that is not the nominal
+    size of the model is taken as it is: the result then has this `memory_gib`, and a `name` with it.
+    """
+    words = " ".join(word for word in re.split(r"[\s_-]+", text.lower()) if word and not _NOISE.match(word))
+    for model in GPU_MODELS:
+        name = r"(?:\s+pcie)?\s*".join(map(re.escape, model.name.lower().split()))
+        name = re.sub(r"(\d)gb$", r"\1(?:gi?b?)?", name)  # `A100-40` is enough
+        found = re.fullmatch(rf"{name}(?:\s+pcie)?(?:\s+{_MEMORY})?", words)
+        if found and (given := float(found[1] or model.memory_gib)):
+            nominal = model.memory_gib <= given <= _NOMINAL * model.memory_gib
+            return model if nominal else replace(model, name=f"{model.name} {given:g}GB", memory_gib=given)
+    return None
 
 
 @dataclass(frozen=True)
@@ -100,7 +121,7 @@ def plan_run(source: Source, overrides: Sequence[str], gpus: PlannedGpus) -> Pla
     manager = manager_of(tree)
     gpus, swapped, notes = _engine_elsewhere(tree, manager, gpus)
     changes = _changes(tree, gpus, gpus_of_engine(tree, manager))
-    config, problems = load_elsewhere(source, [*changes, *overrides, *swapped], manager=manager)
+    config, _, problems = load(source, [*changes, *overrides, *swapped], manager=manager, elsewhere=True)
     if config.device == "cpu":
         raise ConfigError("--on plans for GPUs, and device=cpu needs none: leave one of them out")
     notes += [f"note: not checked on this machine: {problem}" for problem in problems]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rlframework.base.errors import ConfigError, DataError, NotSupported
 from rlframework.base.logs import plugin_logger
 from rlframework.cli.common import print_table
+from rlframework.config.policy import PolicyConfig
 from rlframework.config.sections import RunConfig
 from rlframework.config.validate import notes_on
 from rlframework.datasets.sources.memory import Data
@@ -17,12 +19,7 @@ from rlframework.rollout.parts import Parts
 from rlframework.runner.data import with_data
 from rlframework.runner.further_policies import used_policies
 from rlframework.runner.output_folder import check_output_dir
-from rlframework.runner.parts import (
-    algorithm_class,
-    has_tokenizer,
-    planned_parts,
-    require_models,
-)
+from rlframework.runner.parts import algorithm_class, planned_parts, require_models
 from rlframework_tools.estimates.estimate import Estimate, estimate, estimate_models
 from rlframework_tools.estimates.plan import PlannedGpus, plan_run
 from rlframework_tools.estimates.row_sizes import assumed_rows
@@ -50,7 +47,7 @@ def estimate_run(
         problems = observer_problems(config.observers, manager)
         notes += tuple(f"note: on this machine {problem}" for problem in problems)
     algorithm = algorithm_class(config, manager)
-    if planned is not None and not has_tokenizer(config.policy):
+    if planned is not None and not _has_tokenizer(config.policy):
         rows = assumed_rows(config)
         note = f"no tokenizer was found, so no data was read: rows of {rows.longest:,} tokens are assumed"
         views = {name: config.of(name) for name in used_policies(config, algorithm)}
@@ -113,3 +110,13 @@ def _print(found: Estimate) -> None:
         print(note)
     for warning in found.warnings():
         _LOG.warning("%s", warning)
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+"""Files of which a directory with a tokenizer has at least one."""
+
+
+def _has_tokenizer(config: PolicyConfig) -> bool:
+    """Whether the policy's tokenizer can be loaded; False if it is a model directory without one."""
+    folder = Path(config.tokenizer_name or config.model_name)
+    return not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES)

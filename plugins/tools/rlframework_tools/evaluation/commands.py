@@ -58,7 +58,7 @@ def evaluate(
         out=out,
         trust_run=trust_run,
     )
-    from rlframework.observers.console import progress_bar
+    from rlframework_tools.command_output import progress_bar
     from rlframework_tools.evaluation.evaluate import evaluate_models
     from rlframework_tools.evaluation.report import as_table
 
@@ -162,8 +162,8 @@ def generate(
 
 
 def _write_best(config: RunConfig, plan: BestOfPlan) -> None:
-    from rlframework.observers.console import progress_bar
-    from rlframework.runner.parts import build_evaluation
+    from rlframework_tools.command_output import progress_bar
+    from rlframework_tools.evaluation.evaluate import build_evaluation
 
     with progress_bar("completions") as progress, build_evaluation(config) as parts:
         from rlframework_tools.evaluation.best_of import best_of

@@ -25,13 +25,17 @@ from rlframework.algorithms.validation import pass_rates
 from rlframework.base.errors import DataError, WriteError
 from rlframework.base.files import write_atomically, writing
 from rlframework.base.logs import ProgressCallback, printable
+from rlframework.config.sections import ObserversConfig, RunConfig
 from rlframework.interfaces.environment import Sample, Split
+from rlframework.observers.dispatch import Observers
 from rlframework.plugins.configure import resolve_device
+from rlframework.plugins.hookspec import RunInfo
+from rlframework.plugins.manager import create_manager
 from rlframework.rollout.parts import Parts
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import prompt_seeds
 from rlframework.rollout.step_rollouts import rollout
-from rlframework.runner.parts import build_evaluation
+from rlframework.runner.parts import build_generation, open_environment, open_images, require_models
 from rlframework_tools.evaluation.plan import EvaluationPlan
 from rlframework_tools.evaluation.report import Evaluation, comparison, summary
 
@@ -197,3 +201,18 @@ def evaluate_models(
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def build_evaluation(config: RunConfig) -> Iterator[Parts]:
+    """Build `Parts` for an evaluation: `build_generation`, the environment that scores, and no observers."""
+    require_models(config)
+    manager = create_manager(config.plugins)
+    observers = Observers(
+        ObserversConfig(console=False, jsonl=False, tensorboard=False, curve=False), RunInfo(config, config.output_dir)
+    )
+    with open_environment(config, manager) as environment:
+        environment.start(None)
+        with build_generation(config, manager=manager) as (tokenizer, policy, generation):
+            images = open_images(config, tokenizer)
+            yield Parts(config, tokenizer, policy, generation, environment, observers, images=images)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, cast
 
 from rlframework.algorithms.intervals import default_ks
 from rlframework.base.errors import ConfigError, UserError
-from rlframework.base.files import check_new_folder, check_writable
+from rlframework.base.files import check_writable
 from rlframework.runner.models import ModelSource, configurations, find_model
+from rlframework_tools.command_output import check_new_folder
 
 if TYPE_CHECKING:
     from rlframework.config.sections import RunConfig

@@ -15,7 +15,7 @@ from rlframework.config.algorithms import GRPOConfig, PPOConfig
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section
 from rlframework.config.hints import Path, key_paths, models_in
 from rlframework.config.problems import shortened
-from rlframework.config.validate import metric_hint
+from rlframework.config.validate import has_no_kind
 from rlframework_tools.peers.frameworks import IS, Framework, frameworks, vocabulary
 
 OF_SECTIONS_TOO = ("optim", "model")
@@ -24,6 +24,15 @@ OF_SECTIONS_TOO = ("optim", "model")
 _MOST = 40
 _MOST_NAMES = 12
 _LEAVE_ONE_OUT = "use_leave_one_out_baseline"
+
+_METRICS: Mapping[str, str] = {
+    "accurac": "accuracy",
+    "margin": "margin",
+    "chosen": "chosen_reward",
+    "rejected": "rejected_reward",
+    **{name: name for name in ("reward", "accuracy", "loss")},
+}
+"""Parts of peers' names of metrics, with the name of ours."""
 
 _OBSERVERS: Mapping[str, str] = {
     **dict.fromkeys(("console", "tensorboard"), "true"),
@@ -135,11 +144,19 @@ def value_hint(key: str, value: object, word: str = "") -> str:
         return _observers(value)
     if key == "policy.scheduler":
         return _scheduler(value)
-    if key == "checkpoints.metric":
-        return metric_hint(value)
+    if key in ("checkpoints.metric", "algorithm.early_stopping.metric"):
+        return _metric(value)
     if key == "checkpoints.best" and isinstance(value, Mapping):
         return "The name of the metric is the key checkpoints.metric, and checkpoints.best is highest or lowest."
     return ""
+
+
+def _metric(value: object) -> str:
+    """The name of the metric that a peer calls `value`; "" if it is not known, or may be ours."""
+    if not isinstance(value, str) or not has_no_kind(value):
+        return ""
+    meant = next((name for part, name in _METRICS.items() if part in value.lower()), "")
+    return f"Set it to validation/{meant}." if meant else ""
 
 
 def _scheduler(value: object) -> str:
