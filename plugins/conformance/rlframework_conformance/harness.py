@@ -13,8 +13,7 @@ from rlframework.plugins.types import Record
 from rlframework_conformance import measure
 from rlframework_conformance.contracts import CONTRACTS, FP32
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.measure import ConformanceFailure, Measurement, MutantNotApplicable
-from rlframework_conformance.unfinished import not_written
+from rlframework_conformance.measure import ConformanceFailure, Measurement, MutantNotApplicable, not_written
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,8 +1,7 @@
 """Requirements on environments: reproducible samples and rewards that can be trusted.
 
-Tests of episodes are in `episodes`, those of the rows that a rollout makes of them in `episode_rows`. Only the first
-samples of each split are examined. Not covered: whether an environment is the same in another process,
-and what it does after a turn that does not end the conversation.
+Tests of episodes are in `episodes`. Only the first samples of each split are examined. Not covered: whether an
+environment is the same in another process, and what it does after a turn that does not end the conversation.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.sections import plain_paths
 from rlframework_conformance.suites.environment_harness import EnvironmentHarness, right_answer, seed_everything
-from rlframework_conformance.suites.episode_rows import EpisodeRows
-from rlframework_conformance.suites.episodes import Episodes
+from rlframework_conformance.suites.episodes import EpisodeRows, Episodes
 
 SINGLE = frozenset({Capability.EPISODES})
 """The capabilities that environments of single turns do not declare."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlframework.plugins.types import Capability
 from rlframework.policy.lora_math import initial_a
 from rlframework_conformance.contracts import FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
-from rlframework_conformance.lora_oracle import LoraOracle
+from rlframework_conformance.further_oracles import LoraOracle
 from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.policies import InspectedPolicy, read_weights
 from rlframework_conformance.rules import Suite, holds
@@ -24,7 +24,7 @@ from rlframework_conformance.suites.policy_worker.saving import SAMPLING, compar
 from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PROBE_EPS, PROBE_LR, PolicyHarness
 
 LORA = Capability.LORA
-HERE = "rlframework_conformance.suites.policy_worker.inspection"
+HERE = "rlframework_conformance.inspected_worker"
 TARGETS = ("q_proj", "o_proj", "up_proj", "down_proj")
 """Square and non-square layers, split both ways by tensor parallelism."""
 RANK, ALPHA = 4, 6.0

@@ -21,7 +21,7 @@ from rlframework_conformance.suites.policy_worker.losses import NotFiniteLoss
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 STATE = Capability.PORTABLE_OPTIMIZER_STATE
-DRAW = "rlframework_conformance.suites.policy_worker.inspection:draw"
+DRAW = "rlframework_conformance.inspected_worker:draw"
 SCHEDULE = {"name": "linear", "warmup_steps": 2, "total_steps": 8, "min_ratio": 0.1}
 
 

@@ -11,9 +11,9 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.contracts import FP32
+from rlframework_conformance.further_oracles import VisionOracle
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
-from rlframework_conformance.vision_oracle import VisionOracle
 
 TOKENS = 80
 DECAYING: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1}

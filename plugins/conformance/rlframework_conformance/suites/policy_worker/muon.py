@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlframework.base.errors import DataError
 from rlframework.plugins.types import Capability
-from rlframework_conformance.muon_oracle import MuonOracle
+from rlframework_conformance.further_oracles import MuonOracle
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import require_same_continuation, saved, train
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function

@@ -8,7 +8,7 @@ import torch
 
 from rlframework.plugins.types import Capability
 from rlframework_conformance.contracts import FP32
-from rlframework_conformance.oracle import scores as oracle_scores
+from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.grouping import GROUPS
 from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
@@ -106,7 +106,11 @@ class Scores(Suite):
         harness.tensors("weights after three steps", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
         folder = harness.folder / "saved"
         policy.save_pretrained(str(folder))
-        harness.values("scores of the saved model", policy.score(data)["scores"], oracle_scores(folder, data))
+        harness.values(
+            "scores of the saved model",
+            policy.score(data)["scores"],
+            Oracle(folder, head="checkpoint").last_values(data),
+        )
 
     @holds(5, Capability.SCORING, Capability.PORTABLE_OPTIMIZER_STATE)
     def test_a_new_head_resumes(self, harness: PolicyHarness) -> None:
@@ -132,8 +136,8 @@ class Scores(Suite):
         harness.tensors(f"gradient, {kind}, {what}", harness.gradient(policy, before), gradients, FP32, FP32)
 
     def _scored(self, harness: PolicyHarness, what: str, micro_batch_size: int | None = None, **keys: Any) -> None:
-        data, model = harness.batch(), harness.model("reward")
-        right = oracle_scores(model, data)
+        data = harness.batch()
+        right = harness.oracle("reward", head="checkpoint").last_values(data)
         got = harness.policy("reward", head="score", **keys).score(data, micro_batch_size)["scores"]
         harness.equal("shape and dtype of scores", (tuple(got.shape), got.dtype), ((data.size,), torch.float32))
         harness.values(f"scores, {what}", got, right)

@@ -32,7 +32,7 @@ from rlframework_conformance.suites.policy_worker.losses import (
     ValuesLoss,
 )
 
-CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
+CALL = "rlframework_conformance.inspected_worker:call"
 """Path of the function that calls a method of a worker and returns what it raised."""
 PROBE_LR, PROBE_EPS = 1e6, 1e3
 PROBE: dict[str, Any] = {
