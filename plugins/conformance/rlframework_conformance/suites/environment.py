@@ -228,7 +228,7 @@ class EnvironmentSuite(EpisodeRows, Episodes, Suite, sealed=True):
         samples = [sample for sample, _, _ in cases]
         conversations = [with_reply(sample, good) for sample, good, _ in cases]
         before = copy.deepcopy((samples, conversations))
-        harness.checked_call("step", lambda: environment.step(samples, conversations))
+        harness.must_not_raise("step", lambda: environment.step(samples, conversations))
         harness.require(conversations == before[1], "step must not modify the conversations", got=conversations[:1])
         harness.require(samples == before[0], "step must not modify the samples", got=samples[:1])
 
@@ -259,7 +259,7 @@ class EnvironmentSuite(EpisodeRows, Episodes, Suite, sealed=True):
         """
         environment = harness.make()
         try:
-            outcomes = harness.checked_call("step", lambda: list(environment.step([], [])), UserError)
+            outcomes = harness.must_not_raise("step", lambda: list(environment.step([], [])), UserError)
         except UserError as error:
             harness.require(
                 not environment.scores,
@@ -294,7 +294,7 @@ class EnvironmentSuite(EpisodeRows, Episodes, Suite, sealed=True):
         """Shutting down one environment must not affect another; training and validation may have one each."""
         ended, other = harness.make(), harness.make()
         before = _ids(harness.samples(other, "train", 10))
-        harness.checked_call("shutdown", ended.shutdown)
+        harness.must_not_raise("shutdown", ended.shutdown)
         harness.equal(
             "samples of another environment after a shutdown", _ids(harness.samples(other, "train", 10)), before
         )

@@ -183,7 +183,7 @@ def opened(harness: EnvironmentHarness) -> tuple[Environment, list[Sample]]:
 
 def run(harness: EnvironmentHarness, playing: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of `playing`; any exception is a failure."""
-    return harness.checked_call("playing an episode", lambda: asyncio.run(playing))
+    return harness.must_not_raise("playing an episode", lambda: asyncio.run(playing))
 
 
 def checked(harness: EnvironmentHarness, check: Any) -> None:
@@ -315,7 +315,7 @@ def _rollout(harness: EnvironmentHarness, script: str, fails: int | None = None)
     environment, samples = opened(harness)
     config = harness.config(max_turns=MOST_TURNS)
     samples = (samples * 2)[: max(2, len(samples))]
-    return harness.checked_call(
+    return harness.must_not_raise(
         f"a rollout with {script}",
         lambda: RecordedRollout.play(environment, config, samples, SCRIPTS[script], harness.models, fails),
     )
