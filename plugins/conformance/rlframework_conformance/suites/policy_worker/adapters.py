@@ -21,7 +21,7 @@ from rlframework_conformance.policies import InspectedPolicy, read_weights
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import saved, train
 from rlframework_conformance.suites.policy_worker.saving import SAMPLING, compare_with_generation
-from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PROBE_EPS, PROBE_LR, PolicyHarness
+from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, probed_gradient
 
 LORA = Capability.LORA
 HERE = "rlframework_conformance.inspected_worker"
@@ -64,9 +64,7 @@ class Adapters(Suite):
         harness.values("log-probabilities with adapters", policy.get_logprobs(data)["logprobs"], right)
         harness.step(policy, oracle, data, "pg", "with adapters")
         after = adapters_of(harness, policy)
-        updates = {name: (given[name] - after[name]).double() for name in given}
-        found = {name: PROBE_EPS * update / (PROBE_LR - update.abs()) for name, update in updates.items()}
-        harness.tensors("gradient", found, gradients, FP32, FP32)
+        harness.tensors("gradient", probed_gradient(given, after), gradients, FP32, FP32)
 
     @holds(4, LORA, Capability.REFERENCE_MODEL)
     def test_the_base_is_the_reference_without_a_copy(self, harness: PolicyHarness) -> None:

@@ -7,9 +7,7 @@ one worker, and distributed over the data-parallel ranks. Each row with images i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +20,7 @@ from rlframework_conformance.further_oracles import VisionOracle
 from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.policies import read_weights
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.policy_worker.checkpoints import moments_of, saved
+from rlframework_conformance.suites.policy_worker.checkpoints import require_moments, saved
 from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
 
 SMOOTH: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.0}
@@ -139,12 +137,8 @@ class Experts(Suite):
         for seed in range(2):
             harness.step(first, oracle, harness.batch(seed=seed), "nll", f"step {seed + 1}")
         weights, optimizer = saved(harness, first)
-        steps = json.loads((Path(optimizer) / "training.json").read_text())["steps"]
-        harness.equal("steps of each weight", steps, dict.fromkeys(oracle.weights(), 2))
-        found = {name: one for name, one in read_weights(Path(optimizer)).items() if name.startswith("exp_avg")}
-        harness.tensors("moments", found, moments_of(oracle), 1e-5, 1e-4)
-        second = harness.policy("experts")
-        second.load_checkpoint(weights, optimizer)
+        require_moments(harness, optimizer, oracle, 2, "experts")
+        second = harness.resumed((weights, optimizer), "experts")
         harness.step(second, oracle, harness.batch(seed=2), "nll", "step 3, of the resumed policy")
         harness.tensors("weights after resuming", harness.weights(second), oracle.weights(), 1e-5, 2e-4)
 

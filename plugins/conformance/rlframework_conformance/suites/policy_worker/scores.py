@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from rlframework.plugins.types import Capability
-from rlframework_conformance.contracts import FP32
 from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.grouping import GROUPS
-from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 HEADS = {"scores": "score", "score_pairs": "score", "values": "value"}
 """The head that each loss reads."""
@@ -129,11 +128,7 @@ class Scores(Suite):
         """Compare loss, gradient norm and gradients of the first step of the loss `kind` with the oracle's."""
         data = harness.batch()
         data["group_ids"] = torch.tensor(GROUPS)
-        policy = harness.policy("reward", head=HEADS[kind], **PROBE, **keys)
-        oracle = harness.oracle("reward", head="checkpoint", max_grad_norm=None)
-        before, gradients = oracle.weights(), oracle.gradients(data, kind)
-        harness.step(policy, oracle, data, kind, f"{kind}, {what}")
-        harness.tensors(f"gradient, {kind}, {what}", harness.gradient(policy, before), gradients, FP32, FP32)
+        harness.first_step(data, f"{kind}, {what}", kind=kind, model="reward", head=HEADS[kind], **keys)
 
     def _scored(self, harness: PolicyHarness, what: str, micro_batch_size: int | None = None, **keys: Any) -> None:
         data = harness.batch()
