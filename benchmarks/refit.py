@@ -64,7 +64,7 @@ IPC, COLLECTIVE = "refit, ipc", "refit, collective"
 PROVEN, PROBES = "proven refit, ipc", "probes"
 FORWARD = "one forward"
 COUNT = 6  # probes
-HELD = "rlframework_conformance.suites.policy_worker.inspection:held_weights"
+HELD = "rlframework_conformance.inspected_worker:held_weights"
 PAIRS = (
     *((IPC, order) for order in (*COPIES, WRITE, CHECKED)),
     (CHECKED, WRITE),

@@ -30,6 +30,8 @@ MOVED = {
     "rlframework.config.worker_groups": "rlframework.config.policy",
     "rlframework.configure": "rlframework.plugins.configure",
     "rlframework.conformance": "rlframework_conformance",
+    "rlframework.conformance.lora_oracle": "rlframework_conformance.further_oracles",
+    "rlframework.conformance.muon_oracle": "rlframework_conformance.further_oracles",
     "rlframework.conformance.parity.report": "rlframework_conformance.parity.parity_report",
     "rlframework.conformance.plugin": "rlframework_conformance.pytest_plugin",
     "rlframework.datasets.gsm8k_preferences": "rlframework_preferences.gsm8k_preferences",

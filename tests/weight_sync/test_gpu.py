@@ -12,8 +12,8 @@ from rlframework_conformance import cases
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.policies import InspectedEngines, InspectedPolicy, run_config
 
-HELD = "rlframework_conformance.suites.policy_worker.inspection:held_weights"
-GATHERED = "rlframework_conformance.suites.policy_worker.inspection:gathered_weights"
+HELD = "rlframework_conformance.inspected_worker:held_weights"
+GATHERED = "rlframework_conformance.inspected_worker:gathered_weights"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

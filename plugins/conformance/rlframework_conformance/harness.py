@@ -7,19 +7,21 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlframework.plugins.types import Record
 from rlframework_conformance import measure
 from rlframework_conformance.contracts import CONTRACTS, FP32
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.measure import ConformanceFailure, Measurement, MutantNotApplicable
-from rlframework_conformance.unfinished import not_written
+from rlframework_conformance.measure import ConformanceFailure, Measurement, MutantNotApplicable, not_written
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlframework.plugins.manager import PluginManager
+
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -104,6 +106,16 @@ class Harness:
     def equal(self, what: str, got: Any, expected: Any) -> None:
         """Require two plain values to be equal."""
         self.require(got == expected, what, got=got, expected=expected)
+
+    def must_not_raise(self, what: str, call: Callable[[], Result], *allowed: type[Exception]) -> Result:
+        """Return the result of `call`; any exception not in `allowed` is a failure."""
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, (ConformanceFailure, *allowed)):
+                raise
+            got = f"{type(error).__name__}: {error}"
+            raise self._failure(f"{what} must not raise", got, "no error") from error
 
     def raises(
         self,

@@ -1,4 +1,4 @@
-"""Comparison of numbers with the correct ones: measurements, and failures that show both.
+"""Comparison of numbers with the correct ones: measurements, and failures: wrong numbers, and methods not written yet.
 
 Errors are relative: `values` element by element to max(1, |expected|), `norm` by the L2 norms of whole tensors,
 `scalar` to |expected|. `exact` requires equal values. An unexpected NaN or infinity is an infinite error.
@@ -7,11 +7,13 @@ Errors are relative: `values` element by element to max(1, |expected|), `norm` b
 from __future__ import annotations
 
 import math
+import re
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlframework.base.errors import RLFrameworkError
+from rlframework.base.errors import RLFrameworkError, WorkerError
 from rlframework_conformance.contracts import CONTRACTS
 
 if TYPE_CHECKING:
@@ -143,3 +145,27 @@ def describe(measurement: Measurement, contract: int, who: str) -> str:
         f"  error     {measurement.error:.3g}, allowed {allowed}\n"
         f"  contract  {contract}: {CONTRACTS[contract]}"
     )
+
+
+NOT_WRITTEN = re.compile(r"NotImplementedError: (.+)(\n  in        .+)?")
+"""Finds what is not implemented, and the line with its place, in the text of an error."""
+_TO_CLASS = r"(?:[^:\n]|:(?! ))+"  # a colon belongs to it if no space follows: `module:Class`, `fe80::1`
+_OF_WORKER = re.compile(rf"{_TO_CLASS} failed in {_TO_CLASS}: NotImplementedError: ")
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\w+)', re.MULTILINE)
+
+
+def not_written(error: BaseException) -> str:
+    """Return what is not implemented yet, if `error` is a `NotImplementedError` of this process or of a worker.
+
+    `NotSupported`, which says that something will not be, is another class. The place in the code is appended; an error
+    without a message is named after the function.
+    """
+    if type(error) is NotImplementedError:
+        text = "".join(traceback.format_exception(error))
+    elif isinstance(error, WorkerError) and _OF_WORKER.match(str(error)):
+        text = str(error)
+    else:
+        return ""
+    file, line, function = _FRAME.findall(text)[-1]
+    what = [found[1] for found in NOT_WRITTEN.finditer(text)] or [function]
+    return f"NotImplementedError: {what[-1]}\n  in        {file}:{line}, {function}"

@@ -82,26 +82,28 @@ class Oracle:
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
-    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """Return log p(token i | tokens before i), `[B, S]`; 0 at position 0 and at padding. No gradient."""
-        with torch.no_grad():
-            return self._logprobs(batch, self.temperature if temperature is None else temperature)
-
     def differentiable_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """Return the same with gradient, for use with a given loss function; see `descend`."""
-        return self._logprobs(batch, self.temperature if temperature is None else temperature)
+        """Return log p(token i | tokens before i), `[B, S]`, with gradient; 0 at position 0 and at padding."""
+        targets = batch["input_ids"][:, 1:].unsqueeze(-1)
+        chosen = self._distributions(batch, temperature).gather(-1, targets).squeeze(-1)
+        return torch.nn.functional.pad(chosen, (1, 0)) * _real(batch)
 
-    def entropy(self, batch: Batch, temperature: float | None = None) -> Tensor:
+    def differentiable_entropy(self, batch: Batch, temperature: float | None = None) -> Tensor:
         """Return entropies in nats, `[B, S]`: entry i is of the distribution token i was drawn from; 0 where `logprobs`
         is.
         """
-        with torch.no_grad():
-            return self.differentiable_entropy(batch, temperature)
-
-    def differentiable_entropy(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """Return the same with gradient."""
-        logs = self._distributions(batch, self.temperature if temperature is None else temperature)
+        logs = self._distributions(batch, temperature)
         return torch.nn.functional.pad(-(logs.exp() * logs).sum(-1), (1, 0)) * _real(batch)
+
+    def differentiable_set_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """Return log-probabilities of the tokens `token_sets [B, S, K]` at each position; 0 where `logprobs` is."""
+        chosen = self._distributions(batch, temperature).gather(-1, batch["token_sets"][:, 1:].long())
+        return torch.nn.functional.pad(chosen, (0, 0, 1, 0)) * _real(batch)[..., None]
+
+    logprobs = torch.no_grad()(differentiable_logprobs)
+    entropy = torch.no_grad()(differentiable_entropy)
+    set_logprobs = torch.no_grad()(differentiable_set_logprobs)
+    """The same without gradient."""
 
     def top_logits(self, batch: Batch, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Return the `k` largest logits over the temperature and their tokens, `[B, S, k]` each; entry i predicts token
@@ -116,17 +118,6 @@ class Oracle:
         found = over.sort(dim=-1, descending=True)
         values, tokens = found.values[..., :k] * real, found.indices[..., :k] * real.long()
         return torch.nn.functional.pad(values, (0, 0, 1, 0)), torch.nn.functional.pad(tokens, (0, 0, 1, 0))
-
-    def set_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """Return log-probabilities of the tokens `token_sets [B, S, K]` at each position; 0 where `logprobs` is."""
-        with torch.no_grad():
-            return self.differentiable_set_logprobs(batch, temperature)
-
-    def differentiable_set_logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """Return the same with gradient."""
-        logs = self._distributions(batch, self.temperature if temperature is None else temperature)
-        chosen = logs.gather(-1, batch["token_sets"][:, 1:].long())
-        return torch.nn.functional.pad(chosen, (0, 0, 1, 0)) * _real(batch)[..., None]
 
     def most_likely(self, batch: Batch) -> Tensor:
         """Return the most likely token given the tokens before i in entry i, `[B, S]` int64; 0 at position 0."""
@@ -147,9 +138,14 @@ class Oracle:
         rows = torch.arange(len(batch["input_lengths"]))
         return self.values(batch)[rows, batch["input_lengths"] - 1]
 
-    def _distributions(self, batch: Batch, temperature: float) -> Tensor:
+    def _distributions(self, batch: Batch, temperature: float | None) -> Tensor:
         """Return the log-softmax of the logits that predict positions 1 to S - 1, `[B, S - 1, V]`."""
-        return torch.log_softmax(self._logits(batch)[:, :-1].float() / temperature, dim=-1)
+        over = self.temperature if temperature is None else temperature
+        return torch.log_softmax(self._logits(batch)[:, :-1].float() / over, dim=-1)
+
+    def _forward(self, **inputs: Any) -> Any:
+        """Return the output of the model."""
+        return self.model(**inputs, use_cache=False)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Return the logits `[B, S, V]`.
@@ -160,16 +156,11 @@ class Oracle:
         ids: Tensor = batch["input_ids"]
         rope = getattr(self.model.config, "rope_parameters", None) or {}
         if rope.get("rope_type") != "longrope":
-            logits: Tensor = self.model(input_ids=ids, attention_mask=_real(batch).long(), use_cache=False).logits
+            logits: Tensor = self._forward(input_ids=ids, attention_mask=_real(batch).long()).logits
             return logits
         rows = [row[None, :length] for row, length in zip(ids, batch["input_lengths"].tolist(), strict=True)]
-        alone = [self.model(input_ids=row, use_cache=False).logits[0] for row in rows]
+        alone = [self._forward(input_ids=row).logits[0] for row in rows]
         return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, ids.shape[1] - len(row))) for row in alone])
-
-    def _logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        targets = batch["input_ids"][:, 1:].unsqueeze(-1)
-        chosen = self._distributions(batch, temperature).gather(-1, targets).squeeze(-1)
-        return torch.nn.functional.pad(chosen, (1, 0)) * _real(batch)
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
@@ -187,11 +178,11 @@ class Oracle:
         """
         mask: Tensor = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].float()
         if kind == "nll":
-            return -(self._logprobs(batch, 1.0)[:, 1:] * mask).sum() / mask.sum()
+            return -(self.differentiable_logprobs(batch, 1.0)[:, 1:] * mask).sum() / mask.sum()
         if kind == "sets":
             sets = batch["token_sets"][:, 1:].long()
             others = self._distributions(batch, 1.0).gather(-1, sets) * batch["set_weights"][:, 1:]
-            chosen: Tensor = self._logprobs(batch, 1.0)[:, 1:] + others.sum(-1)
+            chosen: Tensor = self.differentiable_logprobs(batch, 1.0)[:, 1:] + others.sum(-1)
             return -(chosen * mask).sum() / mask.sum()
         if kind == "values":
             errors: Tensor = (self.values(batch)[:, :-1] - batch["advantages"][:, 1:]).square()
@@ -202,14 +193,14 @@ class Oracle:
             return scored
         if kind in ("pairs", "score_pairs"):
             if kind == "pairs":
-                means = (self._logprobs(batch, 1.0)[:, 1:] * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+                means = (self.differentiable_logprobs(batch, 1.0)[:, 1:] * mask).sum(1) / mask.sum(1).clamp(min=1.0)
             else:
                 means = self.last_values(batch) * batch["sample_mask"]
             ids: list[int] = batch["group_ids"].tolist()
             after = {row: ids.index(one, row + 1) for row, one in enumerate(ids) if one in ids[row + 1 :]}
             margins = torch.stack([means[row] - means[other] for row, other in after.items()])
             return -torch.nn.functional.logsigmoid(margins).sum() / float(batch["sample_mask"].sum())
-        logprobs = self._logprobs(batch, self.temperature)[:, 1:]
+        logprobs = self.differentiable_logprobs(batch, self.temperature)[:, 1:]
         ratio = torch.exp(logprobs - batch["prev_logprobs"][:, 1:])
         advantages = batch["advantages"][:, 1:]
         terms: Tensor = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * mask
@@ -240,17 +231,20 @@ class Oracle:
 
     def gradients(self, batch: Batch, kind: str) -> dict[str, Tensor]:
         """Return the gradient of each parameter without changing any."""
-        self.model.zero_grad()
-        self._whole_loss(batch, kind).backward()
-        found = {name: _gradient(parameter).clone() for name, parameter in self.model.named_parameters()}
-        self.model.zero_grad()
-        return expert_by_expert(found)
+        trained = self._trained()
+        found = torch.autograd.grad(self._whole_loss(batch, kind), list(trained.values()))
+        return expert_by_expert(dict(zip(trained, found, strict=True)))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
+    def _trained(self) -> dict[str, Tensor]:
+        """Return the parameters that are trained, by name."""
+        return dict(self.model.named_parameters())
+
     def step(self, batch: Batch, kind: str, lr: float | None = None) -> OracleStep:
         """Take one AdamW step, at `lr` if given."""
-        self.model.zero_grad()
+        for parameter in self._trained().values():
+            parameter.grad = None
         self._whole_loss(batch, kind).backward()
         with torch.no_grad():
             loss = self.loss(batch, kind).item()
@@ -263,10 +257,10 @@ class Oracle:
 
     def descend(self, loss: float, lr: float | None = None) -> OracleStep:
         """Take a step on the parameters' current gradients, which belong to `loss`."""
-        gradients = {name: one.grad.clone() for name, one in self.model.named_parameters() if one.grad is not None}
+        gradients = {name: one.grad.clone() for name, one in self._trained().items() if one.grad is not None}
         norm = torch.sqrt(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum())
         if self.max_grad_norm is not None and norm > self.max_grad_norm:
-            for parameter in self.model.parameters():
+            for parameter in self._trained().values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.max_grad_norm / norm)
         for group in self.optimizer.param_groups if lr is not None else ():
@@ -277,22 +271,6 @@ class Oracle:
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the weights under the names of `save_pretrained`; a tied head is included once."""
         return expert_by_expert({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
-
-
-def scores(path: Any, batch: Batch) -> Tensor:
-    """Return the reward model's score at each row's last token, `[B]`, each row evaluated alone, without gradient."""
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    )
-    model.eval()
-    found = []
-    with torch.no_grad():
-        for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True):
-            hidden = model.base_model(input_ids=ids[None, :length], use_cache=False).last_hidden_state
-            found.append(model.score(hidden)[0, -1, 0])
-    return torch.stack(found)
 
 
 def expert_by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -320,8 +298,3 @@ def _real(batch: Batch) -> Tensor:
     ids: Tensor = batch["input_ids"]
     lengths: Tensor = batch["input_lengths"]
     return (torch.arange(ids.shape[1]) < lengths[:, None]).float()
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "the loss does not depend on this parameter"
-    return parameter.grad

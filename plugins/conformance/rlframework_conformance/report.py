@@ -23,8 +23,8 @@ from rlframework.base.files import write_atomically
 from rlframework.observers.host import cpu_name, package_version
 from rlframework.workers.machine import cpu_count
 from rlframework_conformance.contracts import CONTRACTS
+from rlframework_conformance.measure import NOT_WRITTEN
 from rlframework_conformance.sections import section_words
-from rlframework_conformance.unfinished import NOT_WRITTEN
 
 if TYPE_CHECKING:
     from rlframework.plugins.manager import Registered

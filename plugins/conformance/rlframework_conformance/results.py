@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlframework.base.errors import PluginError
-from rlframework_conformance.measure import ConformanceFailure
+from rlframework_conformance.measure import ConformanceFailure, not_written
 from rlframework_conformance.report import Outcome, Result, SuiteRun, plain
 from rlframework_conformance.sections import plain_paths, section_words
-from rlframework_conformance.unfinished import not_written
 
 if TYPE_CHECKING:
     from rlframework.plugins.manager import Registered

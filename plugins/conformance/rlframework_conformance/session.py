@@ -197,7 +197,7 @@ class ConformanceSession:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: Any, nextitem: Any) -> None:
         """End idle worker processes after the last test of the class that started them."""
-        warm = sys.modules.get("rlframework_conformance.worker_pool")
+        warm = sys.modules.get("rlframework_conformance.policies")
         if warm is not None and getattr(nextitem, "cls", None) is not item.cls:
             warm.end_idle()
 

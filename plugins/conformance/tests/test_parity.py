@@ -14,9 +14,9 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework_conformance import cases
 from rlframework_conformance.measure import Measurement
-from rlframework_conformance.parity import oracle_steps
+from rlframework_conformance.parity import oracle_policy
 from rlframework_conformance.parity.compare import compare_with_oracle, farthest, loss_measured
-from rlframework_conformance.parity.oracle_steps import oracle_outputs, oracle_step_with
+from rlframework_conformance.parity.oracle_policy import oracle_outputs, oracle_step_with
 from rlframework_conformance.parity.outcome import (
     LOADED,
     LOSS,
@@ -193,7 +193,7 @@ def test_the_oracle_takes_the_step_of_a_loss_function_in_parts(model, monkeypatc
     batch = cases.batch(8)
     whole, parts = (new_oracle(model, 1e-4, 1.0, 1.0, {}) for _ in range(2))
     monkeypatch.setattr(
-        oracle_steps, "ELEMENTS", 3 * cases.WIDTH * parts.model.config.vocab_size
+        oracle_policy, "ELEMENTS", 3 * cases.WIDTH * parts.model.config.vocab_size
     )  # three rows at a time
     expected = whole.step(batch, "nll")
     assert oracle_step_with(NLLLoss())(parts, batch) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-6)

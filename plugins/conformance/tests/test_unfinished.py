@@ -6,7 +6,7 @@ import pytest
 
 from rlframework.base.errors import NotSupported, WorkerError
 from rlframework.workers.failures import HostFailure, as_exception
-from rlframework_conformance.unfinished import not_written
+from rlframework_conformance.measure import not_written
 
 
 def error_of(call):

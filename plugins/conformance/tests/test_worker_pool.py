@@ -10,7 +10,7 @@ from rlframework.base.errors import WorkerError
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework_conformance import worker_pool
+from rlframework_conformance import policies
 
 DATA = NamedSharding([0, 1], ["data_parallel"])
 TENSOR = NamedSharding([0, 1], ["tensor_parallel"])
@@ -35,13 +35,13 @@ class Probe:
 @pytest.fixture(autouse=True)
 def nothing_stays():
     yield
-    worker_pool.end_idle()
+    policies.end_idle()
 
 
 def start(sharding=DATA, **kwargs):
     config = WorkerGroupConfig(name="processes", num_workers=2, deadlines=DeadlinesConfig(start=60.0, call=30.0))
     spec = WorkerSpec(f"{__name__}:Probe", kwargs)
-    return worker_pool.WarmWorkerGroup(spec, config, sharding=sharding, device="cpu")
+    return policies.WarmWorkerGroup(spec, config, sharding=sharding, device="cpu")
 
 
 def where(group):
@@ -95,7 +95,7 @@ def test_those_of_a_group_that_did_not_end_in_peace_are_ended(how):
 
 @pytest.mark.slow
 def test_a_process_serves_a_limited_number_of_policies(monkeypatch):
-    monkeypatch.setattr(worker_pool, "_MAX_USES", 2)
+    monkeypatch.setattr(policies, "_MAX_USES", 2)
     served = []
     for _ in range(3):
         group = start()
@@ -110,5 +110,5 @@ def test_end_idle_ends_them():
     old = pids(group)
     group.shutdown("shutdown")
     assert running(old) == old
-    worker_pool.end_idle()
+    policies.end_idle()
     assert running(old) == []

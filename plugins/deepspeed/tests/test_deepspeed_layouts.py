@@ -13,7 +13,7 @@ from rlframework.models.forward import HeadShard, ranges
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import PolicyWorkerSuite, cases
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.suites.policy_worker.images import first_image_step
+from rlframework_conformance.suites.policy_worker.model_kinds import first_image_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed layouts")]  # processes serve one test after another
 

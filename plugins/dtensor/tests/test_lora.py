@@ -12,8 +12,8 @@ from rlframework.generation.remote import RemoteGeneration
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
 from rlframework_conformance import cases
+from rlframework_conformance.further_oracles import LoraOracle
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.lora_oracle import LoraOracle
 from rlframework_conformance.policies import InspectedPolicy, run_config
 from rlframework_conformance.suites.policy_worker.saving import prompts
 from rlframework_conformance.suites.policy_worker.worker_harness import loss_function

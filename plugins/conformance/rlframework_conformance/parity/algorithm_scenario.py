@@ -7,30 +7,64 @@ nothing that a backend computes is in them. Every backend takes the same optimiz
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlframework.algorithms.loop import StepLoop, Timer
 from rlframework.base.errors import NotSupported
+from rlframework.config.sections import EnvironmentConfig
 from rlframework.huggingface.model_directories import read_config
 from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
+from rlframework.interfaces.messages import Message, text_of
 from rlframework.plugins.configure import load_config
 from rlframework.rollout.parts import Parts
 from rlframework.runner.parts import algorithm_class, open_environment
-from rlframework_conformance.parity.oracle_policy import OraclePolicy, StoredGeneration
-from rlframework_conformance.parity.oracle_steps import oracle_step_with
+from rlframework_conformance.parity.oracle_policy import OraclePolicy, StoredGeneration, oracle_step_with
 from rlframework_conformance.parity.scenario import LR, Scenario, new_oracle
-from rlframework_conformance.parity.stored_task import LONGEST_ANSWER
 from rlframework_conformance.sections import merged, parse_section
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from pydantic import BaseModel
 
     from rlframework.config.sections import RunConfig
     from rlframework.plugins.manager import PluginManager
+
+PAIRS = 48
+LONGEST_ANSWER = 6
+"""Characters of the longest answer."""
+
+
+class StoredTask(Environment):
+    """Sums of two numbers below 100, in a fixed order; the held-out ones are the last four."""
+
+    def __init__(self, config: EnvironmentConfig, *, seed: int) -> None:
+        numbers = [(7 + 13 * index % 83, 5 + 29 * index % 71) for index in range(PAIRS + 4)]
+        self._samples = [_sample(str(index), *pair) for index, pair in enumerate(numbers)]
+
+    def samples(self, split: Split) -> Sequence[Sample]:
+        """See `Environment.samples`."""
+        return self._samples[:PAIRS] if split == "train" else self._samples[PAIRS:]
+
+    def step(self, samples: Sequence[Sample], conversations: Sequence[Sequence[Message]]) -> list[StepOutcome]:
+        """See `Environment.step`."""
+        texts = [text_of(turns[-1]) for turns in conversations]
+        return [StepOutcome(zlib.crc32(text.encode()) % 1000 / 1000) for text in texts]
+
+
+def _sample(name: str, first: int, second: int) -> Sample:
+    total = first + second
+    wrong = f"{total + 1}?" if total % 2 else f"{total - 10} or"
+    prompt = Message(role="user", content=f"{first}+{second}=")
+    steps = {"steps": [f"{first}", f"{total}"], "labels": [1.0, float(total % 2)]}
+    metadata = {"rejected": wrong, "margin": total % 7 / 7, **steps}
+    return Sample(name, (prompt,), str(total), completion=str(total), metadata=metadata)
+
 
 GROUP = 4
 """Answers to a prompt, of algorithms that compare them."""
@@ -44,7 +78,7 @@ HEADS = {"critic": "value", "teacher": "language"}
 TEACHER_NOISE = 0.2
 """Standard deviation of what is added to the weights of a teacher, relative to each tensor's: it is another model."""
 
-_TASK = "rlframework_conformance.parity.stored_task:StoredTask"
+_TASK = "rlframework_conformance.parity.algorithm_scenario:StoredTask"
 
 
 def algorithm_scenarios(

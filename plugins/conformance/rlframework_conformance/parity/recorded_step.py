@@ -31,7 +31,7 @@ from rlframework.plugins.configure import restore_config
 from rlframework.plugins.discovery import load_target
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.parity.compare import compare_results, logprobs_measured, loss_measured, norm_measured
-from rlframework_conformance.parity.oracle_steps import oracle_step_with
+from rlframework_conformance.parity.oracle_policy import oracle_step_with
 from rlframework_conformance.parity.outcome import LOSS, NORM, Candidate, Observed, Outcome
 from rlframework_conformance.parity.scenario import Scenario
 

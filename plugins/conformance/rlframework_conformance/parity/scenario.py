@@ -15,7 +15,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework_conformance import cases
 from rlframework_conformance.oracle import Oracle
-from rlframework_conformance.parity.oracle_steps import OracleStepFunction, oracle_outputs
+from rlframework_conformance.parity.oracle_policy import OracleStepFunction, oracle_outputs
 from rlframework_conformance.parity.update import Start
 
 if TYPE_CHECKING:

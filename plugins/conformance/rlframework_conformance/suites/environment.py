@@ -1,8 +1,7 @@
 """Requirements on environments: reproducible samples and rewards that can be trusted.
 
-Tests of episodes are in `episodes`, those of the rows that a rollout makes of them in `episode_rows`. Only the first
-samples of each split are examined. Not covered: whether an environment is the same in another process,
-and what it does after a turn that does not end the conversation.
+Tests of episodes are in `episodes`. Only the first samples of each split are examined. Not covered: whether an
+environment is the same in another process, and what it does after a turn that does not end the conversation.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.sections import plain_paths
 from rlframework_conformance.suites.environment_harness import EnvironmentHarness, right_answer, seed_everything
-from rlframework_conformance.suites.episode_rows import EpisodeRows
-from rlframework_conformance.suites.episodes import Episodes
+from rlframework_conformance.suites.episodes import EpisodeRows, Episodes
 
 SINGLE = frozenset({Capability.EPISODES})
 """The capabilities that environments of single turns do not declare."""
@@ -230,7 +228,7 @@ class EnvironmentSuite(EpisodeRows, Episodes, Suite, sealed=True):
         samples = [sample for sample, _, _ in cases]
         conversations = [with_reply(sample, good) for sample, good, _ in cases]
         before = copy.deepcopy((samples, conversations))
-        harness.checked_call("step", lambda: environment.step(samples, conversations))
+        harness.must_not_raise("step", lambda: environment.step(samples, conversations))
         harness.require(conversations == before[1], "step must not modify the conversations", got=conversations[:1])
         harness.require(samples == before[0], "step must not modify the samples", got=samples[:1])
 
@@ -261,7 +259,7 @@ class EnvironmentSuite(EpisodeRows, Episodes, Suite, sealed=True):
         """
         environment = harness.make()
         try:
-            outcomes = harness.checked_call("step", lambda: list(environment.step([], [])), UserError)
+            outcomes = harness.must_not_raise("step", lambda: list(environment.step([], [])), UserError)
         except UserError as error:
             harness.require(
                 not environment.scores,
@@ -296,7 +294,7 @@ class EnvironmentSuite(EpisodeRows, Episodes, Suite, sealed=True):
         """Shutting down one environment must not affect another; training and validation may have one each."""
         ended, other = harness.make(), harness.make()
         before = _ids(harness.samples(other, "train", 10))
-        harness.checked_call("shutdown", ended.shutdown)
+        harness.must_not_raise("shutdown", ended.shutdown)
         harness.equal(
             "samples of another environment after a shutdown", _ids(harness.samples(other, "train", 10)), before
         )

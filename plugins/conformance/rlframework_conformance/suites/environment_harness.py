@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from rlframework.config.sections import EnvironmentConfig
 from rlframework.interfaces.environment import Environment, Sample, Split, StepOutcome
 from rlframework.interfaces.messages import Message
 from rlframework_conformance.harness import Harness
-from rlframework_conformance.measure import ConformanceFailure
 from rlframework_conformance.sections import section_of
 
-Result = TypeVar("Result")
 COMPARED_SAMPLES = 2000
 """Samples of each split that are compared with each other."""
 
@@ -35,30 +33,18 @@ class EnvironmentHarness(Harness):
 
     def samples(self, environment: Environment, split: Split, count: int = COMPARED_SAMPLES) -> list[Sample]:
         """Return the first samples of a split."""
-        return self.checked_call(f"reading samples of {split}", lambda: list(environment.samples(split)[:count]))
+        return self.must_not_raise(f"reading samples of {split}", lambda: list(environment.samples(split)[:count]))
 
     def step(self, environment: Environment, pairs: Sequence[tuple[Sample, Sequence[Message]]]) -> list[StepOutcome]:
         """Score pairs of a sample and a conversation about it."""
         samples, conversations = [sample for sample, _ in pairs], [conversation for _, conversation in pairs]
-        return self.checked_call("step", lambda: environment.step(samples, conversations))
+        return self.must_not_raise("step", lambda: environment.step(samples, conversations))
 
     def rewards(self, environment: Environment, pairs: Sequence[tuple[Sample, Sequence[Message]]]) -> list[float]:
         """Return the rewards of `step`, one per conversation."""
         outcomes = self.step(environment, pairs)
         self.equal("step returns one outcome per conversation", len(outcomes), len(pairs))
         return [outcome.reward for outcome in outcomes]
-
-    def checked_call(self, what: str, call: Callable[[], Result], *allowed: type[Exception]) -> Result:
-        """Return the result of `call`; any exception not in `allowed` is a failure."""
-        try:
-            return call()
-        except ConformanceFailure:
-            raise
-        except Exception as error:
-            if isinstance(error, allowed):
-                raise
-            self.require(False, f"{what} must not raise", got=f"{type(error).__name__}: {error}", expected="no error")
-            raise AssertionError from error  # not reached
 
 
 def right_answer(sample: Sample) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
@@ -15,6 +16,8 @@ _NOTHING = "nothing"
 _CALLBACK_WAIT = 60.0
 _TOO_LONG = 15.0
 """Seconds; so far beyond the deadlines that a driver that is kept from running for a while still notices."""
+_RANK_1 = r"rank (0, )?1\b"
+"""Names rank 1. Where others keep the processor busy, rank 0 may be late too."""
 
 
 def _received(arrived: Queue[list[Any] | None], is_expected: bool) -> Any:
@@ -52,14 +55,9 @@ class Failures:
     def test_one_failing_rank_fails_the_call_at_once(self, harness: WorkerGroupHarness) -> None:
         """When one rank fails, the call must fail at once, without waiting for the other rank's minute of work."""
         group = harness.start()
-        raised = harness.raises(
-            WorkerError,
-            lambda: harness.within(
-                PATIENCE, "reporting the failure", lambda: harness.ask(group, "fail", rank=1, others_take=60.0)
-            ),
-            "a call in which one rank fails",
-            match=r"rank 1\b.*a bolt is loose on rank 1",
-        )
+        call = partial(harness.ask, group, "fail", rank=1, others_take=60.0)
+        match = r"rank 1\b.*a bolt is loose on rank 1"
+        raised = harness.fails_in_time(WorkerError, "a call in which one rank fails", call, match)
         harness.equal("a failure counts as the loss of a worker", isinstance(raised, WorkerLost), False)
         harness.require_no_process_left("a failure")
 
@@ -70,28 +68,17 @@ class Failures:
         A run can restart after `WorkerLost`.
         """
         group = harness.start()
-        harness.raises(
-            WorkerLost,
-            lambda: harness.within(
-                PATIENCE, "reporting the failure", lambda: harness.ask(group, "die", rank=1, others_take=60.0)
-            ),
-            "a call in which one rank dies",
-            match=r"rank 1\b",
-        )
+        call = partial(harness.ask, group, "die", rank=1, others_take=60.0)
+        harness.fails_in_time(WorkerLost, "a call in which one rank dies", call, r"rank 1\b")
         harness.require_no_process_left("the death of a worker")
 
     @holds(7, data_parallel=2)
     def test_a_rank_that_hangs_meets_the_deadline(self, harness: WorkerGroupHarness) -> None:
         """A rank that hangs must raise `DeadlineExceeded` after `deadlines.call`; the error names the rank."""
         group = harness.start(call=1.0)
-        harness.raises(
-            DeadlineExceeded,
-            lambda: harness.within(
-                PATIENCE, "reporting the timeout", lambda: harness.ask(group, "sleep", seconds=[0.0, _TOO_LONG])
-            ),
-            "a call in which one rank takes longer than the deadline",
-            match=r"rank (0, )?1\b",  # where others keep the processor busy, rank 0 may be late too
-        )
+        call = partial(harness.ask, group, "sleep", seconds=[0.0, _TOO_LONG])
+        what = "a call in which one rank takes longer than the deadline"
+        harness.fails_in_time(DeadlineExceeded, what, call, _RANK_1)
         harness.require_no_process_left("a deadline")
 
     @holds(7, data_parallel=2)
@@ -149,16 +136,9 @@ class Lifecycle:
         """Startup must raise `DeadlineExceeded` after `deadlines.start`, counted from the first process to the last
         constructor.
         """
-        harness.raises(
-            DeadlineExceeded,
-            lambda: harness.within(
-                PATIENCE,
-                "reporting the timeout",
-                lambda: harness.start(start=1.0, slow_rank=1, slow_seconds=_TOO_LONG),
-            ),
-            "a constructor that takes longer than the deadline",
-            match=r"rank (0, )?1\b",
-        )
+        start = partial(harness.start, start=1.0, slow_rank=1, slow_seconds=_TOO_LONG)
+        what = "a constructor that takes longer than the deadline"
+        harness.fails_in_time(DeadlineExceeded, what, start, _RANK_1)
         harness.require_no_process_left("a start that took too long")
 
     @holds(8)

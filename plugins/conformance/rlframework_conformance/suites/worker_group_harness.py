@@ -89,12 +89,9 @@ class WorkerGroupHarness(Harness):
             took = time.monotonic() - started
             self.require(took < seconds, f"{what} must finish in time", got=took, expected=f"under {seconds} s")
 
-    def must_not_raise(self, what: str, call: Callable[[], Any]) -> Any:
-        """Require that `call` does not raise, and return its result."""
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001 - any exception is a failure
-            self.require(False, f"{what} must not raise", got=f"{type(error).__name__}: {error}", expected="no error")
+    def fails_in_time(self, error: type[Exception], what: str, call: Callable[[], Any], match: str) -> BaseException:
+        """Require `call` to raise `error`, as `raises` does, while other workers are still busy."""
+        return self.raises(error, lambda: self.within(PATIENCE, "reporting the failure", call), what, match)
 
     def processes(self) -> list[int]:
         """Return the ids of the worker processes of this test, without the driver's own."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlframework_conformance.suites.data_processor.contents import HeadPlaces, ModelInputs
-from rlframework_conformance.suites.data_processor.counts import GlobalBatches
-from rlframework_conformance.suites.data_processor.grouping import Grouping
+from rlframework_conformance.suites.data_processor.contents import GlobalBatches, HeadPlaces, ModelInputs
+from rlframework_conformance.suites.data_processor.grouping import GroupedRows, Grouping
 from rlframework_conformance.suites.data_processor.processor_harness import ProcessorHarness
-from rlframework_conformance.suites.data_processor.whole_groups import GroupedRows
 
 __all__ = ["DataProcessorSuite"]
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlframework_conformance.suites.generation.decoding import Decoding, Sampling
+from rlframework_conformance.suites.generation.decoding import Decoding, Images, Sampling
 from rlframework_conformance.suites.generation.engine_harness import GenerationHarness
-from rlframework_conformance.suites.generation.images import Images
 from rlframework_conformance.suites.generation.refit import Refits
 from rlframework_conformance.suites.generation.requests import Rejections, Requests
 from rlframework_conformance.suites.generation.results import Results

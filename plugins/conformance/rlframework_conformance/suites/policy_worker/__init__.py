@@ -7,18 +7,14 @@ from rlframework_conformance.suites.policy_worker.checkpoints import Checkpoints
 from rlframework_conformance.suites.policy_worker.conventions import Conventions
 from rlframework_conformance.suites.policy_worker.failures import Failures
 from rlframework_conformance.suites.policy_worker.grouping import GroupedRows, Grouping
-from rlframework_conformance.suites.policy_worker.images import Images
-from rlframework_conformance.suites.policy_worker.kinds import Kinds
-from rlframework_conformance.suites.policy_worker.mixtures import Experts
-from rlframework_conformance.suites.policy_worker.muon import MuonOptimizer
+from rlframework_conformance.suites.policy_worker.model_kinds import Experts, Images, Kinds
 from rlframework_conformance.suites.policy_worker.reading_state import State
 from rlframework_conformance.suites.policy_worker.refit import Refit
-from rlframework_conformance.suites.policy_worker.sampled_tokens import SampledTokens
 from rlframework_conformance.suites.policy_worker.saving import Saving
 from rlframework_conformance.suites.policy_worker.scores import Scores
 from rlframework_conformance.suites.policy_worker.sharded import Native, Sharded
-from rlframework_conformance.suites.policy_worker.token_sets import TokenSets
-from rlframework_conformance.suites.policy_worker.training import Training
+from rlframework_conformance.suites.policy_worker.token_sets import SampledTokens, TokenSets
+from rlframework_conformance.suites.policy_worker.training import MuonOptimizer, Training
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from rlframework.plugins.types import Capability
 from rlframework.policy.lora_math import initial_a
 from rlframework_conformance.contracts import FP32, TENSOR_AFTER_20_STEPS, WEIGHTS_AFTER_20_STEPS
-from rlframework_conformance.lora_oracle import LoraOracle
+from rlframework_conformance.further_oracles import LoraOracle
 from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.policies import InspectedPolicy, read_weights
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import saved, train
 from rlframework_conformance.suites.policy_worker.saving import SAMPLING, compare_with_generation
-from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PROBE_EPS, PROBE_LR, PolicyHarness
+from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, probed_gradient
 
 LORA = Capability.LORA
-HERE = "rlframework_conformance.suites.policy_worker.inspection"
+HERE = "rlframework_conformance.inspected_worker"
 TARGETS = ("q_proj", "o_proj", "up_proj", "down_proj")
 """Square and non-square layers, split both ways by tensor parallelism."""
 RANK, ALPHA = 4, 6.0
@@ -64,9 +64,7 @@ class Adapters(Suite):
         harness.values("log-probabilities with adapters", policy.get_logprobs(data)["logprobs"], right)
         harness.step(policy, oracle, data, "pg", "with adapters")
         after = adapters_of(harness, policy)
-        updates = {name: (given[name] - after[name]).double() for name in given}
-        found = {name: PROBE_EPS * update / (PROBE_LR - update.abs()) for name, update in updates.items()}
-        harness.tensors("gradient", found, gradients, FP32, FP32)
+        harness.tensors("gradient", probed_gradient(given, after), gradients, FP32, FP32)
 
     @holds(4, LORA, Capability.REFERENCE_MODEL)
     def test_the_base_is_the_reference_without_a_copy(self, harness: PolicyHarness) -> None:

@@ -21,7 +21,7 @@ from rlframework_conformance.suites.policy_worker.losses import NotFiniteLoss
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 STATE = Capability.PORTABLE_OPTIMIZER_STATE
-DRAW = "rlframework_conformance.suites.policy_worker.inspection:draw"
+DRAW = "rlframework_conformance.inspected_worker:draw"
 SCHEDULE = {"name": "linear", "warmup_steps": 2, "total_steps": 8, "min_ratio": 0.1}
 
 
@@ -44,14 +44,7 @@ class Checkpoints(Suite):
                 data = harness.batch(seed=seed)
                 policy.train(data, loss_function("nll"))
                 oracle.step(data, "nll")
-            _, folder = saved(harness, policy)
-            training_state = json.loads((Path(folder) / "training.json").read_text())
-            right = moments_of(oracle)
-            harness.equal(
-                f"steps of each weight, {model} head", training_state["steps"], dict.fromkeys(names_of(oracle), 3)
-            )
-            found = {name: tensor for name, tensor in read_weights(Path(folder)).items() if name.startswith("exp_avg")}
-            harness.tensors(f"moments, {model} head", found, right, 1e-5, 1e-4)
+            require_moments(harness, saved(harness, policy)[1], oracle, 3, f"{model} head")
 
     @holds(5, STATE)
     def test_a_checkpoint_that_another_program_wrote_goes_on(self, harness: PolicyHarness) -> None:
@@ -204,9 +197,19 @@ def saved(harness: PolicyHarness, policy: InspectedPolicy, **how: Any) -> tuple[
     return paths
 
 
-def names_of(oracle: Oracle) -> list[str]:
-    """Return the names of the weights that the oracle trains."""
-    return list(oracle.weights())
+def training_state(folder: str) -> dict[str, Any]:
+    """Return the contents of `training.json` in an optimizer's directory."""
+    found: dict[str, Any] = json.loads((Path(folder) / "training.json").read_text())
+    return found
+
+
+def require_moments(harness: PolicyHarness, folder: str, oracle: Oracle, steps: int, what: str) -> None:
+    """Require the oracle's moments, and `steps` steps of each weight, in an optimizer's directory."""
+    harness.equal(
+        f"steps of each weight, {what}", training_state(folder)["steps"], dict.fromkeys(oracle.weights(), steps)
+    )
+    found = {name: tensor for name, tensor in read_weights(Path(folder)).items() if name.startswith("exp_avg")}
+    harness.tensors(f"moments, {what}", found, moments_of(oracle), 1e-5, 1e-4)
 
 
 def moments_of(oracle: Oracle) -> dict[str, Tensor]:
@@ -228,7 +231,7 @@ def written_by_hand(folder: Path, oracle: Oracle, train_calls: int) -> tuple[str
     save_file(
         {"cpu.0": torch.get_rng_state(), "cpu.1": torch.get_rng_state()}, folder / "optimizer" / "random.safetensors"
     )
-    training_state = {"format": 1, "optimizer": "adamw", "steps": dict.fromkeys(names_of(oracle), 3)}
-    training_state |= {"train_calls": train_calls, "skipped_in_a_row": 0}
-    (folder / "optimizer" / "training.json").write_text(json.dumps(training_state))
+    written = {"format": 1, "optimizer": "adamw", "steps": dict.fromkeys(oracle.weights(), 3)}
+    written |= {"train_calls": train_calls, "skipped_in_a_row": 0}
+    (folder / "optimizer" / "training.json").write_text(json.dumps(written))
     return str(folder / "model"), str(folder / "optimizer")

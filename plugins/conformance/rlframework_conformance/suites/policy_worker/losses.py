@@ -16,15 +16,38 @@ Batch = BatchedDataDict[Any]
 Result = tuple[Tensor, dict[str, Any]]
 
 
-class MetricsLoss(NLLLoss):
-    """Negative log-likelihood with metrics whose values for the whole batch are known."""
+def _mask(data: Batch) -> Tensor:
+    """Return 1 at the tokens that count, without position 0, `[B, S-1]`."""
+    mask: Tensor = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+    return mask
+
+
+def _pairs(numbers: Tensor, data: Batch, rows: Tensor) -> Result:
+    """Return minus the log-sigmoid of how much the number of a row exceeds that of the next of its group, summed."""
+    ids = data["group_ids"]
+    terms = -torch.nn.functional.logsigmoid(numbers[:-1] - numbers[1:]) * (ids[:-1] == ids[1:])
+    return terms.sum() / rows, {}
+
+
+class _Loss(NLLLoss):
+    """A loss that `_value` computes; by default it is negative log-likelihood."""
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> Result:
         """See `LossFunction`."""
-        loss, _ = super().__call__(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
-        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+        return self._value(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        return super().__call__(inputs, data, global_valid_seqs, global_valid_toks)
+
+
+class MetricsLoss(_Loss):
+    """Negative log-likelihood with metrics whose values for the whole batch are known."""
+
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        loss, _ = super()._value(inputs, data, global_valid_seqs, global_valid_toks)
+        mask = _mask(data)
         advantages = data["advantages"][:, 1:]
         metrics: dict[str, Any] = {"advantage": (advantages * mask).sum() / global_valid_toks}
         if bool(mask.any()):
@@ -33,111 +56,89 @@ class MetricsLoss(NLLLoss):
         return loss, metrics
 
 
-class PairsLoss(NLLLoss):
+class PairsLoss(_Loss):
     """The oracle's loss `pairs`, for rows of a group that follow each other."""
 
     needs_groups = True
 
-    def __call__(
-        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
-    ) -> Result:
-        """See `LossFunction`."""
-        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
-        means = (next_token_logprobs * mask).sum(1) / mask.sum(1).clamp(min=1.0)
-        ids = data["group_ids"]
-        terms = -torch.nn.functional.logsigmoid(means[:-1] - means[1:]) * (ids[:-1] == ids[1:])
-        return terms.sum() / global_valid_seqs, {}
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        mask = _mask(data)
+        means = (inputs * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+        return _pairs(means, data, global_valid_seqs)
 
 
-class SetsLoss(NLLLoss):
+class SetsLoss(_Loss):
     """The oracle's loss `sets`; the first argument is `[B, S-1, 1 + K]`."""
 
     input_type = LossInput.TOKEN_SETS
 
-    def __call__(
-        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
-    ) -> Result:
-        """See `LossFunction`."""
-        weighted = (next_token_logprobs[..., 1:] * data["set_weights"][:, 1:]).sum(-1)
-        return super().__call__(next_token_logprobs[..., 0] + weighted, data, global_valid_seqs, global_valid_toks)
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        weighted = (inputs[..., 1:] * data["set_weights"][:, 1:]).sum(-1)
+        return super()._value(inputs[..., 0] + weighted, data, global_valid_seqs, global_valid_toks)
 
 
-class ValuesLoss(NLLLoss):
+class ValuesLoss(_Loss):
     """The oracle's loss `values`; the first argument is `[B, S-1]`, the value before each token but the first."""
 
     input_type = LossInput.VALUES
 
-    def __call__(self, values: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
-        """See `LossFunction`."""
-        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
-        return ((values - data["advantages"][:, 1:]).square() * mask).sum() / global_valid_toks, {}
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        mask = _mask(data)
+        return ((inputs - data["advantages"][:, 1:]).square() * mask).sum() / global_valid_toks, {}
 
 
-class ScoresLoss(NLLLoss):
+class ScoresLoss(_Loss):
     """The oracle's loss `scores`; the first argument is `[B]`."""
 
     input_type = LossInput.SCORES
 
-    def __call__(self, scores: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
-        """See `LossFunction`."""
-        errors = (scores - data["advantages"][:, 0]).square() * data["sample_mask"]
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        errors = (inputs - data["advantages"][:, 0]).square() * data["sample_mask"]
         return errors.sum() / global_valid_seqs, {}
 
 
-class ScorePairsLoss(NLLLoss):
+class ScorePairsLoss(_Loss):
     """The oracle's loss `score_pairs`, for rows of a group that follow each other."""
 
     input_type = LossInput.SCORES
     needs_groups = True
 
-    def __call__(self, scores: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
-        """See `LossFunction`."""
-        ids = data["group_ids"]
-        terms = -torch.nn.functional.logsigmoid(scores[:-1] - scores[1:]) * (ids[:-1] == ids[1:])
-        return terms.sum() / global_valid_seqs, {}
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        return _pairs(inputs, data, global_valid_seqs)
 
 
-class LogitsLoss(NLLLoss):
+class LogitsLoss(_Loss):
     """Negative log-likelihood computed from logits; the first argument is `[B, S-1, V]`."""
 
     input_type = LossInput.LOGITS
 
-    def __call__(
-        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
-    ) -> Result:
-        """See `LossFunction`."""
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
         targets = data["input_ids"][:, 1:].unsqueeze(-1)
-        logprobs = torch.log_softmax(next_token_logprobs, dim=-1).gather(-1, targets).squeeze(-1)
-        return super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
+        logprobs = torch.log_softmax(inputs, dim=-1).gather(-1, targets).squeeze(-1)
+        return super()._value(logprobs, data, global_valid_seqs, global_valid_toks)
 
 
-class EntropyLoss(NLLLoss):
+class EntropyLoss(_Loss):
     """The mean entropy of the distributions of valid tokens, with its gradient."""
 
     wants_entropy = True
     entropy_gradient = True
     at_sampling_temperature = True
 
-    def __call__(
-        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
-    ) -> Result:
-        """See `LossFunction`."""
-        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        mask = _mask(data)
         return (data["entropy"] * mask).sum() / global_valid_toks, {}
 
 
-class NotFiniteLoss(NLLLoss):
+class NotFiniteLoss(_Loss):
     """A loss whose gradient is NaN."""
 
-    def __call__(
-        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
-    ) -> Result:
-        """See `LossFunction`."""
-        loss, metrics = super().__call__(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
+        loss, metrics = super()._value(inputs, data, global_valid_seqs, global_valid_toks)
         return loss * math.nan, metrics
 
 
-class FailingLoss(NLLLoss):
+class FailingLoss(_Loss):
     """Raises when the batch contains the row whose entry in `data["row"]` is `failing_row`."""
 
     class Failed(RuntimeError):
@@ -146,10 +147,7 @@ class FailingLoss(NLLLoss):
     def __init__(self, failing_row: int) -> None:
         self.failing_row = failing_row
 
-    def __call__(
-        self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
-    ) -> Result:
-        """See `LossFunction`."""
+    def _value(self, inputs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Result:
         if bool((data["row"] == self.failing_row).any()):
             raise self.Failed("raised on purpose")
-        return super().__call__(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+        return super()._value(inputs, data, global_valid_seqs, global_valid_toks)

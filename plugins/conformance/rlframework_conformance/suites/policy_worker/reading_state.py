@@ -8,7 +8,7 @@ from rlframework.plugins.types import Capability
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.worker_harness import CALL, PolicyHarness, loss_function
 
-HERE = "rlframework_conformance.suites.policy_worker.inspection"
+HERE = "rlframework_conformance.inspected_worker"
 
 
 class State(Suite):

@@ -19,8 +19,8 @@ from rlframework_conformance.policies import InspectedEngines, InspectedPolicy
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
-BROADCAST = "rlframework_conformance.suites.policy_worker.inspection:attempt_to_broadcast"
-HELD = "rlframework_conformance.suites.policy_worker.inspection:held_weights"
+BROADCAST = "rlframework_conformance.inspected_worker:attempt_to_broadcast"
+HELD = "rlframework_conformance.inspected_worker:held_weights"
 SMALL = 4096 / 2**20
 """Buffer size in MiB: some groups hold a few weights, and some weights exceed a group."""
 

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from rlframework.plugins.types import Capability
-from rlframework_conformance.contracts import FP32
-from rlframework_conformance.oracle import scores as oracle_scores
+from rlframework_conformance.oracle import Oracle
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.grouping import GROUPS
-from rlframework_conformance.suites.policy_worker.worker_harness import PROBE, PolicyHarness, loss_function
+from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
 
 HEADS = {"scores": "score", "score_pairs": "score", "values": "value"}
 """The head that each loss reads."""
@@ -106,7 +105,11 @@ class Scores(Suite):
         harness.tensors("weights after three steps", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
         folder = harness.folder / "saved"
         policy.save_pretrained(str(folder))
-        harness.values("scores of the saved model", policy.score(data)["scores"], oracle_scores(folder, data))
+        harness.values(
+            "scores of the saved model",
+            policy.score(data)["scores"],
+            Oracle(folder, head="checkpoint").last_values(data),
+        )
 
     @holds(5, Capability.SCORING, Capability.PORTABLE_OPTIMIZER_STATE)
     def test_a_new_head_resumes(self, harness: PolicyHarness) -> None:
@@ -125,15 +128,11 @@ class Scores(Suite):
         """Compare loss, gradient norm and gradients of the first step of the loss `kind` with the oracle's."""
         data = harness.batch()
         data["group_ids"] = torch.tensor(GROUPS)
-        policy = harness.policy("reward", head=HEADS[kind], **PROBE, **keys)
-        oracle = harness.oracle("reward", head="checkpoint", max_grad_norm=None)
-        before, gradients = oracle.weights(), oracle.gradients(data, kind)
-        harness.step(policy, oracle, data, kind, f"{kind}, {what}")
-        harness.tensors(f"gradient, {kind}, {what}", harness.gradient(policy, before), gradients, FP32, FP32)
+        harness.first_step(data, f"{kind}, {what}", kind=kind, model="reward", head=HEADS[kind], **keys)
 
     def _scored(self, harness: PolicyHarness, what: str, micro_batch_size: int | None = None, **keys: Any) -> None:
-        data, model = harness.batch(), harness.model("reward")
-        right = oracle_scores(model, data)
+        data = harness.batch()
+        right = harness.oracle("reward", head="checkpoint").last_values(data)
         got = harness.policy("reward", head="score", **keys).score(data, micro_batch_size)["scores"]
         harness.equal("shape and dtype of scores", (tuple(got.shape), got.dtype), ((data.size,), torch.float32))
         harness.values(f"scores, {what}", got, right)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rlframework_conformance.suites.policy_worker.checkpoints import (
     require_resumption,
     saved,
     train,
+    training_state,
 )
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness
 
@@ -141,12 +141,6 @@ def read(folder: str) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint directory of either form by name, without random states."""
     with open_saved(folder) as found:
         return {name: found[name].clone() for name in found}
-
-
-def training_state(folder: str) -> dict[str, Any]:
-    """Return the contents of `training.json` in an optimizer's directory."""
-    found: dict[str, Any] = json.loads((Path(folder) / "training.json").read_text())
-    return found
 
 
 def flipped(content: bytes) -> bytes:

@@ -32,7 +32,7 @@ from rlframework_conformance.suites.policy_worker.losses import (
     ValuesLoss,
 )
 
-CALL = "rlframework_conformance.suites.policy_worker.inspection:call"
+CALL = "rlframework_conformance.inspected_worker:call"
 """Path of the function that calls a method of a worker and returns what it raised."""
 PROBE_LR, PROBE_EPS = 1e6, 1e3
 PROBE: dict[str, Any] = {
@@ -193,9 +193,7 @@ class PolicyHarness(Harness):
 
     def gradient(self, policy: InspectedPolicy, before: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradient of the single step that `policy`, built with `PROBE`, took from the weights `before`."""
-        after = self.weights(policy)
-        updates = {name: (before[name] - after[name]).double() for name in before}
-        return {name: PROBE_EPS * update / (PROBE_LR - update.abs()) for name, update in updates.items()}
+        return probed_gradient(before, self.weights(policy))
 
     def step(self, policy: InspectedPolicy, oracle: Oracle, data: BatchedDataDict[Any], kind: str, what: str) -> None:
         """Take one step with both and compare loss and gradient norm."""
@@ -216,16 +214,33 @@ class PolicyHarness(Harness):
         self.scalar(f"gradient norm, {what}", result["grad_norm"][0], right.grad_norm)
 
     def first_step(
-        self, data: BatchedDataDict[Any], what: str, *, kind: str = "pg", model: str = "untied", **keys: Any
+        self,
+        data: BatchedDataDict[Any],
+        what: str,
+        *,
+        kind: str = "pg",
+        model: str = "untied",
+        head: str = "language",
+        **keys: Any,
     ) -> None:
-        """Compare log-probabilities, loss, gradient norm and gradients of the first step with the oracle."""
-        policy, oracle = self.policy(model, **PROBE, **keys), self.oracle(model)
-        self.values(f"log-probabilities, {what}", policy.get_logprobs(data)["logprobs"], oracle.logprobs(data))
+        """Compare log-probabilities, loss, gradient norm and gradients of the first step with the oracle.
+
+        With another `head` than that of language, there are no log-probabilities.
+        """
+        policy = self.policy(model, head=head, **PROBE, **keys)
+        oracle = self.oracle(model, head=None if head == "language" else "checkpoint", max_grad_norm=None)
+        if head == "language":
+            self.values(f"log-probabilities, {what}", policy.get_logprobs(data)["logprobs"], oracle.logprobs(data))
         before, gradients = oracle.weights(), oracle.gradients(data, kind)
-        oracle.max_grad_norm = None
         self.step(policy, oracle, data, kind, what)
         found = self.gradient(policy, before)
         self.tensors(f"gradient, {what}", found, gradients, FP32, FP32)
+
+
+def probed_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient of a single step with `PROBE` from the weights before and after it."""
+    updates = {name: (before[name] - after[name]).double() for name in before}
+    return {name: PROBE_EPS * update / (PROBE_LR - update.abs()) for name, update in updates.items()}
 
 
 @cache
