@@ -21,6 +21,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.observers.timeline import Timeline
 from rlframework.rollout.step_rollouts import rollout
@@ -70,6 +71,14 @@ def test_the_rewards_of_agents(agent_parts: Any) -> None:
     parts = agent_parts("leaves_it", "environment.check=exact")
     found = [*samples(1), samples(1)[0].__class__("x", samples(1)[0].messages, text)]
     assert rollout(parts, found, torch.arange(2)).rewards.tolist() == [0.0, 1.0]
+
+
+def test_an_attempt_that_changes_its_sample_changes_no_other(agent_parts: Any) -> None:
+    task = Sample("s", ({"role": "user", "content": "3"},), "3", metadata={"attempts": []})
+    result = rollout(agent_parts("changes_its_sample"), [task] * 3, torch.arange(3))
+    assert result.rewards.tolist() == [11.0] * 3
+    assert [turns[0]["content"] for turns in result.transcripts] == ["3+"] * 3
+    assert (task.messages[0]["content"], task.metadata) == ("3", {"attempts": []})
 
 
 @pytest.mark.slow
