@@ -185,6 +185,13 @@ def test_an_agent_that_raises_at_a_budget_is_truncated(agent_parts: Any, caplog:
     assert turns == [("user", None), ("assistant", None), ("assistant", 2)]  # the same question again: another row
 
 
+def test_an_attempt_counts_at_the_limit_that_ended_it(agent_parts: Any) -> None:
+    """Each turn is cut at its tokens, and none is sampled after `max_turns`."""
+    parts = agent_parts("endless", "environment.max_turns=2", answer=lambda request: [5] * 20)
+    metrics = rollout(parts, samples(3), torch.arange(3)).metrics
+    assert (metrics["truncated/max_turns"], metrics["truncated/max_new_tokens"]) == (1.0, 0.0)
+
+
 def test_the_time_of_an_agents_own_code_is_what_lies_between_its_requests() -> None:
     """Two requests at the same time, of 0.1 and 0.2 seconds, and one later: three spans, of 0.05 seconds each."""
 
