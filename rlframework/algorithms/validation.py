@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-def validate(parts: Parts, step: int, warned: set[str] | None = None) -> tuple[dict[str, float], list[SampleRecord]]:
+def validate(parts: Parts, step: int, warned: set[str]) -> tuple[dict[str, float], list[SampleRecord]]:
     """Score answers to the first held-out samples, as `ValidationConfig` says; return metrics and some of the samples.
 
-    Attempts have the same seeds at each step, so that steps can be compared. `warned`: the metrics that the run has
-    warned of, to which an accuracy that shows nothing is added; None: there is no warning of it.
+    Attempts have the same seeds at each step, so that steps can be compared. `warned`: metrics that the run warned of.
     """
     section = parts.config.algorithm.validation
     samples = parts.environment.samples("validation")[: section.samples]
     rows = [sample for sample in samples for _ in range(section.attempts)]
     temperature = section.temperature_of(parts.config.generation)
     result = rollout(parts, rows, row_seeds(parts.config.seed, 0, len(rows)), temperature=temperature)
-    if warned is not None:
-        _note_accuracy(step, result, warned)
+    _note_accuracy(step, result, warned)
     found = dict(result.metrics)
     if section.attempts > 1:
         found |= attempt_metrics(result.accuracies, section.attempts)
@@ -43,16 +41,15 @@ def validate(parts: Parts, step: int, warned: set[str] | None = None) -> tuple[d
 
 def _note_accuracy(step: int, result: Rollout, warned: set[str]) -> None:
     """Warn, once per run, that no reward is large enough to be right although rewards differ."""
-    name, rewards = "validation/accuracy", result.rewards[~result.failed]
-    if name in warned or bool(result.accuracies.any()) or len(rewards.unique()) < 2 or bool(rewards.max() >= 1.0):
+    rewards = result.rewards[~result.failed].unique().tolist()  # in ascending order
+    if "validation/accuracy" in warned or bool(result.accuracies.any()) or len(rewards) < 2 or rewards[-1] >= 1.0:
         return
-    warned.add(name)
+    warned.add("validation/accuracy")
     _LOG.warning(
-        "step %d: validation/accuracy is 0, and rewards are from %.3g to %.3g. Where an environment gives no accuracy, "
-        "an answer or attempt is right if its reward is at least 1. If none can be, return `accuracy` beside the "
-        "reward, or set algorithm.early_stopping.metric and checkpoints.metric to another, such as validation/reward",
-        step, float(rewards.min()), float(rewards.max()),
-    )  # fmt: skip
+        f"step {step}: validation/accuracy is 0, and rewards are from {rewards[0]:.3g} to {rewards[-1]:.3g}. An answer "
+        "or attempt without `accuracy` is right if its reward is at least 1. If none can be, return `accuracy` beside "
+        "the reward, or set algorithm.early_stopping.metric and checkpoints.metric to another, as validation/reward"
+    )
 
 
 def attempt_metrics(accuracies: Tensor, attempts: int) -> dict[str, float]:

@@ -125,10 +125,7 @@ class Environment(ABC):
         raise NotSupported(f"{type(self).__name__} scores no single turns")
 
     def episode(self, sample: Sample, seed: int) -> Episode:
-        """Return a new episode of `sample`, a copy for it alone.
-
-        Its course depends on `sample`, `seed` and the model's turns alone.
-        """
+        """Return a new episode of `sample`, its own. Its course depends on `sample`, `seed` and the turns alone."""
         raise NotSupported(f"{type(self).__name__} has no episodes")
 
     def shutdown(self) -> None:

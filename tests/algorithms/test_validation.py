@@ -35,7 +35,7 @@ class Graded(Environment):
 def validated(accuracies: list[float], **settings: Any) -> tuple[dict[str, float], Any, list[str]]:
     """The metrics of a validation of two samples, what it asked for, and the ids of its records."""
     parts = parts_of([StepOutcome(value, metrics={"accuracy": value}) for value in accuracies], **settings)
-    metrics, records = validate(parts, 1)
+    metrics, records = validate(parts, 1, set())
     return metrics, parts.generation.asked, [record.sample for record in records]
 
 
