@@ -213,6 +213,9 @@ def test_a_metric_of_several_attempts_needs_them() -> None:
     attempts = ["algorithm.validation.attempts=4", "algorithm.validation.temperature=1"]
     message = error_of("checkpoints.metric=validation/avg@8", *attempts)
     assert "`checkpoints.metric`: needs algorithm.validation.attempts=8; it is 4" in message
+    assert "needs algorithm.validation.attempts=2; it is 4" in error_of(
+        "checkpoints.metric=validation/avg@2", *attempts
+    )
     stopping = "algorithm.early_stopping={metric: validation/pass@8_low}"
     message = error_of(stopping, "algorithm.validation.every=1", *attempts)
     assert "`algorithm.early_stopping.metric`: needs algorithm.validation.attempts=8; it is 4" in message
