@@ -22,9 +22,9 @@ from rlframework.datasets.image_addresses import ImageAddresses
 from rlframework.datasets.image_inputs import ImageInputs
 from rlframework.datasets.pictures import PictureReader, decoded
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.huggingface.image_processor import load_processor
 from rlframework.huggingface.model_directories import read_config
 from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.huggingface.vision_models import load_processor
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 
