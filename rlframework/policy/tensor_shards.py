@@ -16,6 +16,7 @@ from rlframework.policy.checkpoint.saved import SavedMoments, slice_of
 from rlframework.policy.engine import Moments, TensorShard
 
 Slices = tuple[slice, ...]
+"""A rectangular part of a tensor, one slice per dimension."""
 Region = tuple[Slices, Slices]
 """Slices of a whole weight, and the slices of equal shape of the tensor that stores them."""
 
