@@ -16,8 +16,10 @@ from types import ModuleType
 MOVED = {
     "rlframework.algorithm": "rlframework.algorithms.algorithm",
     "rlframework.algorithms.losses.kl": "rlframework.algorithms.losses.terms",
+    "rlframework.algorithms.losses.nll": "rlframework.algorithms.losses.targets",
     "rlframework.algorithms.losses.preference": "rlframework_preferences.preference_losses",
     "rlframework.algorithms.losses.reward_model": "rlframework_preferences.preference_losses",
+    "rlframework.algorithms.losses.value": "rlframework.algorithms.losses.targets",
     "rlframework.algorithms.preferences": "rlframework_preferences.preference_training",
     "rlframework.algorithms.reward_model": "rlframework_preferences.reward_model_training",
     "rlframework.config.distillation": "rlframework.config.distillation_algorithms",
