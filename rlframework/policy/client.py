@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,7 +284,9 @@ class Policy:
                 raise DataError(f"{name}: there is no folder {path}")
         if (Path(weights_path) / "run.json").is_file():
             raise DataError(f"{weights_path} is the checkpoint of a run; give its folders model and optimizer")
-        self._calls.on_all(PolicyWorker.load_checkpoint, **{name: path for name, path in paths.items() if path})
+        self._calls.on_all(
+            PolicyWorker.load_checkpoint, **{name: abspath(path) for name, path in paths.items() if path}
+        )
 
     def save_pretrained(self, path: str, *, replace: bool = False) -> None:
         """Write a Hugging Face directory; see `PolicyWorker.save_pretrained`.
@@ -299,7 +302,7 @@ class Policy:
     def _save(self, method: Callable[..., None], path: str, replace: bool) -> None:
         if not replace:
             check_replaceable(path)
-        self._calls.on_all(method, path=path)
+        self._calls.on_all(method, path=abspath(path))  # workers have the directory that they were started in
 
     def save_checkpoint(
         self,
@@ -320,11 +323,11 @@ class Policy:
             check_replaceable(path)
         self._calls.on_all(
             PolicyWorker.save_checkpoint,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
+            weights_path=abspath(weights_path),
+            optimizer_path=optimizer_path and abspath(optimizer_path),
             form=form,
             asynchronous=asynchronous,
-            **({} if reference_path is None else {"reference_path": reference_path}),
+            **({} if reference_path is None else {"reference_path": abspath(reference_path)}),
         )
 
     def sync_reference(self, alpha: float) -> None:
