@@ -323,6 +323,8 @@ def test_a_word_that_other_algorithms_have_is_told_once() -> None:
     [
         ("beta=0.1", "Did you mean `algorithm.beta`?"),
         ("algorithm.loss_type=ipo", "ipo is `algorithm.name` ipo"),
+        ("algorithm.loss_type=[sigmoid, sft]", "[sigmoid, sft] is `algorithm.sft_weight` with it. Others have no"),
+        ("algorithm.loss_weights=[1.0, 0.5]", "these are `algorithm.weight` and `algorithm.sft_weight`, in the order"),
         ("max_completion_length=9", "Rows are truncated as a whole, to `algorithm.max_tokens`"),
         ("gradient_accumulation_steps=2", "it is twice per_device_train_batch_size x gradient_accumulation_steps x"),
         ("algorithm.rpo_alpha=1", "In rlframework this is `algorithm.sft_weight`."),
