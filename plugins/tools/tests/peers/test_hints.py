@@ -335,6 +335,21 @@ def test_words_have_the_meaning_that_they_have_for_pairs(written: str, hint: str
 
 
 @pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("reward_model", "beta=0.1"),
+        ("reward_model", "loss_weights=[1.0, 0.5]"),
+        ("sft", "num_generations=8"),
+        ("sft", "trainer={epsilon: 0.2}"),
+    ],
+)
+def test_an_algorithm_without_the_key_has_no_counterpart(name: str, written: str) -> None:
+    message = error_of(f"algorithm.name={name}", written)
+    assert f"It has no counterpart with `algorithm.name` {name}: remove the key." in message
+    assert "In rlframework this is" not in message
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         (
