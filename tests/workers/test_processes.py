@@ -176,16 +176,17 @@ def test_the_code_of_a_module_that_was_reloaded_is_sent(tmp_path, monkeypatch, a
     """In a worker that imported the module before, the name alone would stand for the earlier code."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(processes._Pickler, "_sent", {})
-    file = tmp_path / "losses_to_edit.py"
+    name = f"losses_to_edit_{after_reload.__name__.strip('<>')}"
+    file = tmp_path / f"{name}.py"
     file.write_text("class Loss:\n    def scale(self):\n        return 1\n")
-    module = importlib.import_module("losses_to_edit")
+    module = importlib.import_module(name)
     earlier = module.Loss
     assert b"scale" not in processes._pickled(earlier())
     file.write_text("class Loss:\n    def scale(self):\n        return 1 + 9  # edited\n")
     importlib.reload(module)
     after_reload(module, earlier)
     sent = processes._pickled(module.Loss())
-    monkeypatch.delitem(sys.modules, "losses_to_edit")
+    monkeypatch.delitem(sys.modules, name)
     file.unlink()
     assert pickle.loads(sent).scale() == 10  # noqa: S301 - pickled above
     cloudpickle.unregister_pickle_by_value(module)
