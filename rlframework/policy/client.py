@@ -279,8 +279,9 @@ class Policy:
     ) -> None:
         """See `PolicyWorker.load_checkpoint`. Raises `DataError` for a folder that does not exist."""
         paths = {"weights_path": weights_path, "optimizer_path": optimizer_path, "reference_path": reference_path}
-        for name, path in paths.items():
-            if path is not None and not Path(path).is_dir():
+        given = {name: abspath(path) for name, path in paths.items() if path}
+        for name, path in given.items():
+            if not Path(path).is_dir():
                 raise DataError(f"{name}: there is no folder {path}")
         if (Path(weights_path) / "run.json").is_file():
             raise DataError(f"{weights_path} is the checkpoint of a run; give its folders model and optimizer")
