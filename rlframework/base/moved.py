@@ -101,6 +101,7 @@ MOVED = {
     "rlframework.plugins.state_layout": "rlframework_tools.estimates.state_layout",
     "rlframework.policy.all_ranks": "rlframework.workers.process_groups",
     "rlframework.policy.checkpoint.merged": "rlframework_tools.convert",
+    "rlframework.policy.head.formula": "rlframework.policy.head.patch",
     "rlframework.policy.head.vocabulary_shard": "rlframework.policy.head.vocabulary",
     "rlframework.rollout.endpoint": "rlframework_serve",
     "rlframework.rollout.endpoint.requests": "rlframework_serve.request_bodies",
