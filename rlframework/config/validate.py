@@ -74,7 +74,10 @@ def validate(
         config = model.model_validate(tree.values)
     except ValidationError as error:
         return None, _problems(error, tree, model, elsewhere or {}, most, hints)
-    problems = [*_mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree)]
+    problems = [
+        replace(problem, hint=hints("value_hint", key=problem.key, value=problem.given))
+        for problem in _mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree)
+    ]
     problems += _null_characters(tree.values, (), tree)
     return (None, problems) if problems else (config, [])
 
