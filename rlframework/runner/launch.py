@@ -199,11 +199,11 @@ def _note_best(config: RunConfig) -> None:
             every if has_measured(config.output_dir, section.metric) else "no step of this run had it: ",
         )
         return
-    path, value = found
+    path, value, equal = found
+    tie = f", the last of {equal} that are equal: another checkpoints.metric may tell them apart" if equal > 1 else ""
+    which = f"{section.best}{tie}"
     command = f"rlframework convert {shlex.quote(str(path))} DEST --to huggingface"
-    _LOG.info(
-        "best checkpoint: %s, with %s %.4g (%s); its model: %s", path, section.metric, value, section.best, command
-    )
+    _LOG.info("best checkpoint: %s, with %s %.4g (%s); its model: %s", path, section.metric, value, which, command)
 
 
 def _resumed(config: RunConfig, step: int) -> Resumed:
