@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError
+from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError, WorkerLost
 from rlframework.base.logs import debug_span, log_to_stderr
 from rlframework.config.sections import RemoteGroupConfig, WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
@@ -53,6 +53,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
         self._config = config if isinstance(config, RemoteGroupConfig) else RemoteGroupConfig(**config.model_dump())
         self._deadlines = config.deadlines
         self._ended: str | None = None
+        self._refusal: type[WorkerError] = WorkerError  # of calls after the end: of a lost worker, the loss
         self._gone: bool | None = None
         self._driver = os.getpid()
         self._pids: dict[int, tuple[int, str]] = {}
@@ -222,7 +223,7 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
 
     def _require_usable(self, doing: str) -> None:
         if self._ended is not None:
-            raise WorkerError(
+            raise self._refusal(
                 f"{doing}: the worker group is no longer usable: {self._ended}; create a new one, or a new Session"
             )
 
@@ -251,6 +252,8 @@ class RemoteWorkerGroup(dispatch.DispatchingWorkerGroup):
                 )
         except BaseException as error:
             first_line = str(error).partition("\n")[0]
+            if self._ended is None and isinstance(error, WorkerLost | DeadlineExceeded):
+                self._refusal = WorkerLost
             self._end(f"{doing} ended with {type(error).__name__}{first_line and f': {first_line}'}")
             raise
         return {rank: results[rank] for rank in refs}

@@ -8,7 +8,7 @@ import platform
 import pytest
 import torch
 
-from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError
+from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError, WorkerLost
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
@@ -109,6 +109,8 @@ def test_the_dead_rank_is_named_not_the_peer_that_noticed(start, where):
     assert ask(group, "all_reduce", value=1) == [2.0, 2.0]
     with pytest.raises(WorkerError, match=rf"^the process of rank 1 of 2{where} died in wait_for_peer: "):
         ask(group, "wait_for_peer", only=1)
+    with pytest.raises(WorkerLost, match="all_reduce: the worker group is no longer usable: wait_for_peer ended with"):
+        ask(group, "all_reduce", value=1)  # so that a caller that did not see the loss knows it too
 
 
 def test_a_missed_deadline_names_rank_and_setting(start, where):
