@@ -279,15 +279,13 @@ class Policy:
     ) -> None:
         """See `PolicyWorker.load_checkpoint`. Raises `DataError` for a folder that does not exist."""
         paths = {"weights_path": weights_path, "optimizer_path": optimizer_path, "reference_path": reference_path}
-        given = {name: abspath(path) for name, path in paths.items() if path}
-        for name, path in given.items():
+        folders = {name: abspath(path) for name, path in paths.items() if path}
+        for name, path in folders.items():
             if not Path(path).is_dir():
                 raise DataError(f"{name}: there is no folder {path}")
         if (Path(weights_path) / "run.json").is_file():
             raise DataError(f"{weights_path} is the checkpoint of a run; give its folders model and optimizer")
-        self._calls.on_all(
-            PolicyWorker.load_checkpoint, **{name: abspath(path) for name, path in paths.items() if path}
-        )
+        self._calls.on_all(PolicyWorker.load_checkpoint, **folders)
 
     def save_pretrained(self, path: str, *, replace: bool = False) -> None:
         """Write a Hugging Face directory; see `PolicyWorker.save_pretrained`.

@@ -62,8 +62,8 @@ def note(path: Path, mutant: str, test: str, outcome: str) -> None:
 def drop_cut_line(path: Path) -> None:
     """Remove the last line of the file `path` if it is cut, so that the next pair has a line of its own."""
     if path.exists():
-        text = path.read_text("utf-8")
-        path.write_text(text[: text.rfind("\n") + 1], "utf-8")
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def noted(path: Path) -> dict[tuple[str, str], str]:
@@ -96,4 +96,5 @@ def summary(outcomes: Mapping[tuple[str, str], str], stored_rows: Matrix) -> Ite
     for test, mutants in killed.items():
         more = next((other for other, theirs in killed.items() if mutants < theirs), None)
         if more is not None:
-            yield f"{test} catches {len(mutants)} mutants, all of which {more} catches too"
+            share = f"{len(mutants)} of {len(killed[more])} mutants"
+            yield f"{test} catches nothing that {more} does not catch too ({share})"

@@ -56,7 +56,8 @@ class MutantProof:
         }
         pairs = [(name, test) for name, tests_of_one in fit.items() for test in tests_of_one]
         if cls.matrix:
-            pairs = [pair for pair in pairs if pair not in matrix.noted(Path(cls.matrix))]
+            noted = matrix.noted(Path(cls.matrix))
+            pairs = [pair for pair in pairs if pair not in noted]
         elif cls.only:
             pairs = [(name, test) for name, test in pairs if test in cls.only]
         else:
