@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from rlframework.base.errors import RLFrameworkError
@@ -34,8 +35,12 @@ class LoopThread(Generic[R]):
         self._ready = threading.Event()
         _LOG.debug("%s: starting the thread of their event loop", name)
         self._thread = threading.Thread(target=asyncio.run, args=(self._run(work),), name=name, daemon=True)
-        self._thread.start()
-        self._ready.wait()
+        try:
+            self._thread.start()
+            self._ready.wait()
+        except KeyboardInterrupt:  # nobody has this object yet, who could end the work
+            self.end()
+            raise
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, R]]) -> None:
         self.loop = asyncio.get_running_loop()
@@ -78,6 +83,17 @@ class LoopThread(Generic[R]):
     def cancel(self) -> None:
         """Cancel the work."""
         self.call(self._task.cancel)
+
+    def end(self) -> None:
+        """Cancel the work, and wait until it has ended, also if that is interrupted: else it would go on unseen."""
+        cancelled = False
+        while not self.result.done():
+            with suppress(KeyboardInterrupt):
+                self._ready.wait()
+                if not cancelled:
+                    self.cancel()
+                    cancelled = True
+                wait([self.result])
 
     def join(self) -> None:
         """Wait for the end of the thread."""

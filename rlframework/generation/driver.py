@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import wait
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -155,10 +154,7 @@ def run_in_loop(task: Coroutine[Any, Any, R]) -> R:
     try:
         return thread.result.result()
     except KeyboardInterrupt:
-        thread.cancel()
-        while not thread.result.done():  # or the task would go on beside what the user does next
-            with suppress(KeyboardInterrupt):
-                wait([thread.result])
+        thread.end()  # or the task would go on beside what the user does next
         raise
     finally:
         thread.join()
