@@ -85,6 +85,7 @@ def test_ray_get_raises_rays_error_and_does_not_end_the_group(group):
 )
 def test_a_failed_constructor_is_reported_with_its_traceback(keeper, path, kwargs, parts):
     keeper.end()
+    keeper.cluster.placements()  # its first use connects it, if this is the first test
     before = len(runtime._OWNED_BY)
     with pytest.raises((WorkerError, UserError)) as told:
         RayWorkerGroup(keeper.cluster, RayWorkerBuilder(path, **kwargs))
