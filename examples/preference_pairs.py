@@ -56,10 +56,10 @@ def make_pairs(arguments: argparse.Namespace) -> None:
     pairs.save(arguments.output)
     print_counts(questions, rows, len(pairs))
 
-    shell = PreferencePairs.load_memmap(arguments.output, device="meta")
+    shell = PreferencePairs.load(arguments.output, device="meta")
     size = sum(tensor.nbytes for tensor in shell.values(include_nested=True, leaves_only=True))
     print(f"{arguments.output}: {size / 1e6:.1f} MB, chosen and rejected of {list(shell.chosen.input_ids.shape)}")
-    print_lengths(PreferencePairs.load_memmap(arguments.output).check())
+    print_lengths(PreferencePairs.load(arguments.output).check())
 
 
 def make_tokenizer(directory: str | None, rows: Sequence[PreferenceRow]) -> Any:

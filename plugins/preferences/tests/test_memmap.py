@@ -1,11 +1,13 @@
-"""Folders that are damaged, half-written or somebody else's: a clear error, and never wrong data or a crash."""
+"""RewardData and pairs on disk: whole or not at all; damage is a clear error, and never wrong data or a crash."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,22 +17,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorClass, TensorDict, tensorclass
-from torch._subclasses import FakeTensorMode
+from probe_forked import run_program
+from tensordict import LazyStackedTensorDict, TensorDict
 
-from rlframework.base.errors import DataError
+from rlframework.base.errors import BatchTypeError, DataError, WriteError
 from rlframework_preferences.pairs import PreferencePairs
 from rlframework_preferences.reward_data import RewardData
 
 INNER = "_tensordict"
-
-
-@tensorclass
-class Stranger:
-    """A tensorclass that is none of ours."""
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
 
 
 def rewards(rows: int = 3) -> RewardData:
@@ -119,58 +113,36 @@ DAMAGES = {
 def test_damage_is_told(folder: Path, name: str) -> None:
     damage, told = DAMAGES[name]
     damage(folder)  # type: ignore[operator]
-    whole = rewards()
-    for load in (
-        lambda: RewardData.load_memmap(folder),
-        lambda: RewardData.load(folder, device="cpu"),
-        lambda: RewardData.load_memmap(folder, "meta"),
-        lambda: RewardData.load_memmap(folder, out=rewards()),
-        lambda: whole.load_memmap_(folder),
-    ):
+    for device in (None, "meta"):
         with pytest.raises(DataError, match=told):
-            load()
-    with FakeTensorMode(), pytest.raises(DataError, match=told):
-        RewardData.load_memmap(folder)
-    assert whole.input_ids.flatten().tolist() == list(range(12))
+            RewardData.load(folder, device)
 
 
-def test_folders_of_other_classes(tmp_path: Path) -> None:
-    pairs().save(tmp_path / "pairs")
-    rewards().save(tmp_path / "rewards")
-    rewards().to_tensordict().save(tmp_path / "plain")
-    Stranger(torch.ones(2, 4), torch.ones(2, 4), batch_size=[2]).save(tmp_path / "stranger")
-    for cls, name, told in (
-        (RewardData, "pairs", r"holds a PreferencePairs, not a RewardData; load it with PreferencePairs\.load_memmap"),
-        (PreferencePairs, "rewards", "holds a RewardData, not a PreferencePairs"),
-        (RewardData, "plain", "holds a TensorDict, not a RewardData; load it with TensorDict"),
-        (RewardData, "stranger", "holds a Stranger, not a RewardData"),
-    ):
-        with pytest.raises(DataError, match=told):
-            cls.load_memmap(tmp_path / name)
-    plain = RewardData.from_tensordict(TensorDict.load_memmap(tmp_path / "plain"))
-    assert plain.input_lengths.tolist() == [1, 2, 3]
-
-
-def test_a_class_of_the_users_own(tmp_path: Path) -> None:
+def test_a_folder_of_another_class_is_rejected(tmp_path: Path) -> None:
     class Rated(RewardData):
         rating: torch.Tensor | None = None
 
-    data = Rated(torch.ones(2, 3).int(), torch.ones(2, 3).bool(), rating=torch.tensor([1, 2]), batch_size=[2])
-    data.save(tmp_path / "rated")
-    loaded = Rated.load_memmap(tmp_path / "rated")
-    assert type(loaded) is Rated
-    assert loaded.rating.tolist() == [1, 2]
-    assert loaded.input_lengths.tolist() == [3, 3]
-    with pytest.raises(DataError, match="holds a Rated, not a RewardData"):
-        RewardData.load_memmap(tmp_path / "rated")
-    assert issubclass(Rated, TensorClass)
+    rated = Rated(torch.ones(2, 3).int(), torch.ones(2, 3).bool(), rating=torch.tensor([1, 2]), batch_size=[2])
+    rated.save(tmp_path / "rated")
+    pairs().save(tmp_path / "pairs")
+    rewards().to_tensordict().save(tmp_path / "plain")
+    for name, message in (
+        ("pairs", r"holds a PreferencePairs, not a RewardData; load it with PreferencePairs\.load"),
+        ("plain", "holds a TensorDict, not a RewardData; load it with TensorDict"),
+        ("rated", "holds a Rated, not a RewardData"),
+    ):
+        with pytest.raises(DataError, match=message):
+            RewardData.load(tmp_path / name)
+    assert Rated.load(tmp_path / "rated").rating.tolist() == [1, 2]
+    plain = RewardData.from_tensordict(TensorDict.load_memmap(tmp_path / "plain"))
+    assert plain.input_lengths.tolist() == [1, 2, 3]
 
 
 def test_files_that_nobody_asks_for_are_no_error(folder: Path) -> None:
     for name in ("README", "rewards.memmap", f"{INNER}/rewards.memmap", f"{INNER}/.DS_Store"):
         (folder / name).write_text("hello")
     (folder / INNER / "more").mkdir()
-    loaded = RewardData.load_memmap(folder)
+    loaded = RewardData.load(folder)
     assert loaded.rewards is None
     assert loaded.input_ids.flatten().tolist() == list(range(12))
 
@@ -194,7 +166,7 @@ FILES[PreferencePairs] += [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[type, Path]:
     place = tmp_path_factory.mktemp("whole")
-    return {cls: data.save(place / cls.__name__).saved_path for cls, data in WHOLE.items()}
+    return {cls: place / cls.__name__ for cls in WHOLE if WHOLE[cls].save(place / cls.__name__) is not None}
 
 
 KINDS = ["delete", "cut", "extend", "flip", "garble", "insert", "folder"]
@@ -245,7 +217,7 @@ def test_any_damage_gives_an_error_or_the_data_that_is_there(
         for number, kind, where, junk in harms:
             harm(folder / FILES[cls][number % len(FILES[cls])], kind, where, junk)
         try:
-            loaded = cls.load_memmap(folder, "meta" if meta else None)
+            loaded = cls.load(folder, "meta" if meta else None)
         except DataError:
             return
         assert loaded.batch_size == WHOLE[cls].batch_size
@@ -259,35 +231,131 @@ def test_any_damage_gives_an_error_or_the_data_that_is_there(
                 assert torch.equal(leaf.as_subclass(torch.Tensor).view(torch.uint8).flatten(), there)
 
 
+def test_saved_data_is_mapped_and_checked(tmp_path: Path) -> None:
+    inner = TensorDict({"x": torch.ones(3, 2)}, batch_size=[3])
+    saved = RewardData(inner, torch.ones(3, 4), batch_size=[3]).save(tmp_path / "nested")
+    saved.get(("input_ids", "x"))[0, 0] = 8  # written through to the file
+    assert RewardData.load(tmp_path / "nested").get(("input_ids", "x"))[0].tolist() == [8, 1]
+    data = RewardData(
+        torch.arange(8).view(4, 2).t(),
+        torch.ones(1, 4, dtype=torch.bool).expand(2, 4),
+        torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True),
+        batch_size=[2],
+    )
+    data.save(tmp_path / "views")
+    loaded = RewardData.load(tmp_path / "views")
+    assert loaded.input_ids.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert loaded.attention_mask.tolist() == [[True] * 4] * 2
+    assert (loaded.rewards.dtype, loaded.rewards.tolist()) == (torch.bfloat16, [1.0, 2.0])
+    shell = RewardData.load(tmp_path / "views", "meta")
+    assert (shell.input_ids.is_meta, shell.check().input_ids.shape) == (True, (2, 4))
+    for few in (rewards(0), rewards(1)[0]):
+        assert few.save(tmp_path / "few").input_ids.shape == few.input_ids.shape
+
+
+def test_a_mapping_outlives_the_folder_that_it_maps(tmp_path: Path) -> None:
+    """A new folder of another size takes the place of a mapped one: nothing of the mapping changes."""
+    old = rewards(3).save(tmp_path / "a")
+    loaded = RewardData.load(tmp_path / "a")
+    assert rewards(1).save(tmp_path / "a").input_ids.tolist() == [[0, 1, 2, 3]]
+    for mapped in (old, loaded):
+        assert mapped.input_ids.flatten().tolist() == list(range(12))
+    assert os.listdir(tmp_path) == ["a"]
+    loaded[1:].save(tmp_path / "a")  # the old data is written, not what is under its name by now
+    assert RewardData.load(tmp_path / "a").input_ids.flatten().tolist() == list(range(4, 12))
+
+
+def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards().save(tmp_path / "a")
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for name in ("a", "new"):
+        with pytest.raises(WriteError, match="there is no space left on the device"):
+            rewards(2).save(tmp_path / name)
+    assert os.listdir(tmp_path) == ["a"]
+    assert RewardData.load(tmp_path / "a").input_ids.flatten().tolist() == list(range(12))
+
+
 @pytest.mark.slow
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: (
-            st.lists(inner, max_size=4)
-            | st.dictionaries(
-                st.sampled_from(["shape", "dtype", "device", "type", "is_nested", "_type", "_names", "_format_version"])
-                | st.text(max_size=6),
-                inner,
-                max_size=4,
-            )
+def test_a_kill_while_saving_leaves_the_old_folder(tmp_path: Path) -> None:
+    rewards().save(tmp_path / "a")
+    script = (
+        "import os, signal, torch\n"
+        "from rlframework_preferences import memmap\n"
+        "from rlframework_preferences.reward_data import RewardData\n"
+        "memmap.reserve = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"RewardData.from_lengths(torch.ones(9, 4).int(), torch.ones(9).int()).save({str(tmp_path / 'a')!r})"
+    )
+    assert run_program(script).returncode == -9
+    assert RewardData.load(tmp_path / "a").input_ids.flatten().tolist() == list(range(12))
+
+
+def test_files_of_others_are_never_deleted(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match=r"home holds letter\.txt, which saving would delete"):
+        rewards().save(tmp_path / "home")
+    with pytest.raises(DataError, match="file is a file"):
+        rewards().save(tmp_path / "file")
+    assert (tmp_path / "home" / "letter.txt").read_text() == "dear"
+    (tmp_path / "empty").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("empty")
+    rewards(2).save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o700
+    assert RewardData.load(tmp_path / "link").batch_size == torch.Size([2])
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (RewardData(TensorDict({"text": "abc"}, [2]), torch.ones(2, 4), batch_size=[2]), "must be dense tensors"),
+        (
+            RewardData(LazyStackedTensorDict(TensorDict({}), TensorDict({})), torch.ones(2, 4), batch_size=[2]),
+            "must be dense tensors",
         ),
-        max_leaves=8,
-    ),
-    st.sampled_from(
-        ["input_ids", "attention_mask", "end_scores", "rewards", "shape", "device", "_type", "_names", "x"]
-    ),
+        (RewardData.lazy_stack([rewards(1), rewards(1)]), "must be dense tensors"),
+        (
+            RewardData(TensorDict({"a/b": torch.ones(2)}, [2]), torch.ones(2, 4), batch_size=[2]),
+            "under plain names .*a/b",
+        ),
+        (
+            RewardData(TensorDict({"shape": torch.ones(2)}, [2]), torch.ones(2, 4), batch_size=[2]),
+            "'shape'.* cannot be names of saved fields",
+        ),
+        (RewardData(torch.ones(2, 4).to_sparse(), torch.ones(2, 4), batch_size=[2]), "must be dense tensors"),
+        (
+            RewardData(torch.ones(2, 4, device="meta"), torch.ones(2, 4), batch_size=[2]),
+            "must be dense tensors",
+        ),
+    ],
 )
-@settings(deadline=None, max_examples=150)
-def test_any_entry_of_a_meta_file(saved: dict[type, Path], value: Any, key: str) -> None:
-    """A meta file that is JSON, with one entry that may be anything."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "copy"
-        shutil.copytree(saved[RewardData], folder)
-        set_in(key, value=value)(folder)
-        try:
-            loaded = RewardData.load_memmap(folder)
-        except DataError:
-            return
-        for name, leaf in leaves(WHOLE[RewardData]):
-            assert torch.equal(dict(leaves(loaded))[name], leaf)
+def test_what_cannot_be_saved_is_told_before_anything_is_written(tmp_path: Path, data: RewardData, told: str) -> None:
+    with pytest.raises(BatchTypeError, match=told):
+        data.save(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("former", ["rlframework.datasets", "rlframework.data"])
+def test_folders_of_releases_that_had_the_classes_elsewhere(tmp_path: Path, former: str) -> None:
+    """`meta.json` names the class, whose module has had other names."""
+    whole = rewards()
+    whole.save(tmp_path / "rewards")
+    both = PreferencePairs(whole, whole.clone(), torch.zeros(3, dtype=torch.int64), batch_size=[3])
+    both.save(tmp_path / "pairs")
+    metas = [tmp_path / "rewards" / "meta.json", *(tmp_path / "pairs").rglob("meta.json")]
+    renamed = [meta for meta in metas if "rlframework_preferences." in meta.read_text()]
+    assert len(renamed) == 4  # the rewards, the pairs, and the two sides of the pairs
+    for meta in renamed:
+        text = meta.read_text().replace("rlframework_preferences.pairs", f"{former}.preferences")
+        meta.write_text(text.replace("rlframework_preferences.reward_data", f"{former}.reward_data"))
+    assert RewardData.load(tmp_path / "rewards").input_ids.equal(whole.input_ids)
+    loaded = PreferencePairs.load(tmp_path / "pairs")
+    assert isinstance(loaded.chosen, RewardData)
+    assert loaded.check().rejected.input_ids.equal(whole.input_ids)
+    PreferencePairs.load(tmp_path / "pairs").save(tmp_path / "again")
+    assert "rlframework_preferences.pairs" in (tmp_path / "again" / "meta.json").read_text()
