@@ -5,7 +5,7 @@ FROM ${BASE}
 COPY . /opt/rlframework
 RUN cd /opt/rlframework && pip install --no-cache-dir . 'ray[default]' \
         plugins/dtensor plugins/deepspeed plugins/megatron plugins/transformers plugins/vllm plugins/ray plugins/environments \
-        plugins/preferences plugins/serve plugins/report plugins/storage plugins/tools plugins/conformance
+        plugins/preferences plugins/distillation plugins/serve plugins/report plugins/storage plugins/tools plugins/conformance
 WORKDIR /work
 ENTRYPOINT ["rlframework"]
 CMD ["doctor"]

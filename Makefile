@@ -153,7 +153,7 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made $(PROJECTS)
 	@echo "Installing rlframework and its packages into $(VENV): this takes a few minutes the first time."
-	$(PIP) install -e . -e plugins/dtensor -e plugins/transformers -e plugins/preferences -e plugins/report -e plugins/tools
+	$(PIP) install -e . -e plugins/dtensor -e plugins/transformers -e plugins/preferences -e plugins/distillation -e plugins/report -e plugins/tools
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.made $(PROJECTS) requirements-dev.txt

@@ -21,7 +21,9 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[1]
-DISABLED = "conformance,ddp,deepspeed,environments,megatron,preferences,ray,report,serve,storage,tools,vllm"
+DISABLED = (
+    "conformance,ddp,deepspeed,distillation,environments,megatron,preferences,ray,report,serve,storage,tools,vllm"
+)
 """The plugins of this repository that the extra `dtensor` does not need for a run (`report` draws after it)."""
 BACKENDS = ("dtensor", "deepspeed", "megatron", "ddp")
 RUN = """

@@ -15,6 +15,8 @@ from types import ModuleType
 
 MOVED = {
     "rlframework.algorithm": "rlframework.algorithms.algorithm",
+    "rlframework.algorithms.distillation": "rlframework_distillation.training",
+    "rlframework.algorithms.losses.distillation": "rlframework_distillation.loss",
     "rlframework.algorithms.losses.kl": "rlframework.algorithms.losses.terms",
     "rlframework.algorithms.losses.nll": "rlframework.algorithms.losses.targets",
     "rlframework.algorithms.losses.preference": "rlframework_preferences.preference_losses",
@@ -22,7 +24,9 @@ MOVED = {
     "rlframework.algorithms.losses.value": "rlframework.algorithms.losses.targets",
     "rlframework.algorithms.preferences": "rlframework_preferences.preference_training",
     "rlframework.algorithms.reward_model": "rlframework_preferences.reward_model_training",
-    "rlframework.config.distillation": "rlframework.config.distillation_algorithms",
+    "rlframework.algorithms.teacher_targets": "rlframework_distillation.teacher_targets",
+    "rlframework.config.distillation": "rlframework_distillation.config",
+    "rlframework.config.distillation_algorithms": "rlframework_distillation.config",
     "rlframework.config.episode_environments": "rlframework.config.environments",
     "rlframework.config.images": "rlframework.config.sections",
     "rlframework.config.judge": "rlframework.config.endpoint",
@@ -49,6 +53,7 @@ MOVED = {
     "rlframework.datasets.sources.splits": "rlframework.datasets.sources.opening",
     "rlframework.datasets.step_rows": "rlframework_preferences.preference_rows",
     "rlframework.datasets.tool_rows": "rlframework.datasets.conversations",
+    "rlframework.datasets.teacher_data": "rlframework_distillation.teacher_data",
     "rlframework.doctor": "rlframework_tools.doctor",
     "rlframework.environments.agent": "rlframework_serve.agent_environment",
     "rlframework.environments.answer_scores": "rlframework.environments.counted_failures",

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint: the keys that a judge and a teacher share, and those of a judge."""
+"""A model behind an OpenAI-compatible endpoint: the keys that a judge and a teacher share, and those of each."""
 
 import re
 import string
@@ -30,6 +30,12 @@ class EndpointConfig(Section):
         description="retries of a request after a lost connection, a timeout, or the HTTP status 408, 409, 429 or 5xx, "
         "with exponential back-off or after what Retry-After says",
     )
+
+
+class TeacherEndpointConfig(EndpointConfig):
+    """A teacher behind an OpenAI-compatible endpoint that returns `prompt_logprobs` by token id, as vLLM's does."""
+
+    timeout: Seconds = Field(120.0, description="seconds for one attempt at a request")
 
 
 PROMPT_FIELDS = ("question", "completion", "answer")

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from rlframework.base.errors import ConfigError
 from rlframework.config.algorithms import GRPOConfig, OwnLossConfig, PPOConfig, SFTConfig
 from rlframework.config.base import Section
-from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.environments import (
     AdditionConfig,
     DatasetConfig,
@@ -78,7 +77,6 @@ def rlframework_environments() -> list[EnvironmentRecord]:
 def rlframework_algorithms() -> list[AlgorithmRecord]:
     """The built-in training loops."""
     core, sft = partial(_core, AlgorithmRecord), "supervised fine-tuning on the environment's completions"
-    distillation = "distillation of a teacher, on-policy or from data (Agarwal et al. 2023, arXiv:2306.13649)"
     ppo = "proximal policy optimization with a critic (Schulman et al. 2017, arXiv:1707.06347)"
     return [
         core("sft", "algorithms.sft:SFT", sft, SFTConfig, check=check_sft),
@@ -87,13 +85,6 @@ def rlframework_algorithms() -> list[AlgorithmRecord]:
             for name, summary in POLICY_GRADIENT.items()
         ),
         core("ppo", "algorithms.ppo:PPO", ppo, PPOConfig, check=check_grpo),
-        core(
-            "distillation",
-            "algorithms.distillation:Distillation",
-            distillation,
-            DistillationConfig,
-            check=check_distillation,
-        ),
     ]
 
 
@@ -199,17 +190,6 @@ def check_grpo(config: RunConfig, device: str) -> list[Problem]:
         message = "greedy completions of a prompt are all identical, so GRPO has nothing to compare."
         problems.append(Problem("generation.temperature", message, "Set it to a positive value, such as 1.0."))
     return problems + check_sampling(config, device)
-
-
-def check_distillation(config: RunConfig, device: str) -> list[Problem]:
-    """Reject truncated and greedy sampling for the policy gradient of sampled tokens."""
-    if not isinstance(config.algorithm, DistillationConfig) or config.algorithm.tokens != "sampled":
-        return []
-    problems = check_sampling(config, device)
-    if config.generation.temperature == 0:
-        message = "greedy completions are not samples, from which algorithm.tokens=sampled estimates the divergence."
-        problems.append(Problem("generation.temperature", message, "Set it to a positive value, such as 1.0."))
-    return problems
 
 
 def check_sampling(config: RunConfig, device: str) -> list[Problem]:

@@ -407,8 +407,8 @@ def rlframework_uploads(config: RunConfig) -> Uploads | None:
 def rlframework_teacher_endpoint() -> str | None:
     """Return the import path `module:Class` of a teacher behind an endpoint; the first plugin that has one is used.
 
-    `Class(config, tokenizer, temperature)` is a `rlframework.algorithms.teacher_targets.Scorer`; `config` is the
-    section `algorithm.endpoint`.
+    `Class(config, tokenizer, temperature)` has `get_logprobs`, `get_topk_logits` and `get_token_set_logprobs`, as a
+    `Policy` has them, and `rest()`, which frees what it holds; `config` is the section `algorithm.endpoint`.
 
     >>> from rlframework.plugins.hookspec import hookimpl
     >>> @hookimpl

@@ -19,6 +19,7 @@ from rlframework_tools.new_backend import core_range
 ROOT = Path(__file__).parents[2]
 PLUGINS = (
     "preferences",
+    "distillation",
     "report",
     "tools",
     "conformance",
@@ -99,7 +100,7 @@ OPTIONAL = (
 )
 """The extras of packages that one part each needs."""
 
-FIRST_RUN = ("dtensor", "transformers", "preferences", "report", "tools")
+FIRST_RUN = ("dtensor", "transformers", "preferences", "distillation", "report", "tools")
 
 ALIASES = (
     *("agent", "doctor", "init", "new-backend", "parity"),

@@ -27,7 +27,10 @@ SOURCES = {
     "rlframework-core": ROOT,
     **{f"rlframework-{path.parent.name}": path.parent for path in ROOT.glob("plugins/*/pyproject.toml")},
 }
-FIRST_RUN = [f"rlframework-{name}" for name in ("core", "dtensor", "preferences", "report", "tools", "transformers")]
+FIRST_RUN = [
+    f"rlframework-{name}"
+    for name in ("core", "distillation", "dtensor", "preferences", "report", "tools", "transformers")
+]
 """The distributions that `rlframework-core[dtensor]` installs."""
 MINUTES = 60.0
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")

@@ -52,7 +52,7 @@ def test_cores_own_parts_come_through_the_same_hooks():
         "generation_engine": set(),
         "environment": {"addition", "dataset", "gsm8k", "tools"},
     }
-    assert set(manager.registered("algorithm")) == {"sft", "ppo", "distillation", *get_args(AlgorithmName)}
+    assert set(manager.registered("algorithm")) == {"sft", "ppo", *get_args(AlgorithmName)}
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")
     assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")

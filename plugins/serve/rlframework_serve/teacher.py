@@ -20,7 +20,7 @@ from torch import Tensor
 from rlframework.base.errors import ConfigError, NotSupported, UserError
 from rlframework.base.secrets import hide_in_text
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation_algorithms import TeacherEndpointConfig
+from rlframework.config.endpoint import TeacherEndpointConfig
 from rlframework.generation.driver import run_in_loop
 from rlframework.policy.microbatches.data_processor import wanted_targets
 from rlframework.policy.microbatches.global_batch import real_tokens

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rlframework.base.errors import ConfigError, NotSupported, UserError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation_algorithms import TeacherEndpointConfig
+from rlframework.config.endpoint import TeacherEndpointConfig
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework_serve.teacher import TeacherEndpoint

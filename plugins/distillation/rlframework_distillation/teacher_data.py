@@ -17,7 +17,7 @@ import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,21 +27,12 @@ from rlframework.base.errors import DataError
 from rlframework.base.files import replacing_directory
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.datasets.tokens import TokenData, damaged, mapped
+from rlframework_distillation.teacher_targets import Scorer
 
 _META, _ROWS = "teacher.json", "rows"
 _IDS, _LOGPROBS = ("topk_ids.bin", np.dtype("<u4")), ("topk_logprobs.bin", np.dtype("<f4"))
 _VERIFIED = 4096
 """Tokens that are verified at once."""
-
-
-class ScoresTokens(Protocol):
-    """A policy that returns its most likely tokens, see `PolicyWorker.get_topk_logits`."""
-
-    def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, positions: str = "all"
-    ) -> BatchedDataDict[Any]:
-        """Return `topk_logits`, `topk_indices` and `topk_normalizers`."""
-        ...
 
 
 class TeacherMeta(BaseModel):
@@ -109,7 +100,7 @@ class TeacherData:
 def write_teacher_data(
     path: str | Path,
     tokens: TokenData,
-    teacher: ScoresTokens,
+    teacher: Scorer,
     *,
     top_k: int,
     name: str,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlframework.algorithms.losses.terms import loss_mask, token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation_algorithms import DistillationLossConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType
+from rlframework_distillation.config import DistillationLossConfig
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """The column of the teacher's log-probabilities: of the tokens of each set, or of the sampled token."""

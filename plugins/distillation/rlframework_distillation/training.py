@@ -11,17 +11,14 @@ import numpy as np
 import torch
 
 from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
-from rlframework.algorithms.losses import ClippedPGLoss, DistillationLoss
+from rlframework.algorithms.losses import ClippedPGLoss
 from rlframework.algorithms.sft import open_token_data
-from rlframework.algorithms.teacher_targets import Rows, add_sft_weights, add_targets, open_teacher
 from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import SFTConfig
-from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.sections import AlgorithmConfig, RunConfig
 from rlframework.datasets.chat.rendering import Rendered, has_answer, render_samples
 from rlframework.datasets.loader import PromptLoader
-from rlframework.datasets.teacher_data import TeacherData
 from rlframework.datasets.tokens import pad_rendered
 from rlframework.interfaces.environment import Environment, Sample
 from rlframework.interfaces.loss import LossFunction
@@ -29,6 +26,10 @@ from rlframework.rollout.optimizer_steps import optimizer_steps
 from rlframework.rollout.parts import Parts
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.step_rollouts import rollout
+from rlframework_distillation.config import DistillationConfig
+from rlframework_distillation.loss import DistillationLoss
+from rlframework_distillation.teacher_data import TeacherData
+from rlframework_distillation.teacher_targets import Rows, add_sft_weights, add_targets, open_teacher
 
 
 class Distillation(StepLoop):

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from rlframework.algorithms.distillation import student_rows
-from rlframework.algorithms.teacher_targets import add_rewards, add_sft_weights, add_token_sets
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation_algorithms import DistillationConfig
+from rlframework_distillation.config import DistillationConfig
+from rlframework_distillation.teacher_targets import add_rewards, add_sft_weights, add_token_sets
+from rlframework_distillation.training import student_rows
 
 LENGTHS = [4, 3]
 

@@ -8,15 +8,9 @@ from pydantic import Field, model_validator
 
 from rlframework.config.algorithms import ClippedPGLossConfig, TrainOn
 from rlframework.config.base import OwnPath, Section
-from rlframework.config.endpoint import EndpointConfig
-from rlframework.config.numbers import Coefficient, Count, Fraction, Limit, Seconds, Tokens
+from rlframework.config.endpoint import TeacherEndpointConfig
+from rlframework.config.numbers import Coefficient, Count, Fraction, Limit, Tokens
 from rlframework.config.sections import AlgorithmConfig
-
-
-class TeacherEndpointConfig(EndpointConfig):
-    """A teacher behind an OpenAI-compatible endpoint that returns `prompt_logprobs` by token id, as vLLM's does."""
-
-    timeout: Seconds = Field(120.0, description="seconds for one attempt at a request")
 
 
 class DistillationLossConfig(Section):

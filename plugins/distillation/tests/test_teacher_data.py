@@ -11,8 +11,8 @@ import torch
 
 from rlframework.base.errors import DataError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.datasets.teacher_data import TeacherData, write_teacher_data
 from rlframework.datasets.tokens import write_token_data
+from rlframework_distillation.teacher_data import TeacherData, write_teacher_data
 
 ROWS = [([5, 6, 7], [False, True, True]), ([8], [True]), ([1, 2, 3, 4], [False, False, True, True])]
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from rlframework import build_parts, load_config, run
 from rlframework.base.errors import ConfigError
-from rlframework.datasets.teacher_data import write_teacher_data
 from rlframework.datasets.tokens import TokenData
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.runner.launch import resume
+from rlframework_distillation.teacher_data import write_teacher_data
 from rlframework_tools.tokenize import tokenize
 
 pytestmark = pytest.mark.slow

@@ -6,17 +6,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlframework.algorithms.losses.distillation import SFT_WEIGHTS, TEACHER_LOGPROBS
 from rlframework.algorithms.losses.terms import kl_divergence
 from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation_algorithms import DistillationConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.model_directories import model_sizes
 from rlframework.interfaces.loss import TOKEN_SETS
 from rlframework.plugins.manager import load_from_plugin
 from rlframework.policy.client import Policy
 from rlframework.rollout.parts import Parts
+from rlframework_distillation.config import DistillationConfig
+from rlframework_distillation.loss import SFT_WEIGHTS, TEACHER_LOGPROBS
 
 Rows = BatchedDataDict[Any]
 

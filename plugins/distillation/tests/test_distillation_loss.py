@@ -8,9 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlframework.algorithms.losses.distillation import DistillationLoss, kl
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.config.distillation_algorithms import DistillationConfig, DistillationLossConfig
+from rlframework_distillation.config import DistillationConfig, DistillationLossConfig
+from rlframework_distillation.loss import DistillationLoss, kl
 
 ROWS, WIDTH, VOCABULARY, TOP = 3, 5, 7, 3
 DIVERGENCES = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9), ("mixed", 0.3)]
