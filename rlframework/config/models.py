@@ -57,7 +57,9 @@ def run_model(
     return _with_fields(RunConfig, fields)
 
 
-def run_schema(sections: Mapping[str, Models], backends: Models, batching: Sequence[type[Section]]) -> dict[str, Any]:
+def run_schema(
+    sections: Mapping[str, Models], backends: Models, batching: Sequence[type[Section]] = (BatchingConfig,)
+) -> dict[str, Any]:
     """Return the schema for the given plugins: `sections` by open section, `backends` for those under `policy`.
 
     `batching`: the models that `policy.batching` may have.

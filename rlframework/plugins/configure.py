@@ -191,7 +191,8 @@ def config_schema(manager: PluginManager) -> dict[str, Any]:
         section: tuple((name, _section_model(part)) for name, part in manager.registered(record_type.kind).items())
         for section, record_type in OPEN_SECTIONS.items()
     }
-    batching = dict.fromkeys(_section_model(part) for part in manager.registered("data_processor").values())
+    processors = manager.registered(DataProcessorRecord.kind).values()
+    batching = dict.fromkeys([BatchingConfig, *map(_section_model, processors)])
     return run_schema(sections, _backend_models(manager), tuple(batching))
 
 
