@@ -192,8 +192,8 @@ def config_schema(manager: PluginManager) -> dict[str, Any]:
         for section, record_type in OPEN_SECTIONS.items()
     }
     processors = manager.registered(DataProcessorRecord.kind).values()
-    batching = dict.fromkeys([BatchingConfig, *map(_section_model, processors)])
-    return run_schema(sections, _backend_models(manager), tuple(batching))
+    models: list[type[Section]] = [BatchingConfig, *map(_section_model, processors)]  # a union has each only once
+    return run_schema(sections, _backend_models(manager), models)
 
 
 def resolve_device(device: str) -> str:

@@ -116,8 +116,8 @@ def test_a_batching_mode_is_one_file(monkeypatch, tmp_path, tiny_llama):
     monkeypatch.syspath_prepend(PLUGINS)
     values = {
         "plugins": ["rlframework_examples.by_length"],
-        "algorithm": {"name": "grpo", "num_steps": 2, "prompts_per_step": 4, "samples_per_prompt": 2},
-        "environment": {"name": "addition", "digits": 1},
+        "algorithm": {"name": "sft", "num_steps": 2},
+        "environment": {"name": "addition", "digits": 2},
         "policy": {
             "model_name": str(tiny_llama),
             "train_global_batch_size": 8,
@@ -126,7 +126,6 @@ def test_a_batching_mode_is_one_file(monkeypatch, tmp_path, tiny_llama):
             "batching": {"longest_first": True},
         },
         "worker_group": {"name": "processes", "num_workers": 2},
-        "generation": {"max_new_tokens": 4},
         "observers": {"console": False, "tensorboard": False, "curve": False},
     }
     with pytest.raises(ConfigError, match=r"policy\.batching\.shortest_first"):
@@ -139,6 +138,7 @@ def test_a_batching_mode_is_one_file(monkeypatch, tmp_path, tiny_llama):
         run(load_config(values, overrides))
         rows = [json.loads(line) for line in (tmp_path / mode / "metrics.jsonl").read_text().splitlines()]
         losses[mode] = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert len(losses["padded"]) == 2
     assert losses["by_length"] == pytest.approx(losses["padded"], abs=1e-5)
 
 

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 from rlframework.config.policy import BatchingConfig
@@ -49,7 +50,7 @@ class ByLength(Padded):
 class ByLengthProcessor(MicrobatchProcessor):
     """Core's data processor with one mode more."""
 
-    modes: dict[str, type[Batching] | str] = {**MicrobatchProcessor.modes, "by_length": ByLength}  # noqa: RUF012
+    modes: ClassVar[Mapping[str, type[Batching] | str]] = {**MicrobatchProcessor.modes, "by_length": ByLength}
 
 
 @hookimpl
