@@ -213,10 +213,13 @@ def notes_on(config: RunConfig) -> tuple[str, ...]:
 def _without_effect(config: RunConfig) -> Iterator[str]:
     """Keys that are set, but that other keys leave without effect."""
     policy, key = config.policy, "train_micro_batch_size"
-    given, mode = getattr(policy, key), policy.batching.mode
+    given, batching = getattr(policy, key), policy.batching
     default = type(policy).model_fields[key].default
-    if mode in ("dynamic", "packed") and key in policy.model_fields_set and given != default:
-        yield f"with policy.batching.mode={mode}, policy.batching.tokens bounds microbatches, not policy.{key}={given}"
+    if batching.limited == "tokens" and key in policy.model_fields_set and given != default:
+        yield (
+            f"with policy.batching.mode={batching.mode}, policy.batching.tokens bounds microbatches, "
+            f"not policy.{key}={given}"
+        )
 
 
 def _unset_rate(config: RunConfig) -> Iterator[str]:
