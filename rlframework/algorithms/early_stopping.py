@@ -40,10 +40,12 @@ class EarlyStopping:
         else:
             self._without += 1
         if self.ended:
-            best = math.nan if self._best is None else self._best
+            best, change = math.nan if self._best is None else self._best, self._config.min_change
             _LOG.info(
-                "step %d: the run ends, because %s has not improved on %g, that of step %d, in %d measurements "
-                "(algorithm.early_stopping)", step, self._config.metric, best, self._best_step, self._without,
+                "step %d: the run ends, because %s has not improved on %g, that of step %d,%s in %d measurement%s "
+                "(algorithm.early_stopping)", step, self._config.metric, best, self._best_step,
+                f" by more than min_change={change:g}," * bool(change),
+                self._without, "s" * (self._without > 1),
             )  # fmt: skip
         return self.ended
 

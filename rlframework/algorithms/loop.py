@@ -194,7 +194,7 @@ class StepLoop(Algorithm):
 
     def validate(self, step: int) -> StepResult:
         """Return metrics over held-out samples (by default of answers to them), and some samples to inspect."""
-        return validate(self.parts, step)
+        return validate(self.parts, step, self._warned_metrics)
 
     @abstractmethod
     def train_step(self, step: int, timer: Timer) -> StepResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -324,6 +325,10 @@ def _metric_conflicts(config: RunConfig) -> Iterator[Problem]:
         if has_no_kind(metric):
             names = ", ".join(f"validation/{name}" for name in METRICS)
             yield Problem(key, f"must be a metric as named in metrics.jsonl, such as {names}")
+        elif of := re.match(r"validation/(avg|pass)@(\d+)", metric):
+            attempts, k = algorithm.validation.attempts, int(of[2])
+            if k > attempts or (of[1] == "avg" and k < attempts):
+                yield Problem(key, f"needs algorithm.validation.attempts={k}; it is {attempts}")
     if stopping is not None and stopping.metric.startswith("validation/"):
         yield from _stopping_conflicts(config, stopping)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -32,6 +32,17 @@ class Sample:
     completion: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[ToolSpec, ...] = ()
+
+    def copy(self) -> Sample:
+        """Return a sample whose messages, metadata and tools may be changed alone; images and tensors are shared."""
+        return replace(self, **{name: _copied(getattr(self, name)) for name in ("messages", "metadata", "tools")})
+
+
+def _copied(value: Any) -> Any:
+    """`value` with copies of the dictionaries, lists and tuples in it."""
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 LARGEST_REWARD = 1e12
@@ -114,7 +125,7 @@ class Environment(ABC):
         raise NotSupported(f"{type(self).__name__} scores no single turns")
 
     def episode(self, sample: Sample, seed: int) -> Episode:
-        """Return a new episode of `sample`. Its course depends on `sample`, `seed` and the model's turns alone."""
+        """Return a new episode of `sample`, its own. Its course depends on `sample`, `seed` and the turns alone."""
         raise NotSupported(f"{type(self).__name__} has no episodes")
 
     def shutdown(self) -> None:
@@ -160,7 +171,7 @@ class RunsAgents(Protocol):
     """An environment whose tasks are attempted by agents, with the run's endpoint."""
 
     async def run_agent(self, sample: Sample, session: AgentSession) -> StepOutcome | None:
-        """Run the agent on `sample`, once; return the reward that it returned, if any."""
+        """Run the agent on `sample`, a copy for this attempt, once; return the reward that it returned, if any."""
         ...
 
     async def score_answer(self, sample: Sample, answer: str) -> StepOutcome:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
+from contextlib import asynccontextmanager
+from typing import Protocol
 
 from rlframework.interfaces.environment import Sample
 from rlframework.plugins.manager import load_from_plugin
+from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.episodes import PlayOne, SeveralTurnsPlayer
 from rlframework.rollout.result import PlayedEpisode
-
-if TYPE_CHECKING:
-    from rlframework.rollout.episode_thread import Bridge
-    from rlframework.rollout.parts import Parts
 
 
 class AgentRunner(Protocol):
@@ -24,17 +21,6 @@ class AgentRunner(Protocol):
         ...
 
 
-def agent_runner(parts: Parts, bridge: Bridge) -> AbstractAsyncContextManager[AgentRunner]:
-    """Return a context with the runner of the environment's agents, whose endpoint samples on `bridge`.
-
-    Raises `PluginError` if no plugin has an endpoint.
-    """
-    key = f"environment.name={parts.config.environment.name}"
-    runner = load_from_plugin(parts.config.plugins, "rlframework_agent_endpoint", key)
-    context: AbstractAsyncContextManager[AgentRunner] = runner(parts, bridge)
-    return context
-
-
 class AgentsPlayer(SeveralTurnsPlayer):
     """Has the environment's agent attempt samples, against an endpoint that is served meanwhile.
 
@@ -43,7 +29,10 @@ class AgentsPlayer(SeveralTurnsPlayer):
 
     @asynccontextmanager
     async def _player(self, bridge: Bridge) -> AsyncIterator[PlayOne]:
-        async with agent_runner(self.parts, bridge) as runner:
+        key = f"environment.name={self.parts.config.environment.name}"
+        runner_for = load_from_plugin(self.parts.config.plugins, "rlframework_agent_endpoint", key)
+        runner: AgentRunner
+        async with runner_for(self.parts, bridge) as runner:
 
             async def play(sample: Sample, seed: int, _task_seed: int) -> PlayedEpisode:
                 async with self._room:

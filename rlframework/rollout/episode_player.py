@@ -115,7 +115,7 @@ class EpisodePlayer:
         """Play `state` to its end; return why it failed and the traceback, or empty texts."""
         try:
             with failing_alone():
-                episode = self._environment.episode(state.sample, task_seed)
+                episode = self._environment.episode(state.sample.copy(), task_seed)
         except Exception as error:  # noqa: BLE001 - an environment may raise anything, which is its episode's failure
             return described(error, "episode"), traceback_of(error)
         try:

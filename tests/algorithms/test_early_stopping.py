@@ -31,6 +31,19 @@ def test_a_run_ends_after_as_many_measurements_without_an_improvement() -> None:
     assert ends_at([math.nan, math.nan], patience=2) == 2
 
 
+@pytest.mark.parametrize(
+    ("values", "settings", "reason"),
+    [
+        ([0.2, 0.2125], {"min_change": 0.5, "patience": 1}, "by more than min_change=0.5, in 1 measurement ("),
+        ([0.2, 0.1, 0.2], {"patience": 2}, "in 2 measurements ("),
+    ],
+)
+def test_the_reason_of_the_end(values: Any, settings: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        ends_at(values, **settings)
+    assert f"the run ends, because m has not improved on 0.2, that of step 1, {reason}" in caplog.text
+
+
 def test_steps_without_a_measurement_do_not_count_and_without_a_setting_nothing_does() -> None:
     stopping = EarlyStopping(EarlyStoppingConfig(metric="m", patience=1))
     assert [stopping.update(step, each) for step, each in enumerate(({"m": 1.0}, {}, {}, {"m": 1.0}))][-2:] == [

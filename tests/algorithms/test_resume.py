@@ -113,7 +113,7 @@ def test_the_last_step_has_a_checkpoint_too(run_config, tmp_path, every, written
 def test_a_run_that_stops_early_has_a_checkpoint_of_its_last_step(run_config, tmp_path, monkeypatch):
     """A resume trains on only for a higher goal."""
     monkeypatch.setattr(
-        "rlframework.algorithms.loop.validate", lambda parts, step: ({"validation/accuracy": 0.1 * step}, [])
+        "rlframework.algorithms.loop.validate", lambda parts, step, warned: ({"validation/accuracy": 0.1 * step}, [])
     )
     run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.stop_at_accuracy=0.3"))
     assert [step_of_checkpoint(path) for path in checkpoints_in(tmp_path / "run")] == [2, 3]

@@ -34,6 +34,12 @@ class Graded(Environment):
 
 def validated(accuracies: list[float], **settings: Any) -> tuple[dict[str, float], Any, list[str]]:
     """The metrics of a validation of two samples, what it asked for, and the ids of its records."""
+    parts = parts_of([StepOutcome(value, metrics={"accuracy": value}) for value in accuracies], **settings)
+    metrics, records = validate(parts, 1, set())
+    return metrics, parts.generation.asked, [record.sample for record in records]
+
+
+def parts_of(outcomes: list[StepOutcome], **settings: Any) -> Any:
     samples = [Sample(name, ({"role": "user", "content": "a"},), "b") for name in ("one", "two", "three")]
     section = ValidationConfig(samples=2, **settings)
     config = SimpleNamespace(
@@ -43,8 +49,7 @@ def validated(accuracies: list[float], **settings: Any) -> tuple[dict[str, float
         generation=GenerationConfig(temperature=0.7),
         observers=SimpleNamespace(samples=8),
     )
-    outcomes = [StepOutcome(value, metrics={"accuracy": value}) for value in accuracies]
-    parts: Any = SimpleNamespace(
+    return SimpleNamespace(
         tokenizer=character_tokenizer("ab"),
         generation=AnswersB(),
         environment=Graded(samples, outcomes),
@@ -53,8 +58,20 @@ def validated(accuracies: list[float], **settings: Any) -> tuple[dict[str, float
         timeline=None,
         models={},
     )
-    metrics, records = validate(parts, 1)
-    return metrics, parts.generation.asked, [record.sample for record in records]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "warned"), [((0.3, 0.95), True), ((0.3, 0.3), False), ((0.3, 1.0), False), ((0.3, 2.0), False)]
+)
+def test_rewards_that_are_never_right_are_warned_of_once(
+    rewards: tuple[float, ...], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = {"accuracy": 0.0} if max(rewards) > 1 else {}  # then it is the environment's own
+    parts, of_run = parts_of([StepOutcome(reward, metrics=metrics) for reward in rewards]), set[str]()
+    for step in (1, 2):
+        validate(parts, step, of_run)
+    assert caplog.text.count("validation/accuracy is 0, and rewards are from 0.3 to 0.95") == warned
+    assert len(caplog.records) == warned
 
 
 def test_one_greedy_attempt_by_default() -> None:

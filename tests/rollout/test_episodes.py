@@ -15,6 +15,7 @@ from rlframework.base.errors import RefitError
 from rlframework.datasets.chat.chat_format import ChatFormat, characters_of
 from rlframework.environments.tool_episodes import answer, refusal
 from rlframework.interfaces.environment import StepOutcome
+from rlframework.interfaces.messages import Picture
 from rlframework.rollout.episode_thread import Bridge
 from rlframework.rollout.result import PlayedEpisode, Rollout
 from rlframework.rollout.seeds import task_seeds, turn_seed
@@ -169,6 +170,21 @@ def hashed(request: Any) -> list[int]:
     """Up to six tokens that depend on prompt and seed."""
     mixed = hash((tuple(request.prompt_ids.tolist()), request.seed))
     return [*(5 + (mixed >> shift) % 10 for shift in range(0, 4 * (1 + mixed % 5), 4)), END]
+
+
+def test_an_episode_that_changes_its_sample_changes_no_other(make_parts: Any) -> None:
+    class Extended(Counter):
+        async def reset(self) -> Any:
+            self.sample.messages[0]["content"] += "4="
+            return self.sample.messages
+
+    picture = Picture(b"", "nowhere")
+    task = replace(samples(1)[0], metadata={"picture": picture})
+    parts = make_parts(Extended, "environment.max_turns=1")
+    parts.engine.answer = right(parts)
+    result = rollout(parts, [task] * 3, torch.arange(3))
+    assert [turns[0]["content"] for turns in result.transcripts] == ["0+1=4="] * 3
+    assert all(episode.sample.metadata["picture"] is picture for episode in parts.environment.episodes)
 
 
 @pytest.mark.slow

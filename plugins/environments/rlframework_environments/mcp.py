@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,11 +31,16 @@ class McpEnvironment(ToolDataEnvironment):
     """Rows of data as tasks, which the model solves with the tools of an MCP server."""
 
     def __init__(self, config: McpConfig, *, seed: int) -> None:
-        """Open the data; no server is started yet. Raises `ConfigError` if the package `mcp` is missing."""
+        """Open the data; no server is started yet. Raises `ConfigError` if the program or `mcp` is missing."""
         try:
             import mcp  # noqa: F401 - whether it is installed
         except ImportError as error:
             raise ConfigError("environment.name=mcp needs MCP: pip install 'rlframework-core[mcp]'") from error
+        if shutil.which(config.command[0]) is None:
+            raise ConfigError(
+                f"environment.command={list(config.command)}: there is no program {config.command[0]!r}; give the path "
+                "of one, or the name of one on PATH"
+            )
         super().__init__(config, seed=seed)
         self._server_config = config
         self._shared = McpServer(config) if config.server_per == "run" else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -17,7 +18,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from rlframework.base.errors import ConfigError, RLFrameworkError
+from rlframework.base.logs import plugin_logger
 from rlframework.environments import process_ends
 from rlframework.environments.tool_episodes import RejectedCall, spec
 from rlframework.interfaces.messages import ToolSpec
@@ -26,10 +30,16 @@ from rlframework_environments.config import McpConfig
 if TYPE_CHECKING:
     from mcp import ClientSession, StdioServerParameters
 
+_LOG = plugin_logger(__name__)
+
 _END_SECONDS = 10.0
 """For a server to end: the client closes its input, then sends SIGTERM, then SIGKILL, each after two seconds."""
 
 _LOG_CHARACTERS = 2000
+
+_THREAD = "MCP server"
+_PRINTS: dict[str, object] = {}
+"""The servers that have been warned of, because they print to their standard output."""
 
 
 class McpServer:
@@ -51,7 +61,7 @@ class McpServer:
             if self._thread is None:
                 self._loop = asyncio.new_event_loop()
                 self._task = self._loop.create_task(self._serve())
-                self._thread = threading.Thread(target=self._run, name="MCP server", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
                 self._thread.start()
         ready = asyncio.wrap_future(self._ready)
         ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also by who left
@@ -123,14 +133,25 @@ class McpServer:
     async def _serve(self) -> None:
         from mcp import ClientSession, stdio_client
 
+        logging.getLogger("mcp.client.stdio").addFilter(_is_shown)
         async with contextlib.AsyncExitStack() as stack:
             async with asyncio.timeout(self._config.start_timeout):
                 streams = await stack.enter_async_context(stdio_client(self._parameters(), errlog=self._stderr))
-                session = await stack.enter_async_context(ClientSession(*streams))
+                session = await stack.enter_async_context(ClientSession(*streams, message_handler=self._received))
                 await session.initialize()
                 tools = await _tools(session)
             self._ready.set_result((session, tools))
             await asyncio.get_running_loop().create_future()  # until `end` cancels this task
+
+    async def _received(self, message: object) -> None:
+        """Warn, once for each command, of a line that the server has printed among its messages."""
+        token = object()
+        if isinstance(message, ValidationError) and _PRINTS.setdefault(self._name, token) is token:
+            _LOG.warning(
+                "%s prints to its standard output, which is for messages of the protocol, so what it prints is left "
+                "out: %.80r. Print to standard error: print(..., file=sys.stderr)",
+                self._name, message.errors()[0]["input"],
+            )  # fmt: skip
 
     def _parameters(self) -> StdioServerParameters:
         from mcp import StdioServerParameters
@@ -154,6 +175,11 @@ class McpServer:
         except (AttributeError, OSError, ValueError):  # it is not open yet, or has been closed
             return ""
         return f". It wrote:\n{text[-_LOG_CHARACTERS:]}" if text else ""
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Whether the SDK's message is shown: not of a line that is no message, which `McpServer` warns of."""
+    return record.threadName != _THREAD or not record.getMessage().startswith("Failed to parse JSONRPC message")
 
 
 async def _tools(session: ClientSession) -> tuple[ToolSpec, ...]:

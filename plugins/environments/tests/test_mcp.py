@@ -188,7 +188,6 @@ def test_a_tool_that_resets_must_be_one_of_the_servers_and_not_of_a_shared_one(m
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
-        (("no-such-program", "x"), r"(?s)'no-such-program x' \(environment.command\) did not start.*No such file"),
         ((sys.executable, "-c", "import sys; sys.exit('bad key')"), r"(?s)did not start.*bad key"),
         (
             (sys.executable, "-c", "import time; time.sleep(60)"),
@@ -201,6 +200,21 @@ def test_a_server_that_does_not_start(make, command, problem):
     environment = make(command, start_timeout=2.0 if "did not answer" in problem else 60.0)
     with pytest.raises(ConfigError, match=problem):
         play(environment, environment.samples("train")[0], [])
+
+
+def test_a_program_that_is_missing_is_told_before_the_run(make):
+    with pytest.raises(ConfigError, match=r"environment.command=\['no-such-program', 'x'\]: there is no program"):
+        make(("no-such-program", "x"))
+
+
+def test_a_server_that_prints_is_warned_of_once(make, caplog):
+    print_and_serve = f"print('hello', flush=True); import runpy; runpy.run_path({str(SERVER)!r}, run_name='__main__')"
+    environment = make((sys.executable, "-c", print_and_serve))
+    for sample in environment.samples("train")[:2]:
+        assert texts(play(environment, sample, [calls(("add_note", {"text": "a"}))])[2][0]) == ["1 notes"]
+    (record,) = caplog.records
+    assert re.search(r"the MCP server .* prints to its .* left out: 'hello'. Print to standard", record.getMessage())
+    assert record.exc_info is None
 
 
 @pytest.mark.usefixtures("impatient")

@@ -214,7 +214,7 @@ class AgentRunner:
 
     async def _run_alone(self, sample: Sample, view: AgentSession) -> StepOutcome | None:
         with failing_alone():
-            return await self._environment.run_agent(sample, view)
+            return await self._environment.run_agent(sample.copy(), view)
 
     async def _at_budget(self, sample: Sample, session: Session) -> _End:
         """Return the reward of an agent that raised when a budget refused a turn: as for episodes, what it has by then.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rlframework_serve.request_bodies import includes_usage
 from rlframework_serve.sampling import Choice
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ class ChatReply(Reply[Choice]):
 
     def __init__(self, body: Mapping[str, Any], model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._logprobs = tokenizer, bool(body.get("logprobs"))
-        options = body.get("stream_options")
-        self._usage = bool(isinstance(options, Mapping) and options.get("include_usage"))
+        self._usage = includes_usage(body)
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:

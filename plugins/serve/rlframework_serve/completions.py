@@ -189,7 +189,8 @@ class CompletionReply(Reply[Completion]):
         reply = self.whole(choices)
         for choice in reply["choices"]:
             yield f"data: {json.dumps({**self._head, 'choices': [choice]})}\n\n"
-        yield f"data: {json.dumps({**self._head, 'choices': [], 'usage': reply['usage']})}\n\n"
+        if self._request.usage:
+            yield f"data: {json.dumps({**self._head, 'choices': [], 'usage': reply['usage']})}\n\n"
         yield "data: [DONE]\n\n"
 
     def _choice(self, number: int, choice: Completion) -> dict[str, Any]:

@@ -66,13 +66,14 @@ class CompletionRequest:
     """The completions that a client asks for: `turn.choices` of each of `prompts`, texts or token ids.
 
     `echo`: whether the prompt comes with its completions. `logprobs`: how many most likely tokens come with each token;
-    None: no log-probabilities.
+    None: no log-probabilities. `usage`: whether a stream ends with the numbers of tokens.
     """
 
     prompts: Sequence[str | list[int]]
     turn: TurnRequest
     echo: bool
     logprobs: int | None
+    usage: bool = False
 
     @property
     def scored(self) -> bool:
@@ -124,7 +125,13 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     turn = turn_request(body, (), (), _DEFAULT_TOKENS if limit is None else limit)
     if (count := len(prompts) * turn.choices) > MOST_COMPLETIONS:
         raise ApiError(f"{len(prompts)} prompts times n={turn.choices} are {count}; the most is {MOST_COMPLETIONS}")
-    return CompletionRequest(prompts, turn, bool(echo), integer(body, "logprobs", 0, _MOST_TOP))
+    return CompletionRequest(prompts, turn, bool(echo), integer(body, "logprobs", 0, _MOST_TOP), includes_usage(body))
+
+
+def includes_usage(body: Mapping[str, Any]) -> bool:
+    """Whether the client asks for the numbers of tokens at the end of a stream."""
+    options = body.get("stream_options")
+    return bool(isinstance(options, Mapping) and options.get("include_usage"))
 
 
 def messages_of(given: Any, images: ImageReader = TEXT_ONLY) -> tuple[Message, ...]:

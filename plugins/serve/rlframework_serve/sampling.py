@@ -149,7 +149,7 @@ class Sampler:
             completed = decoded[: _first(decoded, request.stop)]
             if session.record:
                 if cut.finish_reason != "stop":
-                    session.limit = session.limit or self._limit(request, len(ids))
+                    session.limit = self._limit(request, len(ids))
                 session.add_completion(text, completed, session.trajectory.add(ids, cut))
             found.append((cut, completed))
         return found
@@ -225,7 +225,7 @@ class Sampler:
             session.calls += len(calls)
             session.malformed += sum(is_malformed(call, request.tools) for call in calls)
             if result.finish_reason != "stop":
-                session.limit = session.limit or self._limit(request, len(prompt))
+                session.limit = self._limit(request, len(prompt))
             row = session.trajectory.add(prompt, result, pictures_of(request.messages))
             begin = 0 if known is None else known.length
             session.add_turn(request, message, known, torch.cat((prompt[begin:], result.token_ids)), row)

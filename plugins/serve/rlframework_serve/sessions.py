@@ -43,7 +43,7 @@ class Session:
 
     `engine_sessions`: has such an id for each conversation instead, for clients that share the token.
     `seed`: None if clients choose seeds. `record`: whether turns are kept, for training. `reward` and `metrics` are
-    those that the agent has posted. `limit`: what has first cut a turn or refused one. `refusal`: why a budget
+    those that the agent has posted. `limit`: what has last cut a turn or refused one. `refusal`: why a budget
     refused the last turn that was asked for; empty if it was sampled. `pictures`: the images of recorded
     requests by their digests, each stored once. `timeline`: gets the times of the agent's own code. `engine_error`:
     what an engine has failed with, which is no failure of the agent.
@@ -90,7 +90,7 @@ class Session:
 
     def refused(self, message: str, *, code: str, limit: Limit) -> ApiError:
         """Return the error of a turn that a budget refuses, which makes the session truncated."""
-        self.limit, self.refusal = self.limit or limit, message
+        self.limit, self.refusal = limit, message
         return ApiError(message, code=code)
 
     def seeds(self, prompt: Tensor, count: int, pictures: Sequence[Picture] = ()) -> list[int] | None:

@@ -21,6 +21,7 @@ from rlframework.config.sections import RunConfig
 from rlframework.generation.driver import Generation
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.generation import GenerationResult
 from rlframework.observers.timeline import Timeline
 from rlframework.rollout.step_rollouts import rollout
@@ -70,6 +71,14 @@ def test_the_rewards_of_agents(agent_parts: Any) -> None:
     parts = agent_parts("leaves_it", "environment.check=exact")
     found = [*samples(1), samples(1)[0].__class__("x", samples(1)[0].messages, text)]
     assert rollout(parts, found, torch.arange(2)).rewards.tolist() == [0.0, 1.0]
+
+
+def test_an_attempt_that_changes_its_sample_changes_no_other(agent_parts: Any) -> None:
+    task = Sample("s", ({"role": "user", "content": "3"},), "3", metadata={"attempts": []})
+    result = rollout(agent_parts("changes_its_sample"), [task] * 3, torch.arange(3))
+    assert result.rewards.tolist() == [11.0] * 3
+    assert [turns[0]["content"] for turns in result.transcripts] == ["3+"] * 3
+    assert (task.messages[0]["content"], task.metadata) == ("3", {"attempts": []})
 
 
 @pytest.mark.slow
@@ -174,6 +183,13 @@ def test_an_agent_that_raises_at_a_budget_is_truncated(agent_parts: Any, caplog:
     assert result.records(1, "train", 1)[0].truncated
     turns = [(turn["role"], turn.get("row")) for turn in result.transcripts[0]]
     assert turns == [("user", None), ("assistant", None), ("assistant", 2)]  # the same question again: another row
+
+
+def test_an_attempt_counts_at_the_limit_that_ended_it(agent_parts: Any) -> None:
+    """Each turn is cut at its tokens, and none is sampled after `max_turns`."""
+    parts = agent_parts("endless", "environment.max_turns=2", answer=lambda request: [5] * 20)
+    metrics = rollout(parts, samples(3), torch.arange(3)).metrics
+    assert (metrics["truncated/max_turns"], metrics["truncated/max_new_tokens"]) == (1.0, 0.0)
 
 
 def test_the_time_of_an_agents_own_code_is_what_lies_between_its_requests() -> None:

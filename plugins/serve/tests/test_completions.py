@@ -111,16 +111,16 @@ def test_tokens_with_the_same_text_have_the_larger_log_probability() -> None:
     assert _by_text({1: -3.0, 2: -1.0}, texts) == _by_text({2: -1.0, 1: -3.0}, texts) == {"\ufffd": -1.0}
 
 
-def test_completions_are_streamed_to_the_openai_client(serving: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
+def test_completions_are_streamed_to_the_openai_client(serving: Any, options: Any) -> None:
     async def run() -> None:
         async with serving() as served, served.client() as client:
-            events = [
-                event async for event in await client.completions.create(model="policy", prompt=["a", "b"], stream=True)
-            ]
-            assert [[(one.index, one.text, one.finish_reason) for one in event.choices] for event in events] == [
-                [(0, "hello", "stop")], [(1, "hello", "stop")], [],
-            ]  # fmt: skip
-            assert events[-1].usage.total_tokens == 2 + 2 * 6
+            asked = {"model": "policy", "prompt": ["a", "b"], "stream": True, **options}
+            events = [event async for event in await client.completions.create(**asked)]
+            choices = [[(one.index, one.text, one.finish_reason) for one in event.choices] for event in events]
+            assert choices[:2] == [[(0, "hello", "stop")], [(1, "hello", "stop")]]
+            used = [(event.choices, event.usage.total_tokens) for event in events[2:]]
+            assert used == ([([], 2 + 2 * 6)] if options else [])
 
     asyncio.run(run())
 

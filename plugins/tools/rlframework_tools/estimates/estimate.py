@@ -264,7 +264,8 @@ class Estimate:
         if self.planned is not None:
             table.add_row(f"GPUs, of {self.planned.count}", f"{self.taken:,}", "")
         table.add_row("tokens generated per step, at most", f"{self.rows.generated:,}", "")
-        table.add_row("tokens trained on per step", f"{self.rows.trained:,}", "")
+        bound = ", at most, if an episode is one row" if self.rows.turns > 1 and self.rows.limit else ""
+        table.add_row(f"tokens trained on per step{bound}", f"{self.rows.trained:,}", "")
         if self.rows.generated:
             steps = optimizer_steps(self.config)
             rows = self.config.policy.train_global_batch_size

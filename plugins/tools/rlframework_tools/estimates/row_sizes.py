@@ -22,8 +22,9 @@ RENDERED, LONGEST = 256, 16
 class Rows:
     """The number of rows of a step, and the mean and maximum of their tokens if every answer reaches its limit.
 
-    `generated`: the most tokens that a step generates, in at most `turns` turns of each episode; with several, rows
-    also have what the environment or agent adds, which is not counted.
+    `generated`: the most tokens that a step generates, in at most `turns` turns of each episode. With several, an
+    episode is taken for one row; what the environment or agent adds counts as far as `environment.max_episode_tokens`
+    allows, without which it is unknown. `limit`: the most tokens of a row, 0 if nothing bounds them.
     """
 
     count: int
@@ -31,33 +32,41 @@ class Rows:
     longest: int
     generated: int = 0
     turns: int = 1
+    limit: int = 0
 
     @property
     def trained(self) -> int:
-        """Tokens of all rows of a step, including prompts."""
-        return round(self.count * self.mean)
+        """Tokens of all rows of a step, including prompts; the most of them, if rows have several turns."""
+        return self.count * self.limit if self.turns > 1 and self.limit else round(self.count * self.mean)
 
 
 def rows_of(parts: Parts) -> Rows:
     """Estimate the rows of a step. An algorithm whose configuration has `prompts_per_step` generates its rows."""
     algorithm: Any = parts.config.algorithm
-    policy, answer = parts.config.policy, parts.config.generation.max_new_tokens
-    count, generated = rows_per_step(parts.config)
-    if generated:
-        prompts = [render_prompt(parts.tokenizer, each.messages, images=parts.images) for each in _selected(parts)]
-        lengths = [len(prompt) + answer for prompt in prompts]
-        limit = model_positions(policy.model_name, policy.trust_remote_code) or max(lengths)
-        lengths = [min(length, limit) for length in lengths]
-    elif getattr(algorithm, "token_data", None) is not None:
+    count, generates = rows_per_step(parts.config)
+    if generates:
+        return _generated_rows(parts, count)
+    if getattr(algorithm, "token_data", None) is not None:
         lengths = TokenData(algorithm.token_data).lengths.tolist()
     else:
         train_on: Any = getattr(algorithm, "train_on", "all")
         cut: Any = getattr(algorithm, "max_tokens", None)
         rows = render_samples(parts.tokenizer, _selected(parts), train_on, cut, parts.images)
         lengths = [len(ids) for ids, _ in rows]
+    return Rows(count, sum(lengths) / len(lengths), max(lengths))
+
+
+def _generated_rows(parts: Parts, count: int) -> Rows:
+    policy, environment = parts.config.policy, parts.config.environment
     several = has_episodes(parts.environment) or runs_agents(parts.environment)
-    turns = parts.config.environment.max_turns if generated and several else 1
-    return Rows(count, sum(lengths) / len(lengths), max(lengths), generated * turns, turns)
+    turns, budget = (environment.max_turns, environment.max_episode_tokens) if several else (1, None)
+    limits = (model_positions(policy.model_name, policy.trust_remote_code), budget)
+    limit = min((each for each in limits if each), default=0)
+    answers = turns * parts.config.generation.max_new_tokens
+    prompts = [len(render_prompt(parts.tokenizer, each.messages, images=parts.images)) for each in _selected(parts)]
+    lengths = [min(budget or prompt + answers, limit or prompt + answers) for prompt in prompts]
+    generated = max(min(answers, length - prompt) for prompt, length in zip(prompts, lengths, strict=True))
+    return Rows(count, sum(lengths) / len(lengths), max(lengths), count * max(generated, 1), turns, limit)
 
 
 def assumed_rows(config: RunConfig) -> Rows:
@@ -65,11 +74,11 @@ def assumed_rows(config: RunConfig) -> Rows:
 
     An answer that no microbatch has room for is a `ConfigError`, as it is where prompts are at hand.
     """
-    count, generated = rows_per_step(config)
+    count, generates = rows_per_step(config)
     policy = config.policy
     batching = policy.batching
     length = batching.tokens or GPU_TOKENS
-    if generated:
+    if generates:
         answer = config.generation.max_new_tokens
         limits = model_positions(policy.model_name, policy.trust_remote_code), config.environment.max_episode_tokens
         length = min(answer, *(limit for limit in limits if limit is not None))
@@ -79,16 +88,15 @@ def assumed_rows(config: RunConfig) -> Rows:
                 f"policy.batching.tokens={batching.tokens} is the most that a dynamic or packed microbatch may have: "
                 "set it to the most tokens of prompt and answer, remove the key, or lower generation.max_new_tokens"
             )
-    return Rows(count, float(length), length, generated)
+    return Rows(count, float(length), length, count * length if generates else 0)
 
 
-def rows_per_step(config: RunConfig) -> tuple[int, int]:
-    """The rows of a step, and the most tokens that it generates."""
+def rows_per_step(config: RunConfig) -> tuple[int, bool]:
+    """The rows of a step, and whether it generates them."""
     algorithm: Any = config.algorithm
     if (prompts := getattr(algorithm, "prompts_per_step", None)) is None:
-        return config.policy.train_global_batch_size, 0
-    count = prompts * getattr(algorithm, "samples_per_prompt", 1)
-    return count, count * config.generation.max_new_tokens
+        return config.policy.train_global_batch_size, False
+    return prompts * getattr(algorithm, "samples_per_prompt", 1), True
 
 
 def optimizer_steps(config: RunConfig) -> int:

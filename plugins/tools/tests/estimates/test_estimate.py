@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from probe_runs import call
+from rich.console import Console
 
 from rlframework import load_config, run
 from rlframework.base.errors import ConfigError, DataError, NotSupported
@@ -53,11 +56,34 @@ def test_disk(run_config):
     assert disk(config, 1000, 1000)["3 checkpoints"] == 36_000  # after steps 10, 20, and 21, the last
 
 
-def test_the_turns_of_episodes_are_counted(run_config):
-    grpo = run_config("grpo", "~environment", "environment={name: probe_games:TwoTurns, max_turns: 4}")
-    with _planned(grpo) as parts:
+@pytest.mark.parametrize(
+    ("overrides", "longest", "generated", "limit"),
+    [
+        ((), 3 + 4 * 3, 4 * 3, 128),
+        (("environment.max_turns=100",), 128, 128 - 3, 128),
+        (("generation.max_new_tokens=2000",), 128, 128 - 3, 128),
+        (("environment.max_episode_tokens=40",), 40, 4 * 3, 40),  # the rest are observations
+        (("environment.max_episode_tokens=10",), 10, 10 - 3, 10),
+    ],
+)
+def test_an_episode_is_a_row_of_all_its_turns(run_config, overrides, longest, generated, limit):
+    keys = "~environment", "environment={name: probe_games:TwoTurns, max_turns: 4}", *overrides
+    with _planned(run_config("grpo", *keys)) as parts:
         rows = rows_of(parts)
-    assert (rows.count, rows.turns, rows.generated) == (32, 4, 32 * 4 * 3)
+    assert rows == Rows(32, longest, longest, 32 * generated, rows.turns, limit)
+    assert rows.trained == 32 * limit
+    printed = Console(file=StringIO(), width=160)
+    printed.print(estimate_rows(parts.config, create_manager(()), rows, reference=False).table())
+    told = re.search(
+        r"tokens trained on per step, at most, if an episode is one row .* ([\d,]+) ", printed.file.getvalue()
+    )
+    assert told[1] == f"{32 * limit:,}"
+
+
+def test_an_answer_ends_at_the_positions(run_config):
+    with _planned(run_config("grpo", "generation.max_new_tokens=2000")) as parts:
+        rows = rows_of(parts)
+    assert rows.generated < 32 * 128 == rows.trained
 
 
 @pytest.mark.parametrize(("size", "epochs", "steps"), [(32, 1, 1), (8, 2, 8)])

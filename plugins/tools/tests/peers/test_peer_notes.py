@@ -209,6 +209,19 @@ def test_early_stopping_needs_more_validations_than_its_patience() -> None:
     assert load_config(MINIMAL, [STOPPING % 8, "algorithm.num_steps=10", "algorithm.validation.every=1"])
 
 
+def test_a_metric_of_several_attempts_needs_them() -> None:
+    attempts = ["algorithm.validation.attempts=4", "algorithm.validation.temperature=1"]
+    message = error_of("checkpoints.metric=validation/avg@8", *attempts)
+    assert "`checkpoints.metric`: needs algorithm.validation.attempts=8; it is 4" in message
+    assert "needs algorithm.validation.attempts=2; it is 4" in error_of(
+        "checkpoints.metric=validation/avg@2", *attempts
+    )
+    stopping = "algorithm.early_stopping={metric: validation/pass@8_low}"
+    message = error_of(stopping, "algorithm.validation.every=1", *attempts)
+    assert "`algorithm.early_stopping.metric`: needs algorithm.validation.attempts=8; it is 4" in message
+    assert load_config(MINIMAL, ["checkpoints.metric=validation/pass@4", *attempts])
+
+
 @pytest.mark.parametrize("metric", ["validation/reward", "train/own"])
 def test_a_metric_of_any_kind_is_accepted(metric: str) -> None:
     assert load_config(MINIMAL, [f"checkpoints.metric={metric}"]).checkpoints.metric == metric
