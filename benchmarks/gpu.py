@@ -52,7 +52,8 @@ from rlframework.generation.remote import RemoteGeneration
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.policy.client import Policy
-from rlframework.policy.head import chunks, logprobs
+from rlframework.policy.head import logprobs
+from rlframework.policy.head import vocabulary as vocabulary_shard
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.policies import run_config
 
@@ -167,9 +168,9 @@ def head(bench: Bench) -> list[Row]:
         targets = torch.randint(vocabulary, (count,), device=bench.device, generator=generator)
         some = slice(0, count, max(1, count // 64))
         exact = (hidden[some].double() @ weight.double().T).log_softmax(-1).gather(1, targets[some, None])[:, 0]
-        default = chunks.CHUNK_ELEMENTS[bench.device.type]
+        default = vocabulary_shard.CHUNK_ELEMENTS[bench.device.type]
         for elements in bench.size.chunks:
-            chunks.CHUNK_ELEMENTS[bench.device.type] = elements
+            vocabulary_shard.CHUNK_ELEMENTS[bench.device.type] = elements
 
             def run(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> torch.Tensor:
                 hidden.grad = weight.grad = None
@@ -178,10 +179,10 @@ def head(bench: Bench) -> list[Row]:
                 return values.detach()
 
             error = float((run()[some] - exact.detach()).abs().max())
-            shape = "{} x {}".format(*chunks.chunk_shape(count, vocabulary, bench.device))
+            shape = "{} x {}".format(*vocabulary_shard.chunk_shape(count, vocabulary, bench.device))
             measured = [f"{1e3 * bench.seconds(run):.1f}", f"{bench.peak(run) / 2**20:,.0f}", f"{error:.1e}"]
             rows.append([str(hidden_size), f"{elements:,}", shape, *measured])
-        chunks.CHUNK_ELEMENTS[bench.device.type] = default
+        vocabulary_shard.CHUNK_ELEMENTS[bench.device.type] = default
     return rows
 
 

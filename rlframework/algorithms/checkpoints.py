@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
-from rlframework.algorithms.interrupts import end_run, ending_on_signals, handling, raise_if_ended
+from rlframework.algorithms.ending import end_run, ending_on_signals, handling, raise_if_ended
 from rlframework.algorithms.reference_sync import SYNCS
 from rlframework.base.errors import DataError, DeadlineExceeded, RunInterrupted, RunTerminated, WorkerError, WriteError
 from rlframework.base.files import LOCK_FILE, Replacement, remove_directory, remove_temporary, writing

@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 
 from rlframework.algorithms.advantages import METRICS, add_advantages
 from rlframework.algorithms.algorithm import RunResult
-from rlframework.algorithms.dynamic_sampling import sample_groups
 from rlframework.algorithms.loop import StepLoop, StepResult, Timer, training_metrics
 from rlframework.algorithms.losses import ClippedPGLoss
-from rlframework.algorithms.reward_spread import RewardSpread
+from rlframework.algorithms.reward_groups import RewardSpread, sample_groups
 from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig, GRPOConfig, OwnPolicyLossConfig

@@ -16,9 +16,8 @@ import torch
 
 from rlframework.algorithms.algorithm import Algorithm, RunResult
 from rlframework.algorithms.checkpoints import Checkpoints, RunState, restore_random_states
-from rlframework.algorithms.early_stopping import EarlyStopping
+from rlframework.algorithms.ending import EarlyStopping, raise_if_ended
 from rlframework.algorithms.input_checks import InputCheck
-from rlframework.algorithms.interrupts import raise_if_ended
 from rlframework.algorithms.performance import collecting_what_is_new, performance_metrics
 from rlframework.algorithms.recording import Recorder, profiling
 from rlframework.algorithms.reference_sync import SYNCS, ReferenceSync

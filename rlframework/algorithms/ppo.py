@@ -11,8 +11,7 @@ from typing import cast
 
 from torch import Tensor
 
-from rlframework.algorithms.advantages import batch_normalized, shaped_rewards
-from rlframework.algorithms.gae import token_advantages
+from rlframework.algorithms.advantages import batch_normalized, shaped_rewards, token_advantages
 from rlframework.algorithms.grpo import GRPO
 from rlframework.algorithms.loop import Timer, training_metrics
 from rlframework.algorithms.losses import ValueLoss

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rlframework.algorithms.losses.distillation import SFT_WEIGHTS, TEACHER_LOGPROBS
-from rlframework.algorithms.losses.kl import kl_divergence
+from rlframework.algorithms.losses.terms import kl_divergence
 from rlframework.base.errors import ConfigError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.distillation_algorithms import DistillationConfig

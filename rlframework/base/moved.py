@@ -15,6 +15,7 @@ from types import ModuleType
 
 MOVED = {
     "rlframework.algorithm": "rlframework.algorithms.algorithm",
+    "rlframework.algorithms.losses.kl": "rlframework.algorithms.losses.terms",
     "rlframework.algorithms.losses.preference": "rlframework_preferences.preference_losses",
     "rlframework.algorithms.losses.reward_model": "rlframework_preferences.preference_losses",
     "rlframework.algorithms.preferences": "rlframework_preferences.preference_training",
@@ -76,6 +77,7 @@ MOVED = {
     "rlframework.generation.weight_fit": "rlframework.generation.engine_model",
     "rlframework.gpu_models": "rlframework.base.gpu_models",
     "rlframework.huggingface.image_features": "rlframework.huggingface.vision_models",
+    "rlframework.huggingface.image_processor": "rlframework.huggingface.vision_models",
     "rlframework.interfaces.agents": "rlframework.interfaces.environment",
     "rlframework.interfaces.generation_exchange": "rlframework.interfaces.generation",
     "rlframework.interfaces.pictures": "rlframework.interfaces.messages",
@@ -86,6 +88,7 @@ MOVED = {
     "rlframework.models.named_tensors": "rlframework.models.file_weights",
     "rlframework.models.parts": "rlframework.models.loading",
     "rlframework.models.replacing": "rlframework.models.loading",
+    "rlframework.models.scores": "rlframework.models.varlen",
     "rlframework.new_backend": "rlframework_tools.new_backend",
     "rlframework.observers.curve": "rlframework_report.curve",
     "rlframework.observers.environment": "rlframework.observers.run_environment",
@@ -94,7 +97,9 @@ MOVED = {
     "rlframework.observers.services": "rlframework_report.services",
     "rlframework.plugins.loading": "rlframework.plugins.discovery",
     "rlframework.plugins.state_layout": "rlframework_tools.estimates.state_layout",
+    "rlframework.policy.all_ranks": "rlframework.workers.process_groups",
     "rlframework.policy.checkpoint.merged": "rlframework_tools.convert",
+    "rlframework.policy.head.vocabulary_shard": "rlframework.policy.head.vocabulary",
     "rlframework.rollout.endpoint": "rlframework_serve",
     "rlframework.rollout.endpoint.requests": "rlframework_serve.request_bodies",
     "rlframework.runner.convert": "rlframework_tools.convert",

@@ -19,8 +19,7 @@ from torch import Tensor
 from rlframework.base.errors import ImageError
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.datasets.pictures import decoded
-from rlframework.huggingface.image_processor import image_token, load_processor
-from rlframework.huggingface.vision_models import count_features
+from rlframework.huggingface.vision_models import count_features, image_token, load_processor
 from rlframework.interfaces.messages import Picture
 
 if TYPE_CHECKING:

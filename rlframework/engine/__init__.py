@@ -41,11 +41,10 @@ if TYPE_CHECKING:
         require_vocabulary,
         trains_images_only,
     )
+    from rlframework.models.model_state import ModelState
     from rlframework.models.probing import probe_packing, require_splittable
     from rlframework.models.rotary import length_dependent, positions_without_padding, rotate_by_sequence
-    from rlframework.models.scores import Scores
-    from rlframework.models.varlen import kernel_for_packed_rows
-    from rlframework.policy.all_ranks import run_on_all_ranks
+    from rlframework.models.varlen import Scores, kernel_for_packed_rows
     from rlframework.policy.checkpoint.pickles import without_code
     from rlframework.policy.checkpoint.saved import FIRST, INDEX, SECOND, moments_slice, slice_of
     from rlframework.policy.checkpoint.sharded import read_index
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
         no_adapters,
     )
     from rlframework.policy.head.patch import HeadOutput, HeadPatch, HeadRequest, output_head, read_head_output
-    from rlframework.policy.head.vocabulary_shard import VocabularyShard
+    from rlframework.policy.head.vocabulary import VocabularyShard
     from rlframework.policy.host_buffers import HostBuffers
     from rlframework.policy.lora_math import A, B, initial_a, is_adapter, merge
     from rlframework.policy.microbatches.aligned_media import align_media
@@ -68,7 +67,9 @@ if TYPE_CHECKING:
     from rlframework.policy.optimization import layer_matrices, parameter_groups
     from rlframework.policy.profiling import BACKWARD, FORWARD, GATHER, DeviceWait, trace_span
     from rlframework.policy.shared_state import TrainingProgress
+    from rlframework.policy.tensor_shards import Region, Slices, fill_moments, fill_weights, flat_shards, steps_of
     from rlframework.policy.worker import PolicyWorkerBase
     from rlframework.workers import process_groups
+    from rlframework.workers.process_groups import run_on_all_ranks
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -13,11 +13,11 @@ from rlframework.base.errors import DataError, RefitError, UserError
 from rlframework.huggingface.model_directories import quiet_transformers, read_config
 from rlframework.models.file_weights import FileLayout, FileWeight, file_weights
 from rlframework.models.loading import auto_class
-from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.lora_math import A, B, is_adapter, merge
 from rlframework.weight_sync.buffers import WeightInfo
 from rlframework.weight_sync.ipc import SharedMemory, move_to_shared_memory
 from rlframework.weight_sync.receiver import CollectingSink, WeightSink, listed
+from rlframework.workers.process_groups import exhausting
 
 
 def require_fit(info: WeightInfo, config: Any, model_name: str) -> None:

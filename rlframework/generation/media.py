@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rlframework.base.errors import RequestError
-from rlframework.huggingface.image_processor import image_token
-from rlframework.huggingface.vision_models import count_features
+from rlframework.huggingface.vision_models import count_features, image_token
 from rlframework.interfaces.generation import GenerationRequest
 
 _PICTURES = 4

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rlframework.generation.requests import RowLimits, ServingLimits, check_requests
     from rlframework.generation.sampling import SAMPLED_ELEMENTS, choose, row_uniforms
     from rlframework.generation.serving import Collected, Served, ServingEngine, SleepingEngine
-    from rlframework.huggingface.image_processor import image_token, never_sampled
     from rlframework.huggingface.model_directories import first_size, read_config
+    from rlframework.huggingface.vision_models import image_token, never_sampled
     from rlframework.interfaces.generation import (
         FinishReason,
         GenerationRequest,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlframework.models.attention import RowLayout, Segments, attention, register
     from rlframework.models.probing import tiny_model
     from rlframework.models.rotary import length_dependent
-    from rlframework.models.scores import PLAIN, Scores
+    from rlframework.models.varlen import PLAIN, Scores
     from rlframework.policy.head.logprobs import scaled_logits
     from rlframework.weight_sync.buffers import Slot, WeightInfo
     from rlframework.weight_sync.receiver import Held, ReceivesWeights, WeightSink

@@ -117,6 +117,10 @@ class ModelAdapters(Engine, ABC):
     def _write_tensor(self, tensor: Tensor, value: Tensor) -> None:
         """Write this rank's shard of the full `value` into one of `_named_tensors`, in place. No collective."""
 
+    def _spec(self, tensor: Tensor) -> WeightSpec:
+        """Return the spec of the full tensor of one of `_named_tensors`."""
+        return WeightSpec(tuple(tensor.shape), tensor.dtype)
+
     def _adapters(self) -> dict[str, Tensor]:
         if self.config.lora is None:
             raise no_adapters(self)
@@ -124,7 +128,7 @@ class ModelAdapters(Engine, ABC):
 
     def adapter_specs(self) -> dict[str, WeightSpec]:
         """See `Engine.adapter_specs`."""
-        return {name: WeightSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self._adapters().items()}
+        return {name: self._spec(tensor) for name, tensor in self._adapters().items()}
 
     def gather_adapters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.gather_adapters`."""

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rlframework.models.scores import PLAIN, Scores, unfused, visible_keys
-from rlframework.models.varlen import KernelCall, varlen_usable
+from rlframework.models.varlen import PLAIN, KernelCall, Scores, unfused, varlen_usable, visible_keys
 
 ATTENTION = "rlframework_rows"
 """Name under which the attention of row layouts is registered with transformers."""

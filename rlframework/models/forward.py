@@ -31,8 +31,7 @@ from rlframework.batch.batch_rows import copy_to
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework.models.attention import PaddedRows, RowLayout, Segments, attention, chunk_sizes
 from rlframework.models.rotary import length_dependent, lengths_given, positions_without_padding, sequence_lengths
-from rlframework.models.scores import PLAIN, Scores
-from rlframework.models.varlen import KernelCall, varlen_usable
+from rlframework.models.varlen import PLAIN, KernelCall, Scores, varlen_usable
 from rlframework.policy.head.patch import HeadPatch, HeadRequest
 
 GRIDS = ("image_grid_thw", "video_grid_thw")

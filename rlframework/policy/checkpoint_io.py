@@ -18,15 +18,14 @@ from torch import Tensor
 
 from rlframework.base.errors import ConfigError, DataError, NotSupported
 from rlframework.base.files import require_space, writing
-from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import check_files, reading
-from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.pretrained import save_native, write_config, write_from_rank_0, write_tensors
 from rlframework.policy.checkpoint.saved import FIRST, SECOND, SavedMoments, is_native, is_sharded, native_files
-from rlframework.policy.checkpoint.shared_directory import save_native
 from rlframework.policy.engine import Engine, Moments
-from rlframework.policy.reference import BaseReference, SnapshotReference, require_copy
+from rlframework.policy.scoring import BaseReference, SnapshotReference, require_copy
 from rlframework.policy.shared_state import Part, Residency, TrainingProgress
-from rlframework.policy.trained_weights import TrainedWeights
+from rlframework.policy.trained_weights import TrainedWeights, open_saved
+from rlframework.workers.process_groups import run_on_all_ranks
 
 if TYPE_CHECKING:
     from rlframework.policy.checkpoint.sharded import CheckpointSave
@@ -68,6 +67,7 @@ class CheckpointIO:
             raise ConfigError(f"a {form} checkpoint cannot be written asynchronously; use the form sharded")
         if optimizer_path is not None and not self.has_optimizer:
             raise NotSupported("this worker was built without an optimizer, so it has no optimizer state to save")
+        self._require_form(form)
         self.finish()  # the previous one
         engine = self.engine
         copies = (1 if optimizer_path is None else 3) + (reference_path is not None)  # two moments
@@ -98,6 +98,11 @@ class CheckpointIO:
                 engine.tokenizer.save_pretrained(tokenizer_path)
         if not asynchronous:
             self.finish()
+
+    def _require_form(self, form: str) -> None:
+        """Raise `NotSupported` for another form of adapters than the portable one."""
+        if form != "portable" and self.engine.config.lora is not None:
+            raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
 
     def _save_reference(self, path: str, *, sharded: bool) -> None:
         """Write the weights of the reference; complete when the call returns, as the model has them only within it."""
@@ -192,6 +197,7 @@ class CheckpointIO:
             reference.take()
         native = is_native(weights_path)
         if native:
+            self._require_form("native")
             engine.load_native(native_files(weights_path, self.backend, optimizer=optimizer), optimizer=optimizer)
         else:
             self.weights.read(weights_path)

@@ -62,6 +62,11 @@ class TensorShard:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def where(self) -> tuple[slice, ...]:
+        """The slices of the whole tensor that `local` has."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.local.shape, strict=True))
+
     def value(self) -> Tensor:
         """Return the data to write. A shard not in memory yet overrides this; its `local` is on the meta device."""
         return self.local

@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from rlframework.base.errors import NotSupported
 from rlframework.base.files import write_atomically, writing
 from rlframework.interfaces.policy_worker import WorkerInfo
-from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
+from rlframework.policy.shared_state import DeviceMemory
 
 
 class Reporting:

@@ -16,8 +16,8 @@ from torch import Tensor
 from rlframework.base.errors import DataError
 from rlframework.config.policy import LoraConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_from_rank_0, write_tensors
-from rlframework.policy.checkpoint.saved import differences
+from rlframework.policy.checkpoint.pretrained import write_config, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.saved import Saved, SavedTensors, differences, is_sharded, reject_native
 from rlframework.policy.engine import Engine, WeightSpec, no_adapters
 from rlframework.policy.lora_math import B
 from rlframework.weight_sync.buffers import WeightInfo
@@ -132,3 +132,13 @@ def require_adapters(weights: TrainedWeights) -> Adapters:
     if not isinstance(weights, Adapters):
         raise no_adapters(weights.engine)
     return weights
+
+
+def open_saved(folder: str | Path) -> Saved:
+    """Open the tensors of `folder` in the portable or the sharded form; a `DataError` for the native one."""
+    reject_native(folder)
+    if is_sharded(folder):
+        from rlframework.policy.checkpoint.sharded import SavedShards
+
+        return SavedShards(folder)
+    return SavedTensors(folder)

@@ -24,7 +24,6 @@ from rlframework.interfaces.loss import (
     needs_groups,
 )
 from rlframework.interfaces.policy_worker import Rows, SampledDifference, SamplingBound, TrainResult
-from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.engine import Engine, require_head_of
 from rlframework.policy.flops import ModelFlops
 from rlframework.policy.head.patch import HeadRequest
@@ -34,7 +33,7 @@ from rlframework.policy.microbatching import Microbatching, average_metrics, los
 from rlframework.policy.optimization import learning_rate
 from rlframework.policy.profiling import CLIP_AND_STEP, trace_span
 from rlframework.policy.sampled_tokens import SampledTokensCheck
-from rlframework.policy.shared_state import Residency, TrainingProgress
+from rlframework.policy.shared_state import DeviceMemory, Residency, TrainingProgress
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from rlframework.base.errors import NotSupported, RefitNotPrepared, UserError
 from rlframework.config.sections import RefitConfig
 from rlframework.interfaces.policy_worker import RefitState
-from rlframework.policy.all_ranks import exhausting
 from rlframework.policy.engine import Engine
 from rlframework.policy.shared_state import Residency, TrainingProgress
 from rlframework.policy.trained_weights import TrainedWeights
@@ -25,6 +24,7 @@ from rlframework.weight_sync import collective
 from rlframework.weight_sync.buffers import WeightInfo, bytes_of
 from rlframework.weight_sync.ipc import GroupHandles, IpcSender, device_id, free_bytes, group_bytes
 from rlframework.workers.machine import bind_free_port
+from rlframework.workers.process_groups import exhausting
 
 _OF_CALL = 0.8  # of worker_group.deadlines.call, after which the driver ends the workers with an error that says less
 

@@ -36,7 +36,7 @@ from rlframework.workers.remote_calls import of_service
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlframework.policy.reference import BaseReference, SnapshotReference
+    from rlframework.policy.scoring import BaseReference, SnapshotReference
 
 
 def _prepared_device(config: PolicyConfig, context: WorkerContext) -> torch.device:
@@ -113,7 +113,7 @@ class PolicyWorkerBase(PolicyWorker):
         adapters = engine.config.lora is not None
         reference: SnapshotReference | BaseReference | None = None
         if init_reference_model:
-            from rlframework.policy.reference import BaseReference, SnapshotReference
+            from rlframework.policy.scoring import BaseReference, SnapshotReference
 
             reference = BaseReference(engine) if adapters else SnapshotReference(engine)
         temperature = generation.temperature or 1.0  # greedy samples are scored at temperature 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlframework.algorithms.algorithm import RunResult
-from rlframework.algorithms.interrupts import ending_on_signals, raise_if_ended
+from rlframework.algorithms.ending import ending_on_signals, raise_if_ended
 from rlframework.base.errors import ConfigError, PluginError
 from rlframework.base.files import exclusive_directory, remove_temporary, write_atomically
 from rlframework.base.logs import log_to_stderr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.algorithms.dynamic_sampling import differing_groups, sample_groups
+from rlframework.algorithms.reward_groups import differing_groups, sample_groups
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.rollout.result import Rollout
 

@@ -11,7 +11,7 @@ from probe_runs import numbers_of
 
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
-from rlframework.algorithms.early_stopping import EarlyStopping
+from rlframework.algorithms.ending import EarlyStopping
 from rlframework.algorithms.loop import StepLoop
 from rlframework.config.sections import EarlyStoppingConfig
 from rlframework.runner.launch import resume

@@ -13,7 +13,7 @@ from probe_runs import rows_of
 
 from rlframework import run
 from rlframework.algorithms.checkpoints import Checkpoints
-from rlframework.algorithms.interrupts import ending_on_signals, raise_if_ended
+from rlframework.algorithms.ending import ending_on_signals, raise_if_ended
 from rlframework.algorithms.loop import Timer
 from rlframework.base.errors import RunInterrupted, RunTerminated, WorkerLost
 from rlframework.policy.client import Policy

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlframework.algorithms.losses import ClippedPGLoss, NLLLoss, mismatch_metrics
-from rlframework.algorithms.losses.kl import kl_divergence
+from rlframework.algorithms.losses.terms import kl_divergence
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.interfaces.loss import LossFunction

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from rlframework import run
-from rlframework.algorithms.reward_spread import RewardSpread
+from rlframework.algorithms.reward_groups import RewardSpread
 from rlframework.config.algorithm_presets import AlgorithmName
 
 pytestmark = pytest.mark.slow

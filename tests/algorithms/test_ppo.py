@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlframework.algorithms.gae import generalized_advantages, token_advantages
+from rlframework.algorithms.advantages import generalized_advantages, token_advantages
 from rlframework.algorithms.grpo import policy_loss
 from rlframework.algorithms.losses import ValueLoss
 from rlframework.algorithms.ppo import add_advantages, value_metrics

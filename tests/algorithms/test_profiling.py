@@ -14,9 +14,9 @@ from rlframework import run
 from rlframework.base.errors import NotSupported, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy import profiling
-from rlframework.policy.device_memory import DeviceMemory
 from rlframework.policy.profiling import trace_span
 from rlframework.policy.reporting import Reporting
+from rlframework.policy.shared_state import DeviceMemory
 from rlframework_conformance.policies import read_weights
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlframework.algorithms.grpo import GRPO
-from rlframework.algorithms.reward_spread import RewardSpread
+from rlframework.algorithms.reward_groups import RewardSpread
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.rollout.result import Rollout
 

@@ -21,9 +21,9 @@ from rlframework.datasets.conversations import Conversation, conversation_of
 from rlframework.datasets.image_inputs import ImageInputs
 from rlframework.datasets.pictures import ImageAddresses, PictureReader, decoded
 from rlframework.environments.dataset import DatasetEnvironment
-from rlframework.huggingface.image_processor import load_processor
 from rlframework.huggingface.model_directories import read_config
 from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.huggingface.vision_models import load_processor
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.messages import Message, pictures_of, text_of
 

@@ -11,9 +11,9 @@ import torch
 from rlframework.base.errors import RequestError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.generation.media import Media
-from rlframework.huggingface.image_processor import image_tokens
 from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.huggingface.vision_models import image_tokens
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework_transformers.engine import TransformersEngine
 from rlframework_transformers.plugin import TransformersGenerationConfig

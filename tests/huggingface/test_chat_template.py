@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.huggingface.chat_template import check_chat_template, read_chat_template
+from rlframework.huggingface.tokenizer import check_chat_template, read_chat_template
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_what_is_no_usable_template(text: str, message: str) -> None:
 @pytest.mark.slow
 def test_a_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    monkeypatch.setattr("rlframework.huggingface.chat_template._PATIENCE", 2.0)
+    monkeypatch.setattr("rlframework.huggingface.tokenizer._PATIENCE", 2.0)
     with pytest.raises(DataError, match="here: rendering a short conversation takes more than 5 s"):
         check_chat_template(loop, "here")
 

@@ -12,7 +12,7 @@ from counting_traffic import Traffic
 from meta_model import VOCABULARY, qwen3
 
 from rlframework.models.activation_checkpointing import checkpoint_activations
-from rlframework.policy.head import chunks
+from rlframework.policy.head import vocabulary as vocabulary_shard
 from rlframework.policy.head.logprobs import chunked_logprobs
 from rlframework.policy.head.patch import HeadPatch, HeadRequest
 
@@ -24,7 +24,7 @@ LAYER = 2 * HIDDEN * (HIDDEN + KV_HEADS * WIDTH) + 3 * HIDDEN * 3 * HIDDEN + 2 *
 
 @pytest.fixture(autouse=True)
 def chunks_of_a_gpu(monkeypatch):
-    for sizes in (chunks.CHUNK_ELEMENTS, chunks.CHUNK_TOKENS):
+    for sizes in (vocabulary_shard.CHUNK_ELEMENTS, vocabulary_shard.CHUNK_TOKENS):
         monkeypatch.setitem(sizes, "meta", sizes["cuda"])
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from counting_memory import LiveBytes
 
-from rlframework.models import scores as module
+from rlframework.models import varlen
 from rlframework.models.attention import Segments
-from rlframework.models.scores import Scores, unfused
+from rlframework.models.varlen import Scores, unfused
 
 GIB = 1 << 30
 HEADS, KV_HEADS, WIDTH = 16, 8, 256  # of Gemma 2 9B
@@ -26,7 +26,7 @@ def test_blocks_of_queries_compute_what_all_at_once_do(monkeypatch, limits, quer
         return output, *torch.autograd.grad((output * torch.randn(output.shape)).sum(), made)
 
     at_once = computed()
-    monkeypatch.setattr(module, "BLOCK_SCORES", 2 * 4 * 24 * 5)
+    monkeypatch.setattr(varlen, "BLOCK_SCORES", 2 * 4 * 24 * 5)
     torch.testing.assert_close(computed(), at_once)
 
 
@@ -52,5 +52,5 @@ def test_a_packed_row_of_16k_tokens_takes_the_bytes_that_the_page_says(lengths):
 @pytest.mark.slow
 def test_a_window_takes_fewer(monkeypatch):
     assert peak([16_384], window=4096) < 0.6 * GIB
-    monkeypatch.setattr(module, "BLOCK_SCORES", 1 << 50)
+    monkeypatch.setattr(varlen, "BLOCK_SCORES", 1 << 50)
     assert peak([16_384]) == pytest.approx(64.5 * GIB, rel=1e-3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlframework.models import attention, forward, varlen
-from rlframework.models.scores import PLAIN, Scores
+from rlframework.models.varlen import PLAIN, Scores
 
 SCALE = 1 / math.sqrt(8)
 

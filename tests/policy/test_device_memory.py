@@ -9,7 +9,7 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.discovery import load_target
-from rlframework.policy.device_memory import DeviceMemory
+from rlframework.policy.shared_state import DeviceMemory
 
 
 class Allocator:

@@ -13,8 +13,7 @@ from rlframework.base.errors import RefitError, UserError
 from rlframework.config.sections import GenerationConfig
 from rlframework.interfaces.generation import GenerationRequest, WeightReport
 from rlframework.policy.embedded_generation import EmbeddedGeneration
-from rlframework.policy.reference import SnapshotReference
-from rlframework.policy.scoring import Scoring
+from rlframework.policy.scoring import Scoring, SnapshotReference
 from rlframework.policy.shared_state import Residency, TrainingProgress
 
 REQUEST = GenerationRequest("one", torch.tensor([3, 4]), 0, 1)

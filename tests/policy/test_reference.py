@@ -9,7 +9,7 @@ import torch
 
 from rlframework.base.errors import NotSupported
 from rlframework.policy.engine import Engine
-from rlframework.policy.reference import require_copy
+from rlframework.policy.scoring import require_copy
 
 
 def test_mixing_is_in_fp32_and_leaves_integers_to_the_policy() -> None:

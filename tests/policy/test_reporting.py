@@ -13,7 +13,7 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.discovery import load_target
-from rlframework.policy.device_memory import peak_resident_bytes, reset_peak_resident_bytes
+from rlframework.policy.shared_state import peak_resident_bytes, reset_peak_resident_bytes
 
 MIB = 2**20
 

@@ -25,9 +25,9 @@ from rlframework.datasets.tokens import TokenData, write_token_data
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.observers.jsonl import drop_steps_after, read_history
 from rlframework.policy.checkpoint.manifest import check_files
-from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework.policy.checkpoint.pretrained import save_native
 from rlframework.policy.checkpoint.saved import native_files
-from rlframework.policy.checkpoint.shared_directory import save_native
+from rlframework.policy.trained_weights import open_saved
 from rlframework.runner.parts import build_parts
 from rlframework_conformance.parity.recorded_step import read_step
 from rlframework_preferences.reward_data import RewardData

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -17,8 +18,56 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlframework.base.errors import NotSupported
-from rlframework.engine import ADAPTER, VocabularyShard, adapters, output_head, replacing
-from rlframework_deepspeed.slices import Partition, Ranges
+from rlframework.engine import ADAPTER, Region, VocabularyShard, adapters, output_head, replacing
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A rank's partition of a weight of `shape`: ranges (first, end) along `dim`, concatenated.
+
+    `parts`: the ranges of each rank, in order; `rank`: this rank.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple[Ranges, ...]
+    rank: int
+
+    @property
+    def ranges(self) -> Ranges:
+        """This rank's ranges."""
+        return self.parts[self.rank]
+
+    @property
+    def regions(self) -> Iterator[Region]:
+        """The slices of the whole weight that this rank has, and those of its partition."""
+        start, everything = 0, [slice(0, size) for size in self.shape]
+        before, after = everything[: self.dim], everything[self.dim + 1 :]
+        for first, end in self.ranges:
+            local = slice(start, start := start + end - first)
+            yield (*before, slice(first, end), *after), (*before, local, *after)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's partition of the whole weight; may share its memory."""
+        found = [whole.narrow(self.dim, first, end - first) for first, end in self.ranges]
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join all ranks' shards into the whole weight; shards may be padded along `dim`."""
+        whole = parts[0].new_empty(self.shape)
+        for part, ranges in zip(parts, self.parts, strict=True):
+            start = 0
+            for first, end in ranges:
+                whole.narrow(self.dim, first, end - first).copy_(part.narrow(self.dim, start, end - first))
+                start += end - first
+        return whole
+
+    @property
+    def most(self) -> int:
+        """The size of the largest shard along `dim`."""
+        return max(sum(end - first for first, end in ranges) for ranges in self.parts)
 
 
 class TensorParallel:

@@ -38,12 +38,12 @@ from rlframework.engine import (
 from rlframework_deepspeed import gradient_norm, process_state, zero_offload
 from rlframework_deepspeed.build import build
 from rlframework_deepspeed.config import DeepSpeedConfig
-from rlframework_deepspeed.named_state import ModelState
+from rlframework_deepspeed.named_state import ZeroState
 from rlframework_deepspeed.ulysses import context_of
 from rlframework_deepspeed.zero import shards_of
 
 
-class DeepSpeedEngine(ModelState):
+class DeepSpeedEngine(ZeroState):
     """One rank of a model under DeepSpeed."""
 
     backend_config: DeepSpeedConfig

@@ -168,14 +168,11 @@ class Shards(ABC):
             return 0, {}
         return self.steps(parameter), {name: slot.of(found[name]) for name in MOMENTS}
 
-    def make_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The local moments as writable views; created before the first step."""
-        slot = self.slot(parameter)
+    def make_state(self, parameter: nn.Parameter) -> None:
+        """Create the local moments, if there are none before the first step."""
         assert self.adam is not None
-        if slot is None:
-            return {}
-        found = state_of(self.adam, slot.holder)
-        return {name: slot.of(found[name]) for name in MOMENTS}
+        if (slot := self.slot(parameter)) is not None:
+            state_of(self.adam, slot.holder)
 
     def all_of(self, parameter: nn.Parameter, part: Tensor | None) -> Tensor:
         """Gather a whole fp32 tensor from each rank's `part`, located by its slot. Collective."""

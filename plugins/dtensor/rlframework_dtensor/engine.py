@@ -46,10 +46,10 @@ from rlframework_dtensor.gradients import GradientReduction
 from rlframework_dtensor.mesh import Sizes
 from rlframework_dtensor.model_builder import build_model
 from rlframework_dtensor.optimizer import make_optimizer
-from rlframework_dtensor.state import ModelState
+from rlframework_dtensor.state import MeshState
 
 
-class DTensorEngine(ModelState):
+class DTensorEngine(MeshState):
     """One rank of a model sharded over a mesh."""
 
     backend_config: DTensorConfig

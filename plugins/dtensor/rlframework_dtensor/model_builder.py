@@ -29,6 +29,7 @@ from rlframework.engine import (
     checkpoint_activations,
     decoder_layers,
     empty_model,
+    fill_weights,
     freeze_part,
     is_multimodal,
     load_config,
@@ -45,7 +46,7 @@ from rlframework.engine import (
 from rlframework_dtensor.config import DTensorConfig
 from rlframework_dtensor.mesh import Mesh, Sizes
 from rlframework_dtensor.offload import move_model
-from rlframework_dtensor.shards import copy_into_shard, load_weights
+from rlframework_dtensor.shards import copy_into_shard, tensor_shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -211,4 +212,6 @@ def load_pretrained_weights(
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     move_model(model, device, HostBuffers(), buffers_only=True)
-    load_weights(named_tensors(model), layout.weights, pretrained_weights(layout, model, config, attention))
+    weights, tensors = pretrained_weights(layout, model, config, attention), named_tensors(model)
+    for part in layout.weights.values():
+        fill_weights(tensor_shards(part, tensors[part.source]), weights)

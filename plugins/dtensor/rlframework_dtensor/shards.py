@@ -8,7 +8,7 @@ files (`rlframework.models.file_weights`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from rlframework.engine import FileWeight, Moments, TensorShard, moments_slice, slice_of
-
-Slices = tuple[slice, ...]
+from rlframework.engine import FileWeight, Slices, TensorShard
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -105,37 +103,8 @@ def local_shard(weight: FileWeight, tensor: Tensor) -> tuple[Tensor, Slices] | N
     return shard[first - rows.start : last - rows.start], (slice(first - weight.start, last - weight.start), *others)
 
 
-@torch.no_grad()
-def load_weights(
-    tensors: Mapping[str, Tensor], layout: Mapping[str, FileWeight], weights: Mapping[str, Tensor]
-) -> None:
-    """Copy this rank's shards of `weights`, named as in files, into the model's `tensors`. No collective."""
-    for name, part in layout.items():
-        if (shard := local_shard(part, tensors[part.source])) is not None:
-            shard[0].copy_(slice_of(weights, name, shard[1]))
-
-
 def tensor_shards(weight: FileWeight, tensor: Tensor, prefix: str = "") -> Iterator[TensorShard]:
     """Yield this rank's shard of `weight`, if it has one, named `prefix + weight.name`; `tensor` is its source."""
     if (match := local_shard(weight, tensor.detach())) is not None:
         shard, slices = match
         yield TensorShard(prefix + weight.name, shard, tuple(one.start for one in slices), weight.shape)
-
-
-@torch.no_grad()
-def fill_moments(weights: Iterable[FileWeight], moments: Mapping[str, Moments], targets: Sequence[Tensor]) -> int:
-    """Copy this rank's shards of the `moments` of `weights`, all of one source, into `targets`.
-
-    `targets`: the first moment and, if the weights have one, the second. Returns the number of optimizer steps. No
-    collective.
-    """
-    steps = 0
-    for weight in weights:
-        shards = [local_shard(weight, target) for target in targets]
-        slices = shards[0][1] if shards[0] is not None else (slice(0, 0),) * len(weight.shape)
-        saved = moments_slice(moments, weight.name, slices)
-        steps = max(steps, saved.steps)
-        for shard, value in zip(shards, (saved.exp_avg, saved.exp_avg_sq), strict=False):
-            if shard is not None:
-                shard[0].copy_(value)
-    return steps

@@ -11,8 +11,8 @@ import torch
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.client import Policy
+from rlframework.policy.trained_weights import open_saved
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.policies import run_config
 

@@ -7,7 +7,7 @@ import torch
 
 from rlframework.algorithms.losses import NLLLoss
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework.policy.trained_weights import open_saved
 from rlframework_dtensor.worker import DTensorPolicyWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

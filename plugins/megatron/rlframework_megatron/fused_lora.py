@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlframework.config.policy import LoraConfig
-from rlframework.engine import A, B, initial_a, merge
+from rlframework.engine import A, B, Slices, initial_a, merge
 from rlframework_megatron.adapter_weights import (
     MODULE,
     adapted_weights,
@@ -34,7 +34,7 @@ from rlframework_megatron.upstream import (
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from rlframework_megatron.weight_layout import COLUMNS, Slices
+from rlframework_megatron.weight_layout import COLUMNS
 from rlframework_megatron.weights import LocalModel
 
 EXCHANGES: Mapping[tuple[bool, bool], Callable[[Tensor], Tensor]] = {

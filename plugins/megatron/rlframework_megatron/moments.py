@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframework.engine import FIRST, SECOND, Moments, ShardedState, TensorShard, moments_slice
-from rlframework_megatron.flat_ranges import flat_blocks
+from rlframework.engine import FIRST, SECOND, Moments, ShardedState, TensorShard, fill_moments, flat_shards, steps_of
 from rlframework_megatron.main_params import MainParam, MainParams
 from rlframework_megatron.names import WeightShard
 from rlframework_megatron.weights import LocalModel
@@ -49,20 +48,9 @@ def load_moments(local_model: LocalModel, moments: Mapping[str, Moments]) -> Non
         if (main := main_params.of(parameter)) is None:
             continue
         first, second = (torch.zeros_like(main.values.detach()) for _ in range(2))
-        steps = []
+        main.set_moments(steps_of(moments, [shard.name for shard in shards]), first, second)
         for shard in shards:
-            for block in flat_blocks(tuple(parameter.shape), shard.regions, main.start, main.stop):
-                saved = moments_slice(moments, shard.name, block.whole)
-                block.of(first.view(-1)).copy_(saved.exp_avg)
-                block.of(second.view(-1)).copy_(saved.exp_avg_sq)
-                steps.append(saved.steps)
-        # a shard that is all padding has no weight to take the step count from
-        main.set_moments(max(steps) if steps else _steps_of(moments, shards[0]), first, second)
-
-
-def _steps_of(moments: Mapping[str, Moments], shard: WeightShard) -> int:
-    """The step count of a weight whose moments are not needed; reads one element."""
-    return moments_slice(moments, shard.name, tuple(slice(0, 1) for _ in shard.shape)).steps
+            fill_moments(_moment_shards(parameter, shard, main), moments)
 
 
 def sharded_state(local_model: LocalModel) -> ShardedState:
@@ -75,30 +63,25 @@ def sharded_state(local_model: LocalModel) -> ShardedState:
         main = main_params.of(parameter)
         shards = [shard for shard in shards if not shard.is_copy]
         for shard in shards:
-            weights += _weight_shards(parameter, shard, main, main_params.trains(parameter))
+            if parameter.dtype == torch.float32 or not main_params.trains(parameter):
+                weights += _shards_of(parameter, shard, parameter.detach().float().view(-1))
+            elif main is not None:
+                weights += _shards_of(parameter, shard, main.flat, main.start)
             if main is not None:
                 steps[shard.name] = main.steps()
-                for start, kind in ((FIRST, "exp_avg"), (SECOND, "exp_avg_sq")):
-                    value = main.moment(kind)
-                    value = torch.zeros(main.stop - main.start) if value is None else value
-                    moments += _tensor_shards(start, tuple(parameter.shape), shard, value, main.start)
+                moments += _moment_shards(parameter, shard, main)
     return ShardedState(weights, moments, steps)
 
 
-def _weight_shards(
-    parameter: Tensor, shard: WeightShard, main: MainParam | None, trained: bool
-) -> Iterator[TensorShard]:
-    shape = tuple(parameter.shape)
-    if parameter.dtype == torch.float32 or not trained:
-        yield from _tensor_shards("", shape, shard, parameter.detach().float().view(-1), 0)
-    elif main is not None:
-        yield from _tensor_shards("", shape, shard, main.flat, main.start)
+def _moment_shards(parameter: Tensor, shard: WeightShard, main: MainParam) -> Iterator[TensorShard]:
+    for prefix, kind in ((FIRST, "exp_avg"), (SECOND, "exp_avg_sq")):
+        value = main.moment(kind)
+        value = torch.zeros(main.stop - main.start) if value is None else value
+        yield from _shards_of(parameter, shard, value, main.start, prefix)
 
 
-def _tensor_shards(
-    prefix: str, shape: tuple[int, ...], shard: WeightShard, flat: Tensor, start: int
+def _shards_of(
+    parameter: Tensor, shard: WeightShard, flat: Tensor, start: int = 0, prefix: str = ""
 ) -> Iterator[TensorShard]:
-    """Shards of a weight in a parameter of `shape` that lie in `flat`, the parameter's elements from `start` on."""
-    for block in flat_blocks(shape, shard.regions, start, start + flat.numel()):
-        offset = tuple(one.start for one in block.whole)
-        yield TensorShard(prefix + shard.name, block.of(flat), offset, shard.shape)
+    """Shards of a weight in `parameter` that lie in `flat`, the parameter's elements from `start` on."""
+    return flat_shards(prefix + shard.name, shard.shape, flat, start, tuple(parameter.shape), shard.regions)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlframework.base.errors import ConfigError, NotSupported
+from rlframework.engine import Region
 from rlframework_megatron.architectures import (
     ARCHITECTURES,
     Mixture,
@@ -31,7 +32,6 @@ from rlframework_megatron.weight_layout import (
     ROWS,
     UP,
     VOCABULARY,
-    Region,
     WeightLayout,
     grouped,
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlframework.base.errors import DataError, NotSupported
+from rlframework.base.errors import DataError
 from rlframework.engine import (
     Engine,
     FileLayout,
@@ -134,26 +134,19 @@ class ModelState(Engine, ABC):
 
     def sharded_state(self) -> ShardedState:
         """See `Engine.sharded_state`."""
-        self._require_no_adapters()
         return moments_of.sharded_state(self._current_model())
 
     def save_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.save_native`."""
-        self._require_no_adapters()
         local_model = self._current_model()
         with self._megatron():
             native.save(local_model, folder, optimizer=optimizer)
 
     def load_native(self, folder: Path, *, optimizer: bool) -> None:
         """See `Engine.load_native`."""
-        self._require_no_adapters()
         local_model = self._current_model()
         with self._megatron():
             native.load(local_model, folder, optimizer=optimizer)
-
-    def _require_no_adapters(self) -> None:
-        if self._local_adapters is not None:
-            raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
 
     # -- LoRA ---------------------------------------------------------------------------------------------------------
 

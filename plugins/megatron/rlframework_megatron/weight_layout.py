@@ -12,10 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlframework.base.errors import ConfigError
-
-Slices = tuple[slice, ...]
-Region = tuple[Slices, Slices]
-"""Slices of the whole weight, and the slices of equal shape of the local parameter that stores them."""
+from rlframework.engine import Region, Slices
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlframework.engine import GATHER, WeightSpec, slice_of, trace_span
+from rlframework.engine import GATHER, Slices, WeightSpec, slice_of, trace_span
 from rlframework_megatron.coordinates import Coordinates
 from rlframework_megatron.gathering import Groups, gather
 from rlframework_megatron.main_params import MainParams
 from rlframework_megatron.names import Weight, WeightShard, model_weights, owner_of, shards_of
-from rlframework_megatron.weight_layout import Slices, extent, inside
+from rlframework_megatron.weight_layout import extent, inside
 
 Read = Callable[[str, Slices], Tensor]
 """`read(name, slices)`: a slice of a named weight."""

@@ -11,7 +11,7 @@ from rlframework.algorithms.losses import NLLLoss
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework.policy.trained_weights import open_saved
 from rlframework_conformance import cases
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.oracle import Oracle

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlframework.base.errors import ConfigError, NotSupported
 from rlframework.models.file_weights import by_file_names
+from rlframework.policy.tensor_shards import flat_shards
 from rlframework_megatron.coordinates import Coordinates
-from rlframework_megatron.flat_ranges import flat_blocks, range_blocks
 from rlframework_megatron.main_params import flat_shards_of
 from rlframework_megatron.names import EMBEDDING, HEAD, WeightShard, local_shards, weight_shapes
 from rlframework_megatron.weight_layout import extent
@@ -242,27 +242,6 @@ def test_other_models_are_rejected():
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_a_flat_range_splits_into_blocks_in_order(data):
-    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
-    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
-    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
-    found = list(range_blocks(shape, start, stop))
-    assert len(found) <= 3
-    flat = [number for box in found for number in tensor[box].reshape(-1).tolist()]
-    assert flat == list(range(start, stop))
-
-
-def test_a_flat_range_of_stacked_experts_splits_into_blocks_in_order():
-    tensor = torch.arange(3 * 4 * 5).view(3, 4, 5)
-    for start, stop in itertools.combinations(range(tensor.numel() + 1), 2):
-        found = list(range_blocks((3, 4, 5), start, stop))
-        assert len(found) <= 5
-        assert torch.cat([tensor[block].reshape(-1) for block in found]).tolist() == list(range(start, stop))
-
-
-@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(tensor=st.sampled_from([1, 2, 4]), cuts=st.lists(st.integers(0, 600), max_size=4))
 def test_ranges_of_a_fused_matrix_cover_its_weights(tensor, cuts):
@@ -277,11 +256,11 @@ def test_ranges_of_a_fused_matrix_cover_its_weights(tensor, cuts):
             for start, stop in itertools.pairwise(ends):
                 flat = parameter.view(-1)[start:stop].clone()
                 for shard in (one for one in shards if (one.chunk, one.parameter) == (chunk, name)):
-                    for block in flat_blocks(tuple(parameter.shape), shard.regions, start, stop):
-                        view = block.of(flat)
-                        assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-                        assert joined[shard.name][block.whole].isnan().all() or "norm" in shard.name
-                        joined[shard.name][block.whole] = view
+                    stored = tuple(parameter.shape)
+                    for part in flat_shards(shard.name, shard.shape, flat, start, stored, shard.regions):
+                        assert part.local.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                        assert joined[shard.name][part.where].isnan().all() or "norm" in shard.name
+                        joined[shard.name][part.where] = part.local
     assert all(torch.equal(joined[name], weight) for name, weight in weights.items())
 
 

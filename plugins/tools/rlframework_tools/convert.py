@@ -29,7 +29,7 @@ from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.adapter import adapter_config, adapter_matrices, base_folder, require_base
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
-from rlframework.policy.checkpoint.pretrained import open_saved, write_config, write_tensors
+from rlframework.policy.checkpoint.pretrained import write_config, write_tensors
 from rlframework.policy.checkpoint.saved import (
     INDEX,
     SHARD_SUFFIX,
@@ -42,6 +42,7 @@ from rlframework.policy.checkpoint.saved import (
 from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
 from rlframework.policy.engine import TensorShard
 from rlframework.policy.lora_math import A, B, is_adapter, merge
+from rlframework.policy.trained_weights import open_saved
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
 from rlframework.base.errors import DataError, UserError
-from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework.policy.trained_weights import open_saved
 from rlframework.runner.launch import resume
 from rlframework.runner.models import find_model
 from rlframework.runner.parts import build_parts

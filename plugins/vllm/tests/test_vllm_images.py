@@ -12,8 +12,8 @@ import tiny_vlms
 import torch
 
 from rlframework.base.errors import RefitError, RequestError
-from rlframework.huggingface.image_processor import image_tokens
 from rlframework.huggingface.model_directories import quiet_transformers
+from rlframework.huggingface.vision_models import image_tokens
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework_vllm.checks import KINDS
 from rlframework_vllm.config import VllmGenerationConfig

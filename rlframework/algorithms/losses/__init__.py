@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from rlframework.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rlframework.algorithms.losses.averages import loss_mask, token_mean
     from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
     from rlframework.algorithms.losses.distillation import DistillationLoss
-    from rlframework.algorithms.losses.importance import mismatch_metrics
     from rlframework.algorithms.losses.nll import NLLLoss
+    from rlframework.algorithms.losses.terms import loss_mask, mismatch_metrics, token_mean
     from rlframework.algorithms.losses.value import ValueLoss
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,7 +1,7 @@
 """The policy-gradient loss of PPO, GRPO and the algorithms derived from it, of which each is a choice of terms.
 
-The ratio of probabilities and the surrogate of it are in `ratios`, means in `averages`, the KL penalty to a reference
-policy in `kl`, and the weights that correct for the difference between trainer and generator in `importance`.
+The terms are in `terms`: means, the ratio of probabilities and the surrogate of it, the KL penalty to a reference
+policy, and the weights that correct for the difference between trainer and generator.
 """
 
 from __future__ import annotations
@@ -10,10 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframework.algorithms.losses.averages import loss_mask, sequence_mean, token_mean
-from rlframework.algorithms.losses.importance import importance_weights, mismatch_metrics
-from rlframework.algorithms.losses.kl import bounded_kl, kl_divergence, kl_weight
-from rlframework.algorithms.losses.ratios import SURROGATES, probability_ratio
+from rlframework.algorithms.losses.terms import (
+    SURROGATES,
+    bounded_kl,
+    importance_weights,
+    kl_divergence,
+    kl_weight,
+    loss_mask,
+    mismatch_metrics,
+    probability_ratio,
+    sequence_mean,
+    token_mean,
+)
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframework.algorithms.losses.averages import loss_mask as loss_mask
-from rlframework.algorithms.losses.averages import token_mean as token_mean
+from rlframework.algorithms.losses.terms import loss_mask as loss_mask
+from rlframework.algorithms.losses.terms import token_mean as token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.loss import LossInput, LossType
 

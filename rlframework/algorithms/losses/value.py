@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.algorithms.losses.averages import loss_mask, token_mean
+from rlframework.algorithms.losses.terms import loss_mask, token_mean
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.algorithms import ValueLossConfig
 from rlframework.interfaces.loss import LossColumn, LossInput, LossType

@@ -104,7 +104,7 @@ class SavedMoments(Mapping[str, Moments]):
     """
 
     def __init__(self, tensors: Saved, steps: Mapping[str, int], optimizer: str = "adamw") -> None:
-        self._tensors, self._steps = tensors, steps
+        self.tensors, self.steps = tensors, steps
         first, second = ({start + name for name in steps} for start in (FIRST, SECOND))
         required = first if optimizer == "muon" else first | second
         if not required <= set(tensors) <= first | second:
@@ -113,20 +113,20 @@ class SavedMoments(Mapping[str, Moments]):
             )
 
     def __getitem__(self, name: str) -> Moments:
-        return self.read_slice(name, tuple(slice(0, size) for size in self._tensors.shape(FIRST + name)))
+        return self.read_slice(name, tuple(slice(0, size) for size in self.tensors.shape(FIRST + name)))
 
     def read_slice(self, name: str, where: tuple[slice, ...]) -> Moments:
         """Read only `where` of the moments of the weight `name`."""
-        first = self._tensors.read_slice(FIRST + name, where)
-        has_second = SECOND + name in self._tensors
-        second = self._tensors.read_slice(SECOND + name, where) if has_second else first.new_empty(0)
-        return Moments(self._steps[name], first, second)
+        first = self.tensors.read_slice(FIRST + name, where)
+        has_second = SECOND + name in self.tensors
+        second = self.tensors.read_slice(SECOND + name, where) if has_second else first.new_empty(0)
+        return Moments(self.steps[name], first, second)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._steps)
+        return iter(self.steps)
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self.steps)
 
 
 def slice_of(tensors: Mapping[str, Tensor], name: str, where: tuple[slice, ...]) -> Tensor:

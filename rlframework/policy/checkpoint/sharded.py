@@ -34,11 +34,11 @@ from rlframework.base.errors import DataError
 from rlframework.base.files import writing
 from rlframework.base.logs import debug_span
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.all_ranks import run_on_all_ranks
 from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, reading, require_inside
+from rlframework.policy.checkpoint.pretrained import SharedDirectory
 from rlframework.policy.checkpoint.saved import INDEX, SHARD_SUFFIX, Saved
-from rlframework.policy.checkpoint.shared_directory import SharedDirectory
 from rlframework.policy.engine import TensorShard
+from rlframework.workers.process_groups import run_on_all_ranks
 
 _LOG = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from rlframework.base.errors import BatchError
-from rlframework.policy.head.chunks import Chunks, chunk_rows
-from rlframework.policy.head.vocabulary_shard import VocabularyShard, columns_of, combined_statistics
+from rlframework.policy.head.vocabulary import Chunks, VocabularyShard, chunk_rows, columns_of, combined_statistics
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlframework.base.errors import NotSupported
 from rlframework.policy.head.formula import LogitFormula, without_formula
 from rlframework.policy.head.logprobs import chunked_logprobs, scaled_logits, top_logits, whole_logits
-from rlframework.policy.head.vocabulary_shard import VocabularyShard
+from rlframework.policy.head.vocabulary import VocabularyShard
 
 SCORE_WEIGHT = "score.weight"
 """The name, in transformers, of the weight `[1, H]` of a head that gives one number."""

@@ -7,9 +7,9 @@ import pytest
 from rlframework.base.errors import DataError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import check_files, read_manifest
-from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework.policy.checkpoint.pretrained import save_native
 from rlframework.policy.checkpoint.saved import is_native, native_files
-from rlframework.policy.checkpoint.shared_directory import save_native
+from rlframework.policy.trained_weights import open_saved
 from rlframework.runner.models import find_model
 from rlframework_tools.convert import find_source
 

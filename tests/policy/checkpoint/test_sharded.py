@@ -14,9 +14,9 @@ from torch.distributed import checkpoint as dcp
 from rlframework.base.errors import DataError, WriteError
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
-from rlframework.policy.checkpoint.pretrained import open_saved
 from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
 from rlframework.policy.engine import TensorShard
+from rlframework.policy.trained_weights import open_saved
 
 
 def halves(name: str, whole: torch.Tensor, split: int) -> list[TensorShard]:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlframework.base.errors import BatchError, NotSupported
-from rlframework.policy.head import chunks
 from rlframework.policy.head import logprobs as logprobs_module
+from rlframework.policy.head import vocabulary as vocabulary_shard
 from rlframework.policy.head.formula import require_known_formula
 from rlframework.policy.head.logprobs import chunked_logprobs, top_logits
 from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output
@@ -82,7 +82,7 @@ def test_no_chunk_holds_more_logits_than_the_limit(monkeypatch):
         seen.append(result.numel())
         return result
 
-    monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cpu", 40)
+    monkeypatch.setitem(vocabulary_shard.CHUNK_ELEMENTS, "cpu", 40)
     monkeypatch.setattr(torch.nn.functional, "linear", watching)
     hidden = torch.randn(33, 4, requires_grad=True)
     logprobs, _ = chunked_logprobs(hidden, torch.randn(10, 4), None, torch.zeros(33, dtype=torch.long))
@@ -221,7 +221,7 @@ def test_top_k_matches_sorting_all_logits(count, vocabulary, rows, k, temperatur
     bias = torch.randn(vocabulary, generator=generator) if with_bias else None
     k = min(k, vocabulary)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(chunks.CHUNK_ELEMENTS, "cpu", rows * vocabulary)
+        patch.setitem(vocabulary_shard.CHUNK_ELEMENTS, "cpu", rows * vocabulary)
         values = top_logits(hidden, weight, bias, None, k, temperature)
     found = read_head_output(values, HeadRequest(frozenset({"topk"}), temperature, k))
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rlframework.policy.head import chunks
+from rlframework.policy.head import vocabulary as vocabulary_shard
 from rlframework.policy.head.logprobs import chunked_logprobs
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -75,10 +75,10 @@ def test_several_chunks_are_as_exact_as_fp32_and_gradients_as_bfloat16(
 ):
     """Logits that were rounded to bfloat16 would be off by up to 4e-3. Gradients are rounded to bfloat16, 8 bits."""
     if device == "cpu":
-        monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cpu", 40 * 128)
-        monkeypatch.setitem(chunks.CHUNK_TOKENS, "cpu", 40)
+        monkeypatch.setitem(vocabulary_shard.CHUNK_ELEMENTS, "cpu", 40 * 128)
+        monkeypatch.setitem(vocabulary_shard.CHUNK_TOKENS, "cpu", 40)
     head = Head(tokens, vocabulary, hidden_size, device)
-    assert len(chunks.Chunks.of(head.hidden, head.weight, 0, whole=True).parts) > 1
+    assert len(vocabulary_shard.Chunks.of(head.hidden, head.weight, 0, whole=True).parts) > 1
     logprobs, entropies, of_hidden, of_weight = head.run()
     right = head.exact(tokens=16, ids=64)
     torch.testing.assert_close(logprobs.double(), right[0], rtol=0, atol=5e-5)
@@ -97,7 +97,7 @@ def test_the_peak_is_that_of_one_chunk_and_its_gradients(hidden_size):
     before = torch.cuda.memory_allocated()
     head.run()
     peak = torch.cuda.max_memory_allocated() - before
-    elements = chunks.chunk_elements(torch.device("cuda"))
+    elements = vocabulary_shard.chunk_elements(torch.device("cuda"))
     gradients = 2 * hidden_size * (head.tokens + VOCABULARY)
     assert peak <= 1.05 * ((4 + 2) * elements + gradients + 4 * head.tokens * hidden_size) + 2**27
 

@@ -7,7 +7,7 @@ import torch
 from counting_traffic import Traffic
 from packaging.version import Version
 
-from rlframework.policy.head import chunks
+from rlframework.policy.head import vocabulary as vocabulary_shard
 from rlframework.policy.head.logprobs import chunked_logprobs
 
 TOKENS, VOCABULARY, CHUNK = 16_384, 151_936, 1 << 28
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def chunks_of_a_gpu(monkeypatch):
-    for sizes in (chunks.CHUNK_ELEMENTS, chunks.CHUNK_TOKENS):
+    for sizes in (vocabulary_shard.CHUNK_ELEMENTS, vocabulary_shard.CHUNK_TOKENS):
         monkeypatch.setitem(sizes, "meta", sizes["cuda"])
 
 
@@ -74,10 +74,10 @@ def test_uncompiled_each_logit_is_passed_over_thirteen_times():
 @pytest.mark.parametrize("tokens", [0, 1, 1766, 1767, 5000, 16_384, 100_000])
 def test_chunks_of_a_gpu_cover_everything_once_and_are_within_the_limit(tokens):
     """Rows of logits begin at multiples of 128 elements, as tensor cores want them."""
-    rows, columns = chunks.chunk_shape(tokens, VOCABULARY, torch.device("meta"))
+    rows, columns = vocabulary_shard.chunk_shape(tokens, VOCABULARY, torch.device("meta"))
     assert rows * columns <= CHUNK
     assert columns % 128 == 0
     hidden, weight = (torch.empty(count, 8, device="meta") for count in (tokens, VOCABULARY))
-    made = chunks.Chunks.of(hidden, weight, 0, whole=True)
+    made = vocabulary_shard.Chunks.of(hidden, weight, 0, whole=True)
     for size, slices in ((VOCABULARY, made.parts), (tokens, made.rows)):
         assert [index for one in slices for index in range(one.start, one.stop)] == list(range(size))

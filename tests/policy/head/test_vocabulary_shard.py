@@ -15,7 +15,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from rlframework.policy.head.logprobs import chunked_logprobs, whole_logits
 from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output
-from rlframework.policy.head.vocabulary_shard import VocabularyShard
+from rlframework.policy.head.vocabulary import VocabularyShard
 
 
 def on_ranks(ranks, work):

@@ -175,8 +175,8 @@ GENERATING: tuple[Phase, ...] = ("generating",)
 
 
 def logits_chunk(worker: PlannedWorker) -> int:
-    """The most logits that the head holds at once; see `rlframework.policy.head.chunks.chunk_elements`."""
-    from rlframework.policy.head.chunks import CHUNK_ELEMENTS, GPU_SHARE
+    """The most logits that the head holds at once; see `rlframework.policy.head.vocabulary.chunk_elements`."""
+    from rlframework.policy.head.vocabulary import CHUNK_ELEMENTS, GPU_SHARE
 
     elements = CHUNK_ELEMENTS[worker.device]
     return elements if worker.gpu_bytes is None else min(elements, worker.gpu_bytes // GPU_SHARE)

@@ -13,7 +13,7 @@ from torch import nn
 
 from rlframework.models.attention import RowLayout
 from rlframework.models.rotary import SequenceRotary
-from rlframework.models.scores import PLAIN, Scores
+from rlframework.models.varlen import PLAIN, Scores
 from rlframework.policy.engine import Engine
 from rlframework.policy.head.formula import LogitFormula
 from rlframework_conformance.mutants.mutant import around, mutant

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlframework.policy.engine import Engine
-from rlframework.policy.head.vocabulary_shard import VocabularyShard
+from rlframework.policy.head.vocabulary import VocabularyShard
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import STATE, changed_updates, head_of

@@ -13,7 +13,7 @@ from rlframework.base.errors import DataError
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.lora_math import is_adapter
-from rlframework.policy.reference import SnapshotReference
+from rlframework.policy.scoring import SnapshotReference
 from rlframework.policy.worker import PolicyWorkerBase
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant, together

@@ -11,7 +11,7 @@ import torch
 from rlframework.base.errors import DataError
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
-from rlframework.policy.reference import SnapshotReference
+from rlframework.policy.scoring import SnapshotReference
 from rlframework.policy.trained_weights import TrainedWeights
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant

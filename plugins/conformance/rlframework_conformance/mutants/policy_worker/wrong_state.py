@@ -9,7 +9,7 @@ import torch
 
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
-from rlframework.policy.reference import SnapshotReference
+from rlframework.policy.scoring import SnapshotReference
 from rlframework_conformance.measure import MutantNotApplicable
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, optimizer_of, to_bfloat16

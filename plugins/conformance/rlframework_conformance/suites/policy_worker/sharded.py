@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlframework.base.errors import DataError, WriteError
 from rlframework.plugins.types import Capability
-from rlframework.policy.checkpoint.pretrained import open_saved
+from rlframework.policy.trained_weights import open_saved
 from rlframework_conformance.layouts import Layout, declared_layouts, enough_gpus
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.checkpoints import (
