@@ -67,12 +67,12 @@ def kept_checkpoints(scores: Mapping[str, float | None], config: CheckpointsConf
     return kept
 
 
-def best_checkpoint(run_dir: Path, config: CheckpointsConfig) -> tuple[Path, float] | None:
-    """The checkpoint of a run with the best value of `config.metric`, and the value; None if none has that metric."""
+def best_checkpoint(run_dir: Path, config: CheckpointsConfig) -> tuple[Path, float, int] | None:
+    """The last checkpoint with the best `config.metric`, its value, and how many have that value; None without any."""
     scores = {path.name: _read(path).measured.get(config.metric) for path in checkpoints_in(run_dir)}
     best = next(reversed(_ranked(scores, config)), "")
     score = scores.get(best)
-    return None if score is None else (run_dir / FOLDER / best, score)
+    return None if score is None else (run_dir / FOLDER / best, score, [*scores.values()].count(score))
 
 
 def has_measured(run_dir: Path, metric: str) -> bool:

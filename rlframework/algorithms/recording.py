@@ -148,7 +148,7 @@ def profiling(parts: Parts, step: int) -> Iterator[dict[str, float]]:
             policy.stop_profiling(None)
         raise
     written = policy.stop_profiling(str(parts.config.output_dir.absolute() / TRACES / folder_of(step)))
-    from rlframework.algorithms.device_time import read_trace
+    from rlframework.algorithms.performance import read_trace
 
     times = [read_trace(Path(path)) for path in written]
     lines = "\n".join(

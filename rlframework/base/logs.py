@@ -71,7 +71,7 @@ def log_if_slow(activity: str, level: int, remedy: str) -> Iterator[None]:
 
     Nothing is interrupted: the message says which plugin a program hangs in.
     """
-    text = "waiting for %s, for %g s so far; to do without it: %s"
+    text = "still waiting for %s after %g s; the program goes on when it is done. To do without it: %s"
     timer = threading.Timer(SLOW_SECONDS, _LOG.log, (level, text, activity, SLOW_SECONDS, remedy))
     timer.daemon = True
     timer.start()

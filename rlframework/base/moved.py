@@ -16,8 +16,10 @@ from types import ModuleType
 MOVED = {
     "rlframework.algorithm": "rlframework.algorithms.algorithm",
     "rlframework.algorithms.losses.kl": "rlframework.algorithms.losses.terms",
+    "rlframework.algorithms.losses.nll": "rlframework.algorithms.losses.targets",
     "rlframework.algorithms.losses.preference": "rlframework_preferences.preference_losses",
     "rlframework.algorithms.losses.reward_model": "rlframework_preferences.preference_losses",
+    "rlframework.algorithms.losses.value": "rlframework.algorithms.losses.targets",
     "rlframework.algorithms.preferences": "rlframework_preferences.preference_training",
     "rlframework.algorithms.reward_model": "rlframework_preferences.reward_model_training",
     "rlframework.config.distillation": "rlframework.config.distillation_algorithms",
@@ -99,6 +101,7 @@ MOVED = {
     "rlframework.plugins.state_layout": "rlframework_tools.estimates.state_layout",
     "rlframework.policy.all_ranks": "rlframework.workers.process_groups",
     "rlframework.policy.checkpoint.merged": "rlframework_tools.convert",
+    "rlframework.policy.head.formula": "rlframework.policy.head.patch",
     "rlframework.policy.head.vocabulary_shard": "rlframework.policy.head.vocabulary",
     "rlframework.rollout.endpoint": "rlframework_serve",
     "rlframework.rollout.endpoint.requests": "rlframework_serve.request_bodies",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -58,9 +57,6 @@ _INSTEAD_OF_NULL = {
 METRICS = ("reward", "accuracy", "loss")
 """The metrics of validation by which checkpoints are compared."""
 
-_MISSPELLED = 0.85
-"""Minimum similarity of a metric to one of `METRICS` that is probably meant."""
-
 
 def validate(
     tree: Tree,
@@ -78,7 +74,10 @@ def validate(
         config = model.model_validate(tree.values)
     except ValidationError as error:
         return None, _problems(error, tree, model, elsewhere or {}, most, hints)
-    problems = [*_mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree)]
+    problems = [
+        replace(problem, hint=hints("value_hint", key=problem.key, value=problem.given))
+        for problem in _mistaken_booleans(tree.values, config.model_dump(mode="json"), (), tree)
+    ]
     problems += _null_characters(tree.values, (), tree)
     return (None, problems) if problems else (config, [])
 
@@ -207,47 +206,14 @@ def check_run(config: RunConfig) -> Iterator[Problem]:
 
 
 def notes_on(config: RunConfig) -> tuple[str, ...]:
-    """Notes about settings that do not say what is probably meant."""
-    return tuple(f"note: {note}" for find in (_without_effect, _unset_rate, _unlike_metrics) for note in find(config))
-
-
-def _without_effect(config: RunConfig) -> Iterator[str]:
-    """Keys that are set, but that other keys leave without effect."""
+    """Notes about keys that are set, but that other keys leave without effect."""
     policy, key = config.policy, "train_micro_batch_size"
     given, batching = getattr(policy, key), policy.batching
     default = type(policy).model_fields[key].default
-    if batching.limited == "tokens" and key in policy.model_fields_set and given != default:
-        yield (
-            f"with policy.batching.mode={batching.mode}, policy.batching.tokens bounds microbatches, "
-            f"not policy.{key}={given}"
-        )
-
-
-def _unset_rate(config: RunConfig) -> Iterator[str]:
-    """A default learning rate, which is one of reinforcement learning, where a model is trained on data."""
-    policy, name = config.policy, config.algorithm.name
-    if (name == "sft" or policy.head != "language") and "lr" not in policy.optimizer.model_fields_set:
-        theirs = {"sft": "; TRL's default is 2e-5", "reward_model": "; TRL's default is 1e-4"}.get(name, "")
-        yield (
-            f"policy.optimizer.lr is not set: its default, {policy.optimizer.lr:g}, is a rate for reinforcement "
-            f"learning, and low for {name}. Usual are 1e-5 and more{theirs}"
-        )
-
-
-def _unlike_metrics(config: RunConfig) -> Iterator[str]:
-    """Metrics that are probably misspelled, and a best checkpoint by another metric than that of early stopping."""
-    stopping, metric = config.algorithm.early_stopping, config.checkpoints.metric
-    keys = {metric: "checkpoints.metric"} | ({stopping.metric: "algorithm.early_stopping.metric"} if stopping else {})
-    for name, key in keys.items():
-        kind, _, short = name.partition("/")
-        near = get_close_matches(short, METRICS, 1, _MISSPELLED) if kind == "validation" else []
-        if near and short not in METRICS:
-            yield f"{key}={name}: is validation/{near[0]} meant? A name that no step measures selects nothing"
-    if stopping and config.checkpoints.keep_best and metric != stopping.metric:
-        yield (
-            f"checkpoints.keep_best compares checkpoints.metric={metric}, and early stopping another metric, "
-            f"{stopping.metric}: the best step that it names may have no checkpoint"
-        )
+    if batching.limited != "tokens" or key not in policy.model_fields_set or given == default:
+        return ()
+    bound = f"with policy.batching.mode={batching.mode}, policy.batching.tokens bounds microbatches"
+    return (f"note: {bound}, not policy.{key}={given}",)
 
 
 def check_further_policies(config: RunConfig, device: str) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlframework.interfaces.worker_group import WorkerContext
     from rlframework.models import adapters
     from rlframework.models.activation_checkpointing import checkpoint_activations
-    from rlframework.models.adapters import layers_of
+    from rlframework.models.adapters import ModelState, layers_of
     from rlframework.models.attention import ATTENTION, PaddedRows, RowLayout, Segments, row_attention
     from rlframework.models.described_weights import ModelFiles, new_head_hint, new_weights, weights_folder
     from rlframework.models.file_weights import ADAPTER, FileLayout, FileWeight, external_name, gathered, named_tensors
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         require_vocabulary,
         trains_images_only,
     )
-    from rlframework.models.model_state import ModelState
     from rlframework.models.probing import probe_packing, require_splittable
     from rlframework.models.rotary import length_dependent, positions_without_padding, rotate_by_sequence
     from rlframework.models.varlen import Scores, kernel_for_packed_rows

@@ -20,7 +20,7 @@ from rlframework.base.logs import debug_span
 from rlframework.interfaces.generation import Incoming, Outgoing
 from rlframework.interfaces.named_sharding import REPLICATED_AXES
 from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup
-from rlframework.workers.inline import InlineWorkerGroup
+from rlframework.workers.dispatch import InlineWorkerGroup
 
 _LOG = logging.getLogger(__name__)
 

@@ -24,9 +24,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlframework.base.errors import DataError, NotSupported
 from rlframework.config.policy import PolicyConfig
-from rlframework.huggingface.hub import local_files_only
+from rlframework.huggingface.hub import check_model_files, local_files_only
 from rlframework.huggingface.model_directories import invalid_config, quiet_transformers, read_config
-from rlframework.huggingface.model_files import check_model_files
 from rlframework.models.described_weights import (
     ModelFiles,
     has_a_head,

@@ -18,7 +18,7 @@ from rlframework.base.errors import NotSupported
 from rlframework.config.policy import PolicyConfig
 from rlframework.models import attention as row_attention
 from rlframework.models.loading import is_loadable, new_model
-from rlframework.policy.head.formula import require_known_formula
+from rlframework.policy.head.patch import require_known_formula
 
 VOCABULARY = 1024
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -34,6 +34,8 @@ DISPLAYED_METRICS = {
 }
 PARTS = 4
 """Maximum number of the reward's parts in a line."""
+FEW = 20
+"""Number of validation samples below which it is shown beside their accuracy."""
 WINDOW = 20
 """Number of recent steps over which the pace is averaged."""
 FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
@@ -170,7 +172,7 @@ def describe(metrics: Mapping[str, float], best_metric: str = "") -> list[str]:
         shown.pop("train/failed_fraction", None)
     if "validation/accuracy" in shown:
         shown.pop("validation/loss", None)
-    texts = [DISPLAYED_METRICS[name].format(value) + _parts(name, metrics) for name, value in shown.items()]
+    texts = [DISPLAYED_METRICS[name].format(value) + _more(name, metrics) for name, value in shown.items()]
     if best_metric in metrics and best_metric not in shown:
         texts.append(f"{best_metric} {metrics[best_metric]:.4g}")
     return texts
@@ -181,10 +183,14 @@ def _with_parts_of(step: Mapping[str, float], latest: Mapping[str, float]) -> di
     return {name: value for name, value in latest.items() if name in step or not name.startswith("train/reward/")}
 
 
-def _parts(name: str, metrics: Mapping[str, float]) -> str:
-    """The parts of the reward in brackets, if `name` is the reward and it has several."""
+def _more(name: str, metrics: Mapping[str, float]) -> str:
+    """The number of validation samples of an accuracy, if they are few; or the parts of a reward that has several."""
+    if name == "validation/accuracy" and metrics.get("validation/samples", FEW) < FEW:
+        return f" of {metrics['validation/samples']:.0f}"
     parts = [each for each in metrics if each.startswith(f"{name}/")] if name == "train/reward" else []
-    texts = [f"{each.removeprefix(name)[1:]} {metrics[each]:.3g}" for each in parts[:PARTS]]
+    if name == "train/reward" and "train/model_score" in metrics:
+        parts = ["train/model_score", *(parts or ["train/environment_reward"])]
+    texts = [f"{each.removeprefix('train/').removeprefix('reward/')} {metrics[each]:.3g}" for each in parts[:PARTS]]
     return f" ({', '.join(texts)}{', ...' if len(parts) > PARTS else ''})" if len(parts) > 1 else ""
 
 

@@ -48,7 +48,7 @@ def rlframework_worker_groups() -> list[WorkerGroupRecord]:
     core, several = partial(_core, WorkerGroupRecord), frozenset({Capability.DATA_PARALLEL})
     inline, local = "one worker in this process", "several worker processes on this machine, without Ray"
     return [
-        core("inline", "workers.inline:InlineWorkerGroup", inline, WorkerGroupConfig, check=check_inline),
+        core("inline", "workers.dispatch:InlineWorkerGroup", inline, WorkerGroupConfig, check=check_inline),
         core("processes", "workers.processes:ProcessWorkerGroup", local, RemoteGroupConfig, capabilities=several),
     ]
 

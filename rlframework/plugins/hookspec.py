@@ -249,7 +249,7 @@ def rlframework_agent_endpoint() -> str | None:
 
     An exception, or a path that cannot be imported, ends the run.
 
-    `function(parts, bridge)` returns an asynchronous context with a `rlframework.rollout.agents.AgentRunner`, which
+    `function(parts, bridge)` returns an asynchronous context with a `rlframework.rollout.episodes.AgentRunner`, which
     attempts tasks against an endpoint that samples on `bridge`.
 
     >>> from rlframework.plugins.hookspec import hookimpl

@@ -187,6 +187,8 @@ class CheckpointIO:
         self.finish()
         engine, optimizer = self.engine, optimizer_path is not None
         # check everything before anything changes
+        native = is_native(weights_path)
+        self._require_form("native" if native else "portable")
         optimizer_name = engine.config.optimizer.name
         training = None if optimizer_path is None else _read_training(optimizer_path, optimizer_name)
         run_on_all_ranks(engine.context, partial(self.check, weights_path, optimizer_path, reference_path))
@@ -195,9 +197,7 @@ class CheckpointIO:
             reference = require_copy(self.reference, "load_checkpoint with a reference_path")
             self.weights.read(reference_path)  # the policy's weights are read after it
             reference.take()
-        native = is_native(weights_path)
         if native:
-            self._require_form("native")
             engine.load_native(native_files(weights_path, self.backend, optimizer=optimizer), optimizer=optimizer)
         else:
             self.weights.read(weights_path)

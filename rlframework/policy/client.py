@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,12 +281,15 @@ class Policy:
     ) -> None:
         """See `PolicyWorker.load_checkpoint`. Raises `DataError` for a folder that does not exist."""
         paths = {"weights_path": weights_path, "optimizer_path": optimizer_path, "reference_path": reference_path}
-        for name, path in paths.items():
-            if path is not None and not Path(path).is_dir():
+        given = {name: abspath(path) for name, path in paths.items() if path}
+        for name, path in given.items():
+            if not Path(path).is_dir():
                 raise DataError(f"{name}: there is no folder {path}")
         if (Path(weights_path) / "run.json").is_file():
             raise DataError(f"{weights_path} is the checkpoint of a run; give its folders model and optimizer")
-        self._calls.on_all(PolicyWorker.load_checkpoint, **{name: path for name, path in paths.items() if path})
+        self._calls.on_all(
+            PolicyWorker.load_checkpoint, **{name: abspath(path) for name, path in paths.items() if path}
+        )
 
     def save_pretrained(self, path: str, *, replace: bool = False) -> None:
         """Write a Hugging Face directory; see `PolicyWorker.save_pretrained`.
@@ -301,7 +305,7 @@ class Policy:
     def _save(self, method: Callable[..., None], path: str, replace: bool) -> None:
         if not replace:
             check_replaceable(path)
-        self._calls.on_all(method, path=path)
+        self._calls.on_all(method, path=abspath(path))  # workers have the directory that they were started in
 
     def save_checkpoint(
         self,
@@ -322,11 +326,11 @@ class Policy:
             check_replaceable(path)
         self._calls.on_all(
             PolicyWorker.save_checkpoint,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
+            weights_path=abspath(weights_path),
+            optimizer_path=optimizer_path and abspath(optimizer_path),
             form=form,
             asynchronous=asynchronous,
-            **({} if reference_path is None else {"reference_path": reference_path}),
+            **({} if reference_path is None else {"reference_path": abspath(reference_path)}),
         )
 
     def sync_reference(self, alpha: float) -> None:

@@ -1,6 +1,6 @@
 """A worker's report on itself: device, memory, environment; and its profilers.
 
-Traces are for Perfetto and Chrome; `rlframework.algorithms.device_time` sums one up. Not supported: tracing the driver
+Traces are for Perfetto and Chrome; `rlframework.algorithms.performance` sums one up. Not supported: tracing the driver
 if the workers are separate processes.
 """
 

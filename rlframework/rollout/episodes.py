@@ -1,4 +1,4 @@
-"""The player of what has several turns, and of an environment's episodes. An episode that fails costs only itself."""
+"""Players of several turns (episodes of an environment, and agents), and the driver that waits for all of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlframework.base.errors import UserError
 from rlframework.datasets.chat.chat_format import ChatFormat
+from rlframework.generation.driver import run_in_loop
 from rlframework.interfaces.environment import Sample
 from rlframework.interfaces.generation import WeightSpan
-from rlframework.rollout.barrier import play_groups
+from rlframework.plugins.manager import load_from_plugin
 from rlframework.rollout.episode_player import EpisodePlayer
-from rlframework.rollout.episode_thread import Bridge, gather_or_cancel
+from rlframework.rollout.episode_thread import Bridge, gather_or_cancel, play_beside
 from rlframework.rollout.group_players import GroupPlayer
 from rlframework.rollout.result import PlayedEpisode, Rollout, rollout_of
 from rlframework.rollout.seeds import task_seeds
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlframework.config.sections import EnvironmentConfig
+    from rlframework.rollout.group_players import GroupPlayer
     from rlframework.rollout.parts import Parts
+    from rlframework.rollout.result import Rollout
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,3 +128,60 @@ def report_failures(played: Sequence[PlayedEpisode], config: EnvironmentConfig) 
     others = {episode.failure: episode for episode in failed if episode.failure != failed[0].failure}
     for episode in list(others.values())[: _SHOWN - 1]:
         _LOG.warning("another failed episode, of sample %r: %s", episode.sample.id, episode.failure)
+
+
+class AgentRunner(Protocol):
+    """Runs the agent of the run's environment, once for each call of `play`."""
+
+    async def play(self, sample: Sample, seed: int) -> PlayedEpisode:
+        """Run the agent on `sample`; return its rows, or why it failed."""
+        ...
+
+
+class AgentsPlayer(SeveralTurnsPlayer):
+    """Has the environment's agent attempt samples, against an endpoint that is served meanwhile.
+
+    The tokens depend on the seed, the weights, and the requests, in any order: see `Session.seeds`.
+    """
+
+    @asynccontextmanager
+    async def _player(self, bridge: Bridge) -> AsyncIterator[PlayOne]:
+        key = f"environment.name={self.parts.config.environment.name}"
+        runner_for = load_from_plugin(self.parts.config.plugins, "rlframework_agent_endpoint", key)
+        runner: AgentRunner
+        async with runner_for(self.parts, bridge) as runner:
+
+            async def play(sample: Sample, seed: int, _task_seed: int) -> PlayedEpisode:
+                async with self._room:
+                    return await runner.play(sample, seed)
+
+            yield play
+
+
+G = TypeVar("G")
+
+
+def play_groups(
+    player: GroupPlayer[G], samples: Sequence[Sample], seeds: Sequence[int], temperature: float | None
+) -> Rollout:
+    """Have `player` play each of `samples` with its seed, adjacent ones that are the same as a group.
+
+    Engines wait for episodes that are at their environment, see `Bridge`. `temperature`: None for that of the run.
+    """
+    generation, config = player.parts.generation, player.parts.config.environment
+    pairs = groupby(zip(samples, seeds, strict=True), key=lambda pair: id(pair[0]))
+    groups = [list(group) for _, group in pairs]
+
+    async def play(bridge: Bridge) -> list[G]:
+        async with player.playing(bridge):
+            return await gather_or_cancel([player.play(group[0][0], [seed for _, seed in group]) for group in groups])
+
+    async def serve() -> list[G]:
+        stops = player.stop_token_ids
+        async with generation.completions(temperature=temperature, stop_token_ids=stops) as completions:
+            return await play_beside(play, completions, generation.client, config, gathered=True)
+
+    generation.prepare_for_generation()
+    played = run_in_loop(serve())
+    generation.finish_generation()  # not after a failure, as a second error would hide the first
+    return player.rollout([(group[0][0], len(group), each) for group, each in zip(groups, played, strict=True)])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def group_player(parts: Parts) -> GroupPlayer[Any]:
     """Return the player of the run's environment: of its agents, its episodes, or single turns that it scores."""
     if runs_agents(parts.environment):
-        from rlframework.rollout.agents import AgentsPlayer
+        from rlframework.rollout.episodes import AgentsPlayer
 
         return AgentsPlayer(parts)
     if has_episodes(parts.environment):

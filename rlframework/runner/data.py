@@ -79,7 +79,9 @@ def with_steps(config: RunConfig, algorithm: type[Algorithm], environment: Envir
         return config
     samples, per_step = algorithm.training_samples(config, environment), algorithm.samples_per_step(config)
     steps = -(-samples * section.num_epochs // per_step)
-    _LOG.info("%d epoch(s) of %d training samples, %d a step: %d step(s)", section.num_epochs, samples, per_step, steps)
+    skipped = ", whatever algorithm.curriculum skips" if getattr(section, "curriculum", None) else ""
+    text = "%d epoch(s) of %d training samples, %d a step: %d step(s)%s"
+    _LOG.info(text, section.num_epochs, samples, per_step, steps, skipped)
     counted = section.model_copy(update={"num_steps": steps, "num_epochs": None})
     config = config.model_copy(update={"algorithm": counted})
     raise_problems(list(check_run(config)))

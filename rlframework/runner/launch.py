@@ -28,7 +28,7 @@ from rlframework.base.secrets import has_secrets, hide_secrets
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_own_files
 from rlframework.config.validate import notes_on
-from rlframework.config.yaml_text import parse_yaml
+from rlframework.config.yaml_text import parse_yaml, read_yaml
 from rlframework.observers.jsonl import METRICS_FILE, drop_steps_after, read_history
 from rlframework.observers.run_environment import flatten
 from rlframework.plugins.configure import config_yaml, dump_config, load_config
@@ -199,11 +199,11 @@ def _note_best(config: RunConfig) -> None:
             every if has_measured(config.output_dir, section.metric) else "no step of this run had it: ",
         )
         return
-    path, value = found
+    path, value, equal = found
+    tie = f", the last of {equal} that are equal: another checkpoints.metric may tell them apart" if equal > 1 else ""
+    which = f"{section.best}{tie}"
     command = f"rlframework convert {shlex.quote(str(path))} DEST --to huggingface"
-    _LOG.info(
-        "best checkpoint: %s, with %s %.4g (%s); its model: %s", path, section.metric, value, section.best, command
-    )
+    _LOG.info("best checkpoint: %s, with %s %.4g (%s); its model: %s", path, section.metric, value, which, command)
 
 
 def _resumed(config: RunConfig, step: int) -> Resumed:
@@ -262,9 +262,7 @@ def resume(
 
 def _nothing_to_resume(run_dir: Path) -> ConfigError:
     """The error for a run without a checkpoint: it was to write none, or ended before the first one."""
-    every = flatten(parse_yaml((run_dir / "config.yaml").read_text("utf-8"), "config.yaml").values).get(
-        "checkpoints.every"
-    )
+    every = flatten(read_yaml(run_dir / "config.yaml").values).get("checkpoints.every")
     metrics, model = run_dir / METRICS_FILE, run_dir / "model"
     rows = read_history(metrics) if every and metrics.is_file() else []
     reason, remedy = "", ", and set checkpoints.every=N to write one every N steps"

@@ -28,7 +28,7 @@ from rlframework.weight_sync.calls import RefitCalls, RefitEngine, StartedCall
 from rlframework.weight_sync.probes import Probes
 from rlframework.weight_sync.proof import compare_reports, sent_by_all
 from rlframework.weight_sync.receiver import EngineState, ReceivesWeights
-from rlframework.workers.inline import InlineWorkerGroup
+from rlframework.workers.dispatch import InlineWorkerGroup
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,7 +1,12 @@
-"""Dispatch of calls over a `NamedSharding`: which worker gets which arguments, and whose results are returned."""
+"""Dispatch of calls over a `NamedSharding`: which worker gets which arguments, and whose results are returned.
+
+`InlineWorkerGroup` is the simplest group: one worker in the driver's own process, without Ray or threads, so that a
+debugger works.
+"""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +14,13 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from rlframework.base.errors import BatchError, ConfigError, UserError
+from rlframework.base.errors import BatchError, ConfigError, UserError, WorkerError
+from rlframework.config.sections import WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
-from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerGroup, WorkerSpec
+from rlframework.interfaces.worker_group import MultiWorkerFuture, WorkerContext, WorkerGroup, WorkerSpec
+from rlframework.plugins.discovery import load_target
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -171,3 +180,45 @@ def _check_shards(name: str, value: Any, sharding: NamedSharding, axes: Sequence
         raise BatchError(f"argument {name!r} has {len(value)} entries; axis '{axes[0]}' needs {size}")
     for entry in value:
         _check_shards(name, entry, sharding, axes[1:])
+
+
+class InlineWorkerGroup(DispatchingWorkerGroup):
+    """A worker group of size one.
+
+    Calls run immediately, so futures hold results and deadlines do not apply. The worker's exceptions are raised
+    unchanged, and leave the group usable.
+    """
+
+    def __init__(self, spec: WorkerSpec, config: WorkerGroupConfig, *, sharding: NamedSharding, device: str) -> None:
+        if config.num_workers != 1 or sharding.size != 1:
+            raise ConfigError(
+                f"worker_group.name=inline runs one worker, not {max(config.num_workers, sharding.size)}: "
+                "set worker_group.num_workers=1, or use worker_group.name=processes or ray"
+            )
+        reject_own_python(spec, "inline")
+        super().__init__(sharding)
+        context = WorkerContext(device=device, deadline=config.deadlines.call)
+        self._worker: Any = load_target(spec.target)(**spec.kwargs, context=context)
+
+    def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
+        """Return the results, which are available already."""
+        return select_results(future, future.futures)
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float | None = None) -> bool:
+        """Call `cleanup_method` and release the worker. If the call raises, log the exception and return False."""
+        worker, self._worker = self._worker, None
+        if worker is None or cleanup_method is None:
+            return True
+        try:
+            getattr(worker, cleanup_method)()
+        except Exception:  # noqa: BLE001 - logged with its traceback; the shutdown must continue
+            _LOG.exception("the worker failed in %s during shutdown", cleanup_method)
+            return False
+        return True
+
+    def _run(self, method_name: str, plan: Dispatch) -> MultiWorkerFuture:
+        if self._worker is None:
+            raise WorkerError(f"{method_name} was called on a worker group that has been shut down")
+        (kwargs,) = plan.kwargs
+        result = getattr(self._worker, method_name)(**kwargs)
+        return MultiWorkerFuture([result], return_from_workers=plan.returned, called_workers=plan.called)

@@ -184,10 +184,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, which keeps the file and lines of code that it sends by value, for tracebacks.
 
     A class or function of a module is sent as a name, and workers import the module once. When the driver has reloaded
-    the module, as notebooks do, they would go on with its earlier code: from then on it is sent by value.
+    the module, as notebooks do, they would go on with its earlier code: from then on it is sent by value. IPython's
+    autoreload keeps classes and functions, and gives them the new code.
     """
 
-    _sent: ClassVar[dict[tuple[str, str], weakref.ref[Any]]] = {}
+    _sent: ClassVar[dict[tuple[str, str], tuple[weakref.ref[Any], list[CodeType]]]] = {}
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (type, FunctionType)):
@@ -203,7 +204,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         current: Any = reduce(lambda holder, part: getattr(holder, part, None), name.split("."), module)
         if current is not value or module is None or module.__name__ == "__main__":
             return
-        if self._sent.setdefault((module.__name__, name), weakref.ref(value))() is not value:
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        codes = [member.__code__ for member in members if isinstance(member, FunctionType)]
+        sent, earlier = self._sent.setdefault((module.__name__, name), (weakref.ref(value), codes))
+        if sent() is not value or codes != earlier:
             cloudpickle.register_pickle_by_value(module)
 
 

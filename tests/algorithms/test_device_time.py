@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from rlframework.algorithms.device_time import DeviceTime, device_time, read_trace
+from rlframework.algorithms.performance import DeviceTime, device_time, read_trace
 
 
 def test_overlapping_work_counts_once_and_communication_is_exposed_where_nothing_computes():

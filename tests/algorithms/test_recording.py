@@ -224,7 +224,7 @@ def test_losses_are_described_so_that_they_can_be_made_again():
 
     odd = NLLLoss()
     odd.scale = 2.0
-    assert describe_loss(NLLLoss())["target"] == "rlframework.algorithms.losses.nll:NLLLoss"
+    assert describe_loss(NLLLoss())["target"] == "rlframework.algorithms.losses.targets:NLLLoss"
     described = describe_loss(ClippedPGLoss(ClippedPGLossConfig(kl_coef=0.1)))
     assert described["config"]["kl_coef"] == 0.1
     assert described["model"] == "rlframework.config.algorithms:ClippedPGLossConfig"

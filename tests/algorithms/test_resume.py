@@ -94,11 +94,16 @@ def test_a_misspelled_metric_is_told_once_it_could_be_compared(run_config, tmp_p
     assert "multiple of" not in caplog.text
 
 
-def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_path):
-    """Validation is after steps 3 and 6: the checkpoints of 4 and 5 have no accuracy of their own."""
+def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_path, caplog):
+    """Validation is after steps 3 and 6: the checkpoints of 4 and 5 have no accuracy of their own.
+
+    Those of 3 and 6 have the same, which the end of the run says.
+    """
     keep = ["checkpoints.every=1", "checkpoints.keep_last=1", "checkpoints.keep_best=3"]
     run(run_config("sft", *overrides(tmp_path / "run", *keep)))
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000003", "step-000006"]
+    tie = "(highest, the last of 2 that are equal: another checkpoints.metric may tell them apart); its model"
+    assert f"step-000006, with validation/accuracy 0 {tie}" in caplog.text
 
 
 @pytest.mark.parametrize(("every", "written"), [(4, [4, 5]), (5, [5]), (9, [5]), (0, [])])

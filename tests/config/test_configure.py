@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import rlframework.plugins.configure as configure
-from rlframework.algorithms.losses.nll import NLLLoss
+from rlframework.algorithms.losses.targets import NLLLoss
 from rlframework.base.errors import ConfigError, PluginError, UserError
 from rlframework.plugins.configure import config_yaml, dump_config, load_config, resolve_device, restore_config
 from rlframework.plugins.listing import PluginListing

@@ -7,7 +7,6 @@ import pytest
 from rlframework import load_config
 from rlframework.cli import main
 from rlframework.config.device_defaults import device_defaults
-from rlframework.config.validate import notes_on
 from rlframework.plugins.configure import config_yaml, load
 
 
@@ -51,28 +50,6 @@ def test_the_best_checkpoint_is_that_of_early_stopping():
     assert (same.metric, same.best) == ("train/loss", "lowest")
     other = load_config(run_on("cpu"), [stopping, "checkpoints.metric=validation/reward"]).checkpoints
     assert (other.metric, other.best) == ("validation/reward", "highest")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["policy.optimizer.lr=1e-6"], ""),
-        ([], "policy.optimizer.lr is not set: its default, 1e-06, is a rate for reinforcement learning, and low for"),
-        (["checkpoints.metric=validation/acuracy"], "checkpoints.metric=validation/acuracy: is validation/accuracy m"),
-        (
-            ["algorithm.early_stopping={metric: validation/acuracy}", "algorithm.validation.every=1"],
-            "algorithm.early_stopping.metric=validation/acuracy: is validation/accuracy meant?",
-        ),
-        (
-            ["algorithm.early_stopping={metric: train/loss}", "checkpoints={keep_best: 1, metric: validation/loss}"],
-            "checkpoints.keep_best compares checkpoints.metric=validation/loss, and early stopping another metric",
-        ),
-    ],
-)
-def test_settings_that_do_not_say_what_is_meant_have_one_note(overrides, told):
-    rate = [] if told.startswith("policy") else ["policy.optimizer.lr=1e-5"]
-    notes = notes_on(load_config(run_on("cpu"), [*rate, *overrides]))
-    assert [note.startswith(f"note: {told}") for note in notes] == ([True] if told else [])
 
 
 def test_a_backend_without_bfloat16_keeps_fp32():

@@ -12,7 +12,8 @@ import yaml
 from pydantic import BaseModel
 
 from rlframework.config.policy import PolicyConfig
-from rlframework_conformance import cases, oracle
+from rlframework_conformance import cases
+from rlframework_conformance.oracle import Oracle
 from rlframework_dtensor.config import DTensorConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "dtensor.md").read_text(encoding="utf-8")
@@ -42,4 +43,5 @@ def test_the_program_of_the_page_gives_scores(tmp_path, monkeypatch):
     assert PROGRAM is not None
     names = {"batch": batch}
     exec(PROGRAM[1], names)  # noqa: S102 - the page is ours
-    torch.testing.assert_close(names["scores"], oracle.scores(model, batch), rtol=1e-5, atol=1e-5)
+    right = Oracle(model, head="checkpoint").last_values(batch)
+    torch.testing.assert_close(names["scores"], right.detach(), rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rlframework.base.errors import DataError
-from rlframework.huggingface.model_files import check_model_files
+from rlframework.huggingface.hub import check_model_files
 
 CONFIG = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 2, "text_config": {"num_experts": 3}}
 

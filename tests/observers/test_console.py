@@ -79,6 +79,13 @@ def test_the_loss_of_a_validation_is_shown_unless_it_has_an_accuracy():
     assert describe({"validation/loss": 2.5, "validation/accuracy": 0.5}) == ["validation accuracy 0.500"]
 
 
+@pytest.mark.parametrize(("samples", "shown"), [(2.0, " of 2"), (19.0, " of 19"), (20.0, "")])
+def test_a_small_number_of_validation_samples_is_shown(samples, shown):
+    assert describe({"validation/accuracy": 1.0, "validation/samples": samples}) == [
+        f"validation accuracy 1.000{shown}"
+    ]
+
+
 def test_the_metric_that_chooses_the_best_checkpoint_is_always_shown(tmp_path, clock):
     stream = io.StringIO()
     observer = ConsoleObserver(stream, clock)
@@ -94,6 +101,9 @@ def test_the_metric_that_chooses_the_best_checkpoint_is_always_shown(tmp_path, c
     assert describe(dict(list(rewards.items())[:2])) == ["reward 0.500"]
     more = rewards | {f"train/reward/part{number}": 0.0 for number in range(3)}
     assert describe(more) == ["reward 0.500 (answer 0.375, format 1, part0 0, part1 0, ...)"]
+    scores = {"train/environment_reward": 0.5, "train/model_score": -0.25}  # of a reward model
+    assert describe(rewards | scores) == ["reward 0.500 (model_score -0.25, answer 0.375, format 1)"]
+    assert describe({"train/reward": 0.25} | scores) == ["reward 0.250 (model_score -0.25, environment_reward 0.5)"]
     assert describe(losses, "validation/loss") == ["validation accuracy 0.500", "validation/loss 2.5"]
 
 

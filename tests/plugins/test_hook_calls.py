@@ -105,7 +105,8 @@ def test_a_hook_that_blocks_is_named_while_it_does(install, caplog, monkeypatch,
         assert results(hook, manager) == [("slow", ["late"])]
     [record] = caplog.records
     assert record.getMessage() == (
-        f"waiting for {hook} of slow-tools 1.0, for 0.05 s so far; to do without it: RLFRAMEWORK_DISABLE_PLUGINS=slow"
+        f"still waiting for {hook} of slow-tools 1.0 after 0.05 s; the program goes on when it is done. "
+        "To do without it: RLFRAMEWORK_DISABLE_PLUGINS=slow"
     )
     assert record.levelno == level
 
@@ -117,7 +118,7 @@ def test_an_import_that_blocks_is_named_and_a_quick_one_is_not(install, caplog, 
     create_manager()
     time.sleep(0.15)
     [message] = caplog.messages
-    assert message.startswith("waiting for the import of slow of slow-tools 1.0,")
+    assert message.startswith("still waiting for the import of slow of slow-tools 1.0 after")
 
 
 def test_a_plugin_that_is_broken_is_told_where_its_hooks_would_have_acted(install, caplog):

@@ -56,7 +56,7 @@ def test_cores_own_parts_come_through_the_same_hooks():
     assert set(manager.registered("data_processor")) == {"microbatches"}
     chosen = manager.select("worker_group", "inline")
     assert (chosen.distribution, chosen.plugin) == ("rlframework-core", "core")
-    assert chosen.record.target == "rlframework.workers.inline:InlineWorkerGroup"
+    assert chosen.record.target == "rlframework.workers.dispatch:InlineWorkerGroup"
 
 
 def test_core_has_a_version_without_being_installed(monkeypatch):

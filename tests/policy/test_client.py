@@ -90,3 +90,17 @@ def test_a_checkpoint_that_is_not_there_is_an_error_before_workers_are_called(tm
         policy.load_checkpoint(str(tmp_path / "model"), str(tmp_path / "typo"))
     with pytest.raises(DataError, match=r"is the checkpoint of a run; give its folders model and optimizer$"):
         policy.load_checkpoint(str(tmp_path))
+
+
+def test_paths_are_of_the_program_and_not_of_the_workers(tmp_path, monkeypatch):
+    """Workers keep the directory that they were started in; a notebook may change its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    policy, calls = object.__new__(Policy), []
+    policy._calls = SimpleNamespace(on_all=lambda method, **paths: calls.append(paths))
+    policy.save_pretrained("model")
+    policy.save_checkpoint("weights", "optimizer", reference_path="reference")
+    policy.load_checkpoint("kept")
+    paths = [path for call in calls for name, path in call.items() if name.endswith("path")]
+    names = ["model", "weights", "optimizer", "reference", "kept"]
+    assert paths == [str(tmp_path / name) for name in names]

@@ -35,14 +35,23 @@ def of_epochs(config: Any, algorithm: Any = SFT) -> Any:
 
 
 @pytest.mark.slow
-def test_steps_of_epochs_are_rounded_up(run_config) -> None:
-    """13 samples, 8 rows a step: two steps an epoch, 39 rows and 5 steps for three; GRPO takes 4 prompts a step."""
+def test_steps_of_epochs_are_rounded_up(run_config, caplog) -> None:
+    """13 samples, 8 rows a step: two steps an epoch, 39 rows and 5 steps for three; GRPO takes 4 prompts a step.
+
+    A curriculum, which skips prompts, does not change their number.
+    """
+    caplog.set_level("INFO")
     for epochs, steps in ((1, 2), (3, 5)):
         config = run_config("sft", *OWN, *EPOCHS, f"algorithm.num_epochs={epochs}")
         counted = of_epochs(config).algorithm
         assert (counted.num_steps, counted.num_epochs) == (steps, None)
     own = [*OWN[:1], 'environment={"name": "dataset", "check": "exact"}']
     assert of_epochs(run_config("grpo", *own, *EPOCHS), GRPO).algorithm.num_steps == 4
+    skipping = run_config("grpo", *own, *EPOCHS, "algorithm.curriculum={}", "algorithm.samples_per_prompt=4")
+    assert of_epochs(skipping, GRPO).algorithm.num_steps == 4
+    assert caplog.messages[-1] == (
+        "1 epoch(s) of 13 training samples, 4 a step: 4 step(s), whatever algorithm.curriculum skips"
+    )
     plain = run_config("sft", *OWN)
     assert of_epochs(plain) is plain
 

@@ -21,7 +21,7 @@ from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenize
 from rlframework.interfaces.worker_group import WorkerGroup
 from rlframework.policy.client import Policy
 from rlframework.runner.parts import start_generation
-from rlframework.workers.inline import InlineWorkerGroup
+from rlframework.workers.dispatch import InlineWorkerGroup
 
 pytestmark = pytest.mark.slow
 

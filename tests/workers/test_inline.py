@@ -11,7 +11,7 @@ from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.sections import WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
-from rlframework.workers.inline import InlineWorkerGroup
+from rlframework.workers.dispatch import InlineWorkerGroup
 
 ONE = NamedSharding([[0]], ["data_parallel", "tensor_parallel"])
 
@@ -72,7 +72,7 @@ def test_bad_targets(target, message):
 @pytest.mark.slow
 def test_needs_neither_ray_nor_torch():
     code = (
-        "import sys, rlframework.workers.inline as i; "
+        "import sys, rlframework.workers.dispatch as i; "
         "print(*[m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

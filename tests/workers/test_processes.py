@@ -165,19 +165,30 @@ def test_the_variable_that_cannot_be_sent_is_named(cell, form):
         processes._pickled(form(variables["Loss"]()))
 
 
-def test_the_code_of_a_module_that_was_reloaded_is_sent(tmp_path, monkeypatch):
+def _keep_class(module, earlier):
+    """Give the earlier class the new code, as IPython's autoreload does."""
+    earlier.scale.__code__ = module.Loss.scale.__code__
+    module.Loss = earlier
+
+
+@pytest.mark.parametrize("after_reload", [lambda module, earlier: None, _keep_class])
+def test_the_code_of_a_module_that_was_reloaded_is_sent(tmp_path, monkeypatch, after_reload):
     """In a worker that imported the module before, the name alone would stand for the earlier code."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(processes._Pickler, "_sent", {})
-    (tmp_path / "losses_to_edit.py").write_text("class Loss:\n    scale = 1\n")
-    module = importlib.import_module("losses_to_edit")
-    assert b"scale" not in processes._pickled(module.Loss())
-    (tmp_path / "losses_to_edit.py").write_text("class Loss:\n    scale = 10  # edited\n")
+    name = f"losses_to_edit_{after_reload.__name__.strip('<>')}"
+    file = tmp_path / f"{name}.py"
+    file.write_text("class Loss:\n    def scale(self):\n        return 1\n")
+    module = importlib.import_module(name)
+    earlier = module.Loss
+    assert b"scale" not in processes._pickled(earlier())
+    file.write_text("class Loss:\n    def scale(self):\n        return 1 + 9  # edited\n")
     importlib.reload(module)
+    after_reload(module, earlier)
     sent = processes._pickled(module.Loss())
-    monkeypatch.delitem(sys.modules, "losses_to_edit")
-    (tmp_path / "losses_to_edit.py").unlink()
-    assert pickle.loads(sent).scale == 10  # noqa: S301 - pickled above
+    monkeypatch.delitem(sys.modules, name)
+    file.unlink()
+    assert pickle.loads(sent).scale() == 10  # noqa: S301 - pickled above
     cloudpickle.unregister_pickle_by_value(module)
 
 

@@ -12,7 +12,7 @@ from rlframework.config.sections import WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.policy_worker import Attempt, PolicyWorker
 from rlframework.interfaces.worker_group import WorkerSpec, sharded
-from rlframework.workers.inline import InlineWorkerGroup
+from rlframework.workers.dispatch import InlineWorkerGroup
 from rlframework.workers.remote_calls import WorkerCalls, of_service, remote
 
 

@@ -320,9 +320,13 @@ def test_files_that_would_run_code_are_told_and_do_not(worker, tmp_path, stage):
 
 def test_adapters_are_not_written(worker, tmp_path):
     made = worker(2, lora={"rank": 2})
-    for call in (made.engine.save_native, made.engine.load_native):
+    for form in ("native", "sharded"):
         with pytest.raises(NotSupported, match="portable"):
-            call(tmp_path, optimizer=True)
+            made.save_checkpoint(str(tmp_path / form), form=form)
+        assert not (tmp_path / form).exists()
+    (tmp_path / "native.json").write_text("{}")
+    with pytest.raises(NotSupported, match="portable"):
+        made.load_checkpoint(str(tmp_path))
 
 
 # -- several workers ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from rlframework.base.errors import DataError, UserError
 from rlframework.base.files import replacing_directory
 from rlframework.base.logs import ProgressCallback
 from rlframework.config.policy import PolicyConfig
-from rlframework.huggingface.model_files import check_model_files, read_object
+from rlframework.huggingface.hub import check_model_files, read_object
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.adapter import adapter_config, adapter_matrices, base_folder, require_base

@@ -62,9 +62,11 @@ def rlframework_configuration_hint(
 
 @hookimpl
 def rlframework_run_planned(parts: Any, dry_run: bool) -> None:
-    """Print the estimate of the run: all of it for a dry run, else what a user has to know before the start."""
+    """Log notes on the configuration, and print the estimate of the run: for a dry run all of it."""
     from rlframework_tools.estimates.printing import print_brief, print_in_full
+    from rlframework_tools.notes import log_notes
 
+    log_notes(parts.config)
     (print_in_full if dry_run else print_brief)(parts)
 
 

@@ -11,8 +11,7 @@ from rlframework.base.lazy_names import lazy_names
 if TYPE_CHECKING:
     from rlframework.algorithms.losses.clipped_pg import ClippedPGLoss
     from rlframework.algorithms.losses.distillation import DistillationLoss
-    from rlframework.algorithms.losses.nll import NLLLoss
+    from rlframework.algorithms.losses.targets import NLLLoss, ValueLoss
     from rlframework.algorithms.losses.terms import loss_mask, mismatch_metrics, token_mean
-    from rlframework.algorithms.losses.value import ValueLoss
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

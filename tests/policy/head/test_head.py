@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from rlframework.base.errors import BatchError, NotSupported
 from rlframework.policy.head import logprobs as logprobs_module
 from rlframework.policy.head import vocabulary as vocabulary_shard
-from rlframework.policy.head.formula import require_known_formula
 from rlframework.policy.head.logprobs import chunked_logprobs, top_logits
-from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output
+from rlframework.policy.head.patch import HeadPatch, HeadRequest, read_head_output, require_known_formula
 
 COMPILERS = ("c++", "g++", "clang++")
 

@@ -23,6 +23,7 @@ from rlframework.runner.parts import algorithm_class, planned_parts, require_mod
 from rlframework_tools.estimates.estimate import Estimate, estimate, estimate_models
 from rlframework_tools.estimates.plan import PlannedGpus, plan_run
 from rlframework_tools.estimates.row_sizes import assumed_rows
+from rlframework_tools.notes import notes_on_meaning
 
 _LOG = plugin_logger(__name__)
 
@@ -40,7 +41,7 @@ def estimate_run(
     config = config if data is None else with_data(config, data)
     require_models(config)
     manager = create_manager(config.plugins)
-    notes = notes_on(config)
+    notes = (*notes_on(config), *notes_on_meaning(config))
     if planned is None:
         require_observers(config.observers, manager)
     else:

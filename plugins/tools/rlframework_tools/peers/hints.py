@@ -4,6 +4,7 @@ configuration with their keys as a whole: its preset, and its batches in numbers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, get_args
@@ -15,6 +16,7 @@ from rlframework.config.algorithms import GRPOConfig, PPOConfig
 from rlframework.config.further_policies import FURTHER_POLICIES, in_section
 from rlframework.config.hints import Path, key_paths, models_in
 from rlframework.config.problems import shortened
+from rlframework.config.sections import AlgorithmConfig
 from rlframework.config.validate import has_no_kind
 from rlframework_tools.peers.frameworks import IS, Framework, frameworks, vocabulary
 
@@ -47,13 +49,10 @@ def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = Non
     If the key is a section, the hint has a line for each known key inside `value`, and one that names the others. Some
     words mean something else to the algorithm of `model`; one that is the name of its own key is no peer's.
     """
-    algorithm = model.model_fields.get("algorithm") if model else None
-    chosen = algorithm.annotation if algorithm else None
-    of_pairs = bool(getattr(chosen, "on_preferences", False))
-    if of_pairs and model and len(path) == 1 and ("algorithm", path[0]) in key_paths(model):
+    if _on_pairs(model) and model and len(path) == 1 and ("algorithm", path[0]) in key_paths(model):
         return ""
-    found = _hint_of(path, value, of_pairs=of_pairs)
-    hints, others = _hints_inside(path, value, model, of_pairs=of_pairs)
+    found = _hint_of(path, value, model)
+    hints, others = _hints_inside(path, value, model)
     if others and not hints and model and _is_section(_word(path, vocabulary().keys), model):
         found += _without(others)
     if hints:
@@ -63,9 +62,20 @@ def peer_hint(path: Path, value: Any = None, model: type[BaseModel] | None = Non
     return in_section(found, path[0]) if path[0] in FURTHER_POLICIES else found
 
 
-def _hints_inside(
-    path: Path, value: Any, model: type[BaseModel] | None, *, of_pairs: bool
-) -> tuple[dict[Path, str], list[Path]]:
+def _algorithm_of(model: type[BaseModel] | None) -> type[AlgorithmConfig] | None:
+    """The section of the algorithm that a configuration has chosen; None if it is not known."""
+    field = model.model_fields.get("algorithm") if model else None
+    chosen = field.annotation if field else None
+    return chosen if isinstance(chosen, type) and issubclass(chosen, AlgorithmConfig) else None
+
+
+def _on_pairs(model: type[BaseModel] | None) -> bool:
+    """Whether the algorithm of `model` trains on preference pairs."""
+    chosen = _algorithm_of(model)
+    return chosen is not None and chosen.on_preferences
+
+
+def _hints_inside(path: Path, value: Any, model: type[BaseModel] | None) -> tuple[dict[Path, str], list[Path]]:
     """Return the hints for the keys within `value`, by their paths from `path`, and the paths of keys without any.
 
     A section whose keys have no hints, but which has one itself, is not among the others.
@@ -76,7 +86,7 @@ def _hints_inside(
         if inside == path:
             continue
         leaf = not (isinstance(item, Mapping) and item)
-        if hint := _hint_of(inside, item, of_pairs=of_pairs) or (leaf and _of_the_same_name(inside, item, ours)) or "":
+        if hint := _hint_of(inside, item, model) or (leaf and _of_the_same_name(inside, item, ours)) or "":
             hints[inside[len(path) :]] = hint
         elif leaf:
             leaves.append(inside[len(path) :])
@@ -109,15 +119,32 @@ def _without(keys: Sequence[Path]) -> str:
     return f"\n    {count} no counterpart that is known: {named}{', ...' if len(keys) > _MOST_NAMES else '.'}"
 
 
-def _hint_of(path: Path, value: Any, *, of_pairs: bool) -> str:
+def _hint_of(path: Path, value: Any, model: type[BaseModel] | None) -> str:
     """The hint for the longest end of `path` that is a peer's word, and for its value; "" if there is none."""
     known = vocabulary()
     word = _word(path, known.hints)
     if word in OF_SECTIONS_TOO and isinstance(value, Mapping):
         return ""
-    if hint := (of_pairs and known.of_pairs.get(_word(path, known.of_pairs))) or known.hints.get(word):
-        return f"{hint} {value_hint(known.keys.get(word, ''), value, word)}".rstrip()
+    if hint := (_on_pairs(model) and known.of_pairs.get(_word(path, known.of_pairs))) or known.hints.get(word):
+        return _not_of(model, hint) or f"{hint} {value_hint(known.keys.get(word, ''), value, word)}".rstrip()
     return ""
+
+
+def _not_of(model: type[BaseModel] | None, hint: str) -> str:
+    """Say that the algorithm of `model` has none of the keys of algorithms that `hint` names; "" if it may have one.
+
+    Keys of `grpo` and its relatives are never left out: which of them has a key is in the hint.
+    """
+    chosen, keys = _algorithm_of(model), re.findall(r"`(algorithm\.[\w.]+)`", hint)
+    name = chosen.model_fields["name"].default if chosen and not issubclass(chosen, GRPOConfig) else None
+    if (
+        not model
+        or not isinstance(name, str)
+        or not keys
+        or any(tuple(key.split(".")) in key_paths(model) for key in keys)
+    ):
+        return ""
+    return f"It has no counterpart with `algorithm.name` {name}: remove the key."
 
 
 def _word(path: Path, table: Mapping[str, str]) -> str:

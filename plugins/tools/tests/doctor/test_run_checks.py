@@ -25,7 +25,8 @@ def test_without_a_configuration_that_loads_only_that_is_told(found, tmp_path):
 
 @pytest.mark.slow
 def test_the_estimate_is_that_of_a_dry_run(found, with_config, monkeypatch, tmp_path):
-    memory, disk = found("run", "estimate", with_config())
+    memory, disk, note = found("run", "estimate", with_config())
+    assert "policy.optimizer.lr is not set" in note.text
     assert memory.level == "ok"
     # two layers (attention 2 x 32 x 32 + 2 x 32 x 16, 3 x 32 x 128, two norms), a norm, 48 tokens x 32
     assert f"{2 * (3_072 + 12_288 + 64) + 32 + 48 * 32:,} parameters; a worker needs about 0." in memory.text

@@ -216,6 +216,14 @@ def test_what_differs_in_the_values_is_told(written: str, told: str) -> None:
         ("eval_dataset=rows.jsonl", "`environment.validation_path`."),
         ("eval_on_start=true", "`algorithm.validation.at_start`."),
         ("load_best_model_at_end=true", "`checkpoints.keep_best`. Another framework's true is a number of checkpoints"),
+        ("checkpoints.keep_best=true", "Another framework's true is a number of checkpoints to keep beside the last"),
+        ("policy.precision=bf16", "Another framework's bf16 is bfloat16."),
+        ("optim=adamw_8bit", "`policy.optimizer.name`. Another framework's adamw_8bit has no counterpart."),
+        ("policy.optimizer.name=paged_adamw_8bit", "Another framework's paged_adamw_8bit has no counterpart."),
+        ("delta=4.0", "`algorithm.loss.ratio_clip_c`. It must be above 1 + `algorithm.loss.ratio_clip_max`."),
+        ("loss_type=luspo", "sapo, luspo and vespo have no counterpart"),
+        ("lora_dropout=0.1", "`policy.lora.dropout`. It accepts only 0"),
+        ("task_type=CAUSAL_LM", "The output of the model is `policy.head`: remove the key."),
         ("metric_for_best_model=eval_reward", "`checkpoints.metric`. Set it to validation/reward."),
         ("greater_is_better=false", "`checkpoints.best`. Another framework's false is lowest."),
         (
@@ -323,6 +331,8 @@ def test_a_word_that_other_algorithms_have_is_told_once() -> None:
     [
         ("beta=0.1", "Did you mean `algorithm.beta`?"),
         ("algorithm.loss_type=ipo", "ipo is `algorithm.name` ipo"),
+        ("algorithm.loss_type=[sigmoid, sft]", "[sigmoid, sft] is `algorithm.sft_weight` with it. Others have no"),
+        ("algorithm.loss_weights=[1.0, 0.5]", "these are `algorithm.weight` and `algorithm.sft_weight`, in the order"),
         ("max_completion_length=9", "Rows are truncated as a whole, to `algorithm.max_tokens`"),
         ("gradient_accumulation_steps=2", "it is twice per_device_train_batch_size x gradient_accumulation_steps x"),
         ("algorithm.rpo_alpha=1", "In rlframework this is `algorithm.sft_weight`."),
@@ -330,6 +340,26 @@ def test_a_word_that_other_algorithms_have_is_told_once() -> None:
 )
 def test_words_have_the_meaning_that_they_have_for_pairs(written: str, hint: str) -> None:
     assert hint in error_of("~environment.name", "environment.name=preferences", "algorithm.name=dpo", written)
+
+
+def test_false_of_completion_only_loss_is_all() -> None:
+    message = error_of("algorithm.name=sft", "completion_only_loss=false")
+    assert "`algorithm.train_on`. Another framework's false is all." in message
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("reward_model", "beta=0.1"),
+        ("reward_model", "loss_weights=[1.0, 0.5]"),
+        ("sft", "num_generations=8"),
+        ("sft", "trainer={epsilon: 0.2}"),
+    ],
+)
+def test_an_algorithm_without_the_key_has_no_counterpart(name: str, written: str) -> None:
+    message = error_of(f"algorithm.name={name}", written)
+    assert f"It has no counterpart with `algorithm.name` {name}: remove the key." in message
+    assert "In rlframework this is" not in message
 
 
 @pytest.mark.parametrize(

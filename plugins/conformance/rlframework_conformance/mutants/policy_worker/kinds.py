@@ -15,7 +15,7 @@ from rlframework.models.attention import RowLayout
 from rlframework.models.rotary import SequenceRotary
 from rlframework.models.varlen import PLAIN, Scores
 from rlframework.policy.engine import Engine
-from rlframework.policy.head.formula import LogitFormula
+from rlframework.policy.head.patch import LogitFormula
 from rlframework_conformance.mutants.mutant import around, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     STATE,

@@ -108,7 +108,7 @@ class Scores(Suite):
         harness.values(
             "scores of the saved model",
             policy.score(data)["scores"],
-            Oracle(folder, head="checkpoint").last_values(data),
+            Oracle(folder, head="checkpoint").last_values(data).detach(),
         )
 
     @holds(5, Capability.SCORING, Capability.PORTABLE_OPTIMIZER_STATE)
@@ -132,7 +132,7 @@ class Scores(Suite):
 
     def _scored(self, harness: PolicyHarness, what: str, micro_batch_size: int | None = None, **keys: Any) -> None:
         data = harness.batch()
-        right = harness.oracle("reward", head="checkpoint").last_values(data)
+        right = harness.oracle("reward", head="checkpoint").last_values(data).detach()
         got = harness.policy("reward", head="score", **keys).score(data, micro_batch_size)["scores"]
         harness.equal("shape and dtype of scores", (tuple(got.shape), got.dtype), ((data.size,), torch.float32))
         harness.values(f"scores, {what}", got, right)

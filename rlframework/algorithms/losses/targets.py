@@ -1,4 +1,4 @@
-"""The loss of a critic."""
+"""Losses on given targets: of tokens (negative log-likelihood), and of values (a critic's)."""
 
 from __future__ import annotations
 
@@ -57,3 +57,23 @@ class ValueLoss:
         loss = 0.5 * token_mean(errors, mask, global_valid_toks)
         metrics["value_loss"] = loss.detach()
         return self.config.coef * loss, metrics
+
+
+class NLLLoss:
+    """Mean over the valid tokens of the global batch of -log p(token), in nats."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInput.LOGPROBS
+    wants_entropy = False
+    at_sampling_temperature = False
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `LossFunction`. Its only metric is the number of valid rows."""
+        loss = -token_mean(next_token_logprobs, loss_mask(data, next_token_logprobs.dtype), global_valid_toks)
+        return loss, {"num_valid_samples": data["sample_mask"].sum().detach()}
