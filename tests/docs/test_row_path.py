@@ -14,6 +14,8 @@ from rlframework.algorithms.sft import SFT
 
 DOCS = Path(__file__).parents[2] / "docs"
 PACKAGES = ("rlframework/", "rlframework_dtensor/")
+MOST = 63
+"""Modules that the step enters; it is lowered when there are fewer."""
 OPTIMIZED = 2  # of a code object's flags: set in functions, not in the bodies of classes and modules
 
 
@@ -64,5 +66,5 @@ def test_a_row_takes_the_way_that_the_page_describes(tiny_llama, tmp_path, monke
     trace_second_step(monkeypatch, entered)
     rlframework.run(rlframework.load_config(config))
     way = listed()
-    assert len(way) <= 25
     assert way == [module for module in entered if module in way]
+    assert len(entered) <= MOST, "a step enters more modules than before: merge what is read together, or say why"

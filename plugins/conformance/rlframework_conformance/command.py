@@ -76,10 +76,14 @@ class Part:
 
 def run(request: Request) -> int:
     """Run the suites; return 0 if everything conforms, else 1. Raises a `UserError` for an invalid request."""
+    from rlframework_conformance.mutants import matrix
+
     _require_pytest()
     section = parse_section(request.keys)
     parts = find_parts(request, create_manager())
     _check(request, parts, section)
+    if request.matrix:
+        matrix.drop_cut_line(Path(request.matrix))
     with tempfile.TemporaryDirectory(prefix="rlframework_conformance_") as name:
         folder = Path(name)
         (folder / "pytest.ini").write_text(_INI, encoding="utf-8")
@@ -89,8 +93,6 @@ def run(request: Request) -> int:
         code = _pytest(_arguments(request, parts, section, module, report))
         _write(request, report)
     if request.matrix:
-        from rlframework_conformance.mutants import matrix
-
         kinds = [part.registered.record.kind for part in parts]
         stored = {mutant: tests for kind in kinds for mutant, tests in matrix.stored(kind).items()}
         print(*matrix.summary(matrix.noted(Path(request.matrix)), stored), sep="\n")

@@ -59,6 +59,13 @@ def note(path: Path, mutant: str, test: str, outcome: str) -> None:
         file.write(json.dumps([mutant, test, outcome]) + "\n")
 
 
+def drop_cut_line(path: Path) -> None:
+    """Remove the last line of the file `path` if it is cut, so that the next pair has a line of its own."""
+    if path.exists():
+        text = path.read_text("utf-8")
+        path.write_text(text[: text.rfind("\n") + 1], "utf-8")
+
+
 def noted(path: Path) -> dict[tuple[str, str], str]:
     """Return the outcome of each pair of mutant and test in the file `path`; the last line may be cut."""
     rows = {}
