@@ -182,7 +182,7 @@ class InputCheck:
     def _fit_microbatches(self, what: str, tokens: int, *, scored: bool) -> None:
         limits = dict[str, int | None]()
         for name, policy in self._policies.items():
-            if policy.batching.mode != "padded":
+            if policy.batching.limited != "rows":
                 limits[f"{name}.batching.tokens"] = policy.batching.tokens
                 if scored or name != "policy":
                     limits[f"{name}.batching.logprob_tokens"] = policy.batching.logprob_tokens

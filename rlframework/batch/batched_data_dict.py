@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 import torch
@@ -39,14 +40,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     `rlframework.batch.packed_tensor`.
     """
 
-    micro_batch_indices: list[list[list[int]]] | None = None
-    """For each global batch, the rows `[start, end]` of each microbatch, counted from the start of the global batch."""
-    micro_batch_lengths: list[list[int]] | None = None
-    """For each global batch, the padded length of each dynamic microbatch, or the tokens of each packed one."""
-    elem_counts_per_gb: list[int] | None = None
-    """The number of this shard's rows in each global batch."""
-    micro_batch_input_key: str | None = None
-    """The key of the `[B, S]` tokens that the microbatches were planned for."""
+    plan: sharding.ShardPlan | None = None
+    """The plan by which `shard_by_plan` cut this shard; the four attributes below are its fields."""
+    micro_batch_indices = sharding.PlanField[list[list[list[int]]]]()
+    micro_batch_lengths = sharding.PlanField[list[list[int]]]()
+    elem_counts_per_gb = sharding.PlanField[list[int]]()
+    micro_batch_input_key = sharding.PlanField[str]()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {', '.join(f'{key} {describe(value)}' for key, value in self.items())}>"
@@ -168,11 +167,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         planned = (self.data, size, shards, batch_size, allow_uneven_shards)
         if dynamic_batching_args is not None:
             plans = sharding.plan_dynamic(*planned, dynamic_batching_args)
-            return self._make_shards(plans, dynamic_batching_args["input_key"])
+            return self.shard_by_plan(plans)
         if sequence_packing_args is not None:
             plans = sharding.plan_packed(*planned, sequence_packing_args)
-            return self._make_shards(plans, sequence_packing_args["input_key"])
+            return self.shard_by_plan(plans)
         return [self._copy_blocks(blocks) for blocks in sharding.plain_blocks(*planned[1:])]
+
+    def shard_by_plan(self, plans: Sequence[sharding.ShardPlan]) -> tuple[list[SlicedDataDict[DictT]], list[int]]:
+        """Return the shards of `plans`, with their plans, and the indices that restore the order of the rows."""
+        shards = []
+        for plan in plans:
+            rows = torch.tensor(plan.rows, dtype=torch.int64)
+            shard = _sliced({key: batch_rows.pick_rows(value, rows) for key, value in self.data.items()})
+            shard.plan = replace(plan, rows=())
+            shards.append(shard)
+        return shards, [row for plan in plans for row in plan.rows]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict[DictT]:
         """Return views of rows `[batch_idx * batch_size, (batch_idx + 1) * batch_size)`, with microbatch metadata.
@@ -185,22 +194,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 raise BatchError(f"get_batch({batch_idx}): there are {len(counts)} global batches, numbered from 0")
             start = sum(counts[:batch_idx])
             batch = self.slice(start, start + counts[batch_idx])
-            batch.elem_counts_per_gb = [counts[batch_idx]]
         else:
             if batch_size is None or (batch_size := read_count(batch_size, "batch_size")) < 1 or batch_idx < 0:
                 raise BatchError(
                     f"get_batch({batch_idx}, {batch_size}): `batch_idx` must be at least 0 and `batch_size` at least 1"
                 )
             batch = self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
-        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
-            if not batch_idx < len(self.micro_batch_indices) == len(self.micro_batch_lengths):
-                raise BatchError(
-                    f"get_batch({batch_idx}): the batch has microbatch indices for {len(self.micro_batch_indices)} and "
-                    f"lengths for {len(self.micro_batch_lengths)} global batches, numbered from 0"
-                )
-            batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
-            batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
-            batch.micro_batch_input_key = self.micro_batch_input_key
+        batch.plan = None if self.plan is None else self.plan.global_batch(batch_idx)
         return batch
 
     def slice(self, start: int, end: int) -> SlicedDataDict[DictT]:
@@ -333,20 +333,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def _copy_blocks(self, blocks: list[tuple[int, int]]) -> SlicedDataDict[DictT]:
         return _sliced({key: batch_rows.join_blocks(value, blocks) for key, value in self.data.items()})
-
-    def _make_shards(
-        self, plans: list[sharding.ShardPlan], input_key: str
-    ) -> tuple[list[SlicedDataDict[DictT]], list[int]]:
-        shards = []
-        for plan in plans:
-            rows = torch.tensor(plan.rows, dtype=torch.int64)
-            shard = _sliced({key: batch_rows.pick_rows(value, rows) for key, value in self.data.items()})
-            shard.micro_batch_indices = plan.micro_batch_indices
-            shard.micro_batch_lengths = plan.micro_batch_lengths
-            shard.elem_counts_per_gb = plan.elem_counts_per_gb
-            shard.micro_batch_input_key = input_key
-            shards.append(shard)
-        return shards, [row for plan in plans for row in plan.rows]
 
 
 class SlicedDataDict(BatchedDataDict[DictT]):

@@ -5,14 +5,15 @@ executes them. The views of planned microbatches are slices; the data processor 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Generic, NotRequired, Self, TypedDict, TypeVar
 
 import torch
 
 from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.batch_rows import describe, is_integral, read_count, read_lengths, round_up
-from rlframework.batch.packing import balanced_microbatches, get_packer, round_robin_microbatches
+from rlframework.batch.packing import SequencePacker, balanced_microbatches, get_packer, round_robin_microbatches
 
 if TYPE_CHECKING:
     from rlframework.batch.packing import PackingAlgorithm, TokenCost
@@ -67,27 +68,84 @@ Ids = torch.Tensor | None
 """The group of each row, `[B]`; None if no rows need to stay together."""
 Group = tuple[list[int], int]
 """The rows of one microbatch and its length: the padded length if dynamic, the total tokens if packed."""
+Assign = Callable[[list[int], Ids], list[list[Group]]]
+"""`assign(lengths, ids)` returns the microbatches of each shard for the rows of a global batch."""
+T = TypeVar("T")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ShardPlan:
-    """One shard: its `rows` in order, and its microbatch metadata for each global batch."""
+    """The plan of one shard: its rows and, for each of its global batches, which of them share a microbatch.
 
-    rows: list[int] = field(default_factory=list)
-    micro_batch_indices: list[list[list[int]]] = field(default_factory=list)
-    micro_batch_lengths: list[list[int]] = field(default_factory=list)
-    elem_counts_per_gb: list[int] = field(default_factory=list)
+    It travels beside the rows, as `BatchedDataDict.plan`, and is never changed. `rows`: those of the whole batch, in
+    the order of the shard; empty once they are in that order. A field that nobody has planned is None.
+    """
 
-    def add_global_batch(self, groups: Sequence[Group], start: int) -> None:
-        """Append the microbatches of the next global batch, whose row 0 is row `start` of the whole batch."""
-        ranges, end = [], 0
-        for rows, _ in groups:
-            ranges.append([end, end + len(rows)])
-            end += len(rows)
-            self.rows.extend(start + row for row in rows)
-        self.micro_batch_indices.append(ranges)
-        self.micro_batch_lengths.append([length for _, length in groups])
-        self.elem_counts_per_gb.append(end)
+    rows: Sequence[int] = ()
+    micro_batch_indices: list[list[list[int]]] | None = None
+    """For each global batch, the rows `[start, end]` of each microbatch, counted from the start of the global batch."""
+    micro_batch_lengths: list[list[int]] | None = None
+    """For each global batch, the padded length of each dynamic microbatch, or the tokens of each packed one."""
+    elem_counts_per_gb: list[int] | None = None
+    """The number of this shard's rows in each global batch."""
+    micro_batch_input_key: str | None = None
+    """The key of the `[B, S]` tokens that the microbatches were planned for."""
+
+    @classmethod
+    def of(cls, batches: Sequence[Sequence[Group]], starts: Iterable[int] = (0,), key: str = "input_ids") -> Self:
+        """Return the plan of a shard with the microbatches `batches[k]` of global batch k, which begins at `starts[k]`.
+
+        The rows of a microbatch are numbered from the start of its global batch.
+        """
+        ends = [[0, *accumulate(len(rows) for rows, _ in groups)] for groups in batches]
+        return cls(
+            [start + row for groups, start in zip(batches, starts, strict=True) for rows, _ in groups for row in rows],
+            [[list(pair) for pair in pairwise(each)] for each in ends],
+            [[length for _, length in groups] for groups in batches],
+            [each[-1] for each in ends],
+            key,
+        )
+
+    def microbatches(self) -> list[torch.Tensor]:
+        """Return the rows of each microbatch, those of all global batches one after the other."""
+        found, start = list[torch.Tensor](), 0
+        order = torch.tensor(self.rows, dtype=torch.int64) if self.rows else None
+        for ranges in self.micro_batch_indices or ():
+            end = start + max((end for _, end in ranges), default=0)
+            rows = torch.arange(start, end) if order is None else order[start:end]
+            found += [rows[first:last] for first, last in ranges]
+            start = end
+        return found
+
+    def global_batch(self, index: int) -> "ShardPlan":
+        """Return the plan of one global batch, whose rows are in order."""
+        counts, indices, lengths = self.elem_counts_per_gb, self.micro_batch_indices, self.micro_batch_lengths
+        if indices is None or lengths is None:
+            indices = lengths = None
+        elif not index < len(indices) == len(lengths):
+            raise BatchError(
+                f"get_batch({index}): the batch has microbatch indices for {len(indices)} and lengths for "
+                f"{len(lengths)} global batches, numbered from 0"
+            )
+        return ShardPlan(
+            micro_batch_indices=indices and [indices[index]],
+            micro_batch_lengths=lengths and [lengths[index]],
+            elem_counts_per_gb=counts and [counts[index]],
+            micro_batch_input_key=self.micro_batch_input_key,
+        )
+
+
+class PlanField(Generic[T]):
+    """An attribute of a batch, by the name that NeMo-RL gives it, that is the field of its plan with this name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, batch: Any, owner: type | None = None) -> T | None:
+        return None if batch is None or batch.plan is None else getattr(batch.plan, self._name)
+
+    def __set__(self, batch: Any, value: T | None) -> None:
+        batch.plan = replace(batch.plan or ShardPlan(), **{self._name: value})
 
 
 def plain_blocks(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> list[list[Block]]:
@@ -119,15 +177,11 @@ def plan_dynamic(
     if ids is not None and algorithm != "balanced":
         raise BatchError(f"group_ids_key needs the algorithm balanced, got {algorithm!r}, which assigns single rows")
 
-    def padded(rows: Sequence[int], lengths: list[int]) -> int:
-        longest = max((lengths[row] for row in rows), default=0) or 1  # rows without tokens still take one column
-        return min(round_up(longest, multiple), width)
-
-    def balanced(lengths: list[int], ids: Ids) -> list[list[Group]]:
-        by_shard = balanced_microbatches(
-            lengths, most, shards=shards, length_round=multiple, width=width, cost=args.get("cost"), group_ids=ids
+    key = args["input_key"]
+    if algorithm == "balanced":
+        return deal(
+            lengths, ids, shards, batch_size, dynamic_groups(most, shards, multiple, width, args.get("cost")), key
         )
-        return [[(list(rows), padded(rows, lengths)) for rows in groups] for groups in by_shard]
 
     def round_robin(lengths: list[int], _: Ids) -> list[list[Group]]:
         by_shard, bounds, longest = round_robin_microbatches(
@@ -138,7 +192,7 @@ def plan_dynamic(
             for rows in by_shard
         ]
 
-    return _plan(lengths, ids, shards, batch_size, balanced if algorithm == "balanced" else round_robin)
+    return deal(lengths, ids, shards, batch_size, round_robin, key)
 
 
 def plan_packed(
@@ -159,15 +213,39 @@ def plan_packed(
     _check_cap(counted, lengths, most)
     ids = _read_group_ids(data, args.get("group_ids_key"), size)
 
-    def packed(lengths: list[int], ids: Ids) -> list[list[Group]]:
-        assigned = packer.assign_to_shards(packer.pack(lengths, ids), lengths, shards)
-        groups = [[(list(rows), sum(lengths[row] for row in rows)) for rows in bins] for bins in assigned]
-        if order == "largest_first":
-            for bins in groups:
-                bins.sort(key=lambda group: -group[1])
-        return groups
+    assign = packed_groups(packer, shards)
 
-    return _plan(counted, ids, shards, batch_size, packed)
+    def largest_first(lengths: list[int], ids: Ids) -> list[list[Group]]:
+        return [sorted(groups, key=lambda group: -group[1]) for groups in assign(lengths, ids)]
+
+    key = args["input_key"]
+    return deal(counted, ids, shards, batch_size, largest_first if order == "largest_first" else assign, key)
+
+
+def dynamic_groups(most: int, shards: int, multiple: int, width: int, cost: "TokenCost | None") -> Assign:
+    """Return the balanced assignment of rows to dynamic microbatches of at most `most` tokens, padding included."""
+
+    def assign(lengths: list[int], ids: Ids) -> list[list[Group]]:
+        by_shard = balanced_microbatches(
+            lengths, most, shards=shards, length_round=multiple, width=width, cost=cost, group_ids=ids
+        )
+        return [[(rows, padded(rows, lengths)) for rows in groups] for groups in by_shard]
+
+    def padded(rows: Sequence[int], lengths: list[int]) -> int:
+        longest = max((lengths[row] for row in rows), default=0) or 1  # rows without tokens still take one column
+        return min(round_up(longest, multiple), width)
+
+    return assign
+
+
+def packed_groups(packer: SequencePacker, shards: int) -> Assign:
+    """Return the assignment of rows to the bins of `packer`, and of these to shards."""
+
+    def assign(lengths: list[int], ids: Ids) -> list[list[Group]]:
+        assigned = packer.assign_to_shards(packer.pack(lengths, ids), lengths, shards)
+        return [[(rows, sum(lengths[row] for row in rows)) for rows in bins] for bins in assigned]
+
+    return assign
 
 
 def _check_sizes(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool, *, divide: bool) -> None:
@@ -225,20 +303,21 @@ def _check_cap(counted: Sequence[int], lengths: Sequence[int], most: int) -> Non
         )
 
 
-def _plan(
-    lengths: list[int],
-    ids: Ids,
-    shards: int,
-    batch_size: int | None,
-    assign: Callable[[list[int], Ids], list[list[Group]]],
+def deal(
+    lengths: list[int], ids: Ids, shards: int, batch_size: int | None, assign: Assign, key: str = "input_ids"
 ) -> list[ShardPlan]:
-    plans = [ShardPlan() for _ in range(shards)]
+    """Return the plans of all shards, for which `assign` is called with each global batch of `batch_size` rows.
+
+    `key`: see `ShardPlan.micro_batch_input_key`.
+    """
+    starts, by_shard = list[int](), [list[list[Group]]() for _ in range(shards)]
     for start, end in _global_batches(len(lengths), batch_size):
+        starts.append(start)
         own = None if ids is None else ids[start:end]
-        assigned = assign(lengths[start:end], own) if end > start else [[] for _ in plans]
-        for plan, groups in zip(plans, assigned, strict=True):
-            plan.add_global_batch(groups, start)
-    return plans
+        assigned = assign(lengths[start:end], own) if end > start else [[] for _ in by_shard]
+        for batches, groups in zip(by_shard, assigned, strict=True):
+            batches.append(groups)
+    return [ShardPlan.of(batches, starts, key) for batches in by_shard]
 
 
 def _global_batches(size: int, batch_size: int | None) -> list[Block]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypeVar, Union
 
@@ -11,7 +11,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from rlframework.config.base import Section
 from rlframework.config.further_policies import FURTHER_POLICIES, FurtherPolicyConfig
-from rlframework.config.policy import PolicyConfig, WorkerGroupConfig
+from rlframework.config.policy import BatchingConfig, PolicyConfig, WorkerGroupConfig
 from rlframework.config.sections import AlgorithmConfig, EnvironmentConfig, RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -34,11 +34,13 @@ def run_model(
     backends: Models,
     chosen: str = "",
     ignored: tuple[tuple[str, str], ...] = (),
-    further: tuple[tuple[str, str, type[Section]], ...] = (),
+    further: tuple[tuple[str, str, type[Section], type[Section]], ...] = (),
+    batching: type[Section] = BatchingConfig,
 ) -> type[RunConfig]:
     """Return `RunConfig` with the open sections replaced by `sections` and a section under `policy` for each backend.
 
-    `further` has the sections of further policies that are given: name, backend, and the model of the worker group.
+    `further` has the sections of further policies that are given: name, backend, and the models of the worker group and
+    of `batching`. `batching`: the model of `policy.batching`.
 
     A backend's section is required only if it has keys without defaults and the backend is the `chosen` one. A
     backend in `ignored` (name and reason) may have a section, which is not validated. The same arguments return the
@@ -48,19 +50,26 @@ def run_model(
         name: (model, ... if RunConfig.model_fields[name].is_required() else Field(default_factory=model))
         for name, model in sections
     }
-    for name, backend, group in further:
-        model = _policy_model(backends, backend, ignored, FURTHER_POLICIES[name])
+    for name, backend, group, own_batching in further:
+        model = _policy_model(backends, backend, ignored, FURTHER_POLICIES[name], own_batching)
         fields[name] = (_with_fields(model, {"worker_group": (group, Field(default_factory=group))}), ...)
-    return _with_fields(RunConfig, fields | {"policy": (_policy_model(backends, chosen, ignored), ...)})
+    fields["policy"] = (_policy_model(backends, chosen, ignored, batching=batching), ...)
+    return _with_fields(RunConfig, fields)
 
 
-def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, Any]:
+def run_schema(
+    sections: Mapping[str, Models], backends: Models, batching: Sequence[type[Section]] = (BatchingConfig,)
+) -> dict[str, Any]:
     """Return the schema for the given plugins: `sections` by open section, `backends` for those under `policy`.
+
+    `batching`: the models that `policy.batching` may have.
 
     An open section accepts the keys of any of its models, distinguished by `name`. No key is required, because a file
     may inherit the rest, and the value of any key may be an interpolation `${a.b}`.
     """
-    fields: dict[str, Any] = {"policy": (_policy_model(backends), Field(None, description=PolicyConfig.__doc__))}
+    union: Any = Union[tuple(batching)]  # noqa: UP007
+    described = PolicyConfig.__doc__
+    fields: dict[str, Any] = {"policy": (_policy_model(backends, batching=union), Field(None, description=described))}
     for section, models in sections.items():
         choices = [_named(name, model) for name, model in sorted(models)]
         if choices:
@@ -71,7 +80,7 @@ def run_schema(sections: Mapping[str, Models], backends: Models) -> dict[str, An
     for name, base in FURTHER_POLICIES.items():
         described = FurtherPolicyConfig.model_fields["worker_group"].description
         group = (groups | None, Field(None, description=described))
-        model = _with_fields(_policy_model(backends, base=base), {"worker_group": group})
+        model = _with_fields(_policy_model(backends, base=base, batching=union), {"worker_group": group})
         fields[name] = (model | None, Field(None, description=base.__doc__))
     schema = _with_fields(RunConfig, fields).model_json_schema(schema_generator=_ForFiles)
     for part in (schema, *schema["$defs"].values()):
@@ -90,11 +99,15 @@ def _policy_model(
     chosen: str = "",
     ignored: tuple[tuple[str, str], ...] = (),
     base: type[PolicyConfig] = PolicyConfig,
+    batching: type[Section] = BatchingConfig,
 ) -> type[PolicyConfig]:
     fields: dict[str, Any] = {
         name: (dict[str, Any] | None, Field(None, description=f"ignored: {reason}", exclude=True))
         for name, reason in ignored
     }
+    if batching is not BatchingConfig:
+        default = batching() if isinstance(batching, type) else BatchingConfig()
+        fields["batching"] = (batching, default)
     for name, model in backends:
         description = f"settings specific to the backend `{name}`"
         try:

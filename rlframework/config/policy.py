@@ -78,6 +78,21 @@ class BatchingConfig(Section):
     )
     logprob_tokens: Tokens | None = Field(None, description="`tokens` for log-probabilities; null: the same")
 
+    @property
+    def chosen(self) -> str | None:
+        """The mode; None if the backend chooses it."""
+        return None if self.mode == "auto" else self.mode
+
+    @property
+    def limited(self) -> Literal["rows", "tokens"] | None:
+        """What a microbatch has a maximum of, where the mode is chosen."""
+        return {"auto": None, "padded": "rows"}.get(self.mode, "tokens")
+
+    @property
+    def packs(self) -> bool:
+        """Whether the mode needs a model that keeps sequences in one row apart."""
+        return self.mode == "packed"
+
 
 class OptimizerConfig(Section):
     """The optimizer, without weight decay on one-dimensional parameters.

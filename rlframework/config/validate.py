@@ -208,11 +208,11 @@ def check_run(config: RunConfig) -> Iterator[Problem]:
 def notes_on(config: RunConfig) -> tuple[str, ...]:
     """Notes about keys that are set, but that other keys leave without effect."""
     policy, key = config.policy, "train_micro_batch_size"
-    given, mode = getattr(policy, key), policy.batching.mode
+    given, batching = getattr(policy, key), policy.batching
     default = type(policy).model_fields[key].default
-    if mode not in ("dynamic", "packed") or key not in policy.model_fields_set or given == default:
+    if batching.limited != "tokens" or key not in policy.model_fields_set or given == default:
         return ()
-    bound = f"with policy.batching.mode={mode}, policy.batching.tokens bounds microbatches"
+    bound = f"with policy.batching.mode={batching.mode}, policy.batching.tokens bounds microbatches"
     return (f"note: {bound}, not policy.{key}={given}",)
 
 

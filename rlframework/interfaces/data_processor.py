@@ -7,17 +7,21 @@ takes rows of tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from rlframework.base.errors import BatchError
+from rlframework.config.policy import BatchingConfig
+from rlframework.plugins.discovery import load_target
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
+    from rlframework.batch.packing import TokenCost
+    from rlframework.batch.sharding import ShardPlan
     from rlframework.interfaces.loss import LossFunction
 
 
@@ -42,8 +46,8 @@ class MicrobatchRule:
 class BatchPlan:
     """How rows are grouped into microbatches.
 
-    `mode` is "padded", with `rows` rows per microbatch, or "dynamic" or "packed", with at most `tokens` tokens.
-    `groups`: rows with equal `group_ids` share a microbatch.
+    `mode`: the name of a `Batching`. Padded microbatches have at most `rows` rows, dynamic and packed ones at most
+    `tokens` tokens. `groups`: rows with equal `group_ids` share a microbatch.
     """
 
     mode: str
@@ -51,12 +55,20 @@ class BatchPlan:
     tokens: int
     groups: bool = False
 
-    def __post_init__(self) -> None:
-        if self.mode not in ("padded", "dynamic", "packed"):
-            raise BatchError(f"unknown batching mode {self.mode!r}; use padded, dynamic or packed")
-        if (size := self.rows if self.mode == "padded" else self.tokens) < 1:
-            what = "rows" if self.mode == "padded" else "tokens"
-            raise BatchError(f"{what} of a {self.mode} microbatch must be at least 1, got {size}")
+
+@dataclass(frozen=True)
+class RowsToPlan:
+    """The rows of `data` that are computed, `wanted [B]` bool, and with `group_ids [B]` the group of each row."""
+
+    data: BatchedDataDict[Any]
+    wanted: torch.Tensor
+    group_ids: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """`[B]`: the tokens of each row, 0 if it is not computed."""
+        lengths: torch.Tensor = self.data["input_lengths"] * self.wanted
+        return lengths.long()
 
 
 @dataclass
@@ -155,8 +167,90 @@ class GlobalBatch(TypedDict):
     global_valid_toks: torch.Tensor
 
 
+class Batching(ABC):
+    """A mode of `policy.batching`: which rows share a microbatch, and the microbatch that is made of them.
+
+    Driver and workers ask it, with the `name` of the mode and the section `policy.batching`. `rule` is that of the
+    engine. The modes of core are in `rlframework.policy.microbatches.modes`.
+    """
+
+    def __init__(self, name: str, config: BatchingConfig) -> None:
+        self.name, self.config = name, config
+
+    def fits(self, data: BatchedDataDict[Any], rule: MicrobatchRule) -> str:
+        """Return why an engine with `rule` cannot compute the rows of `data` in this mode; empty if it can."""
+        return ""
+
+    def for_rows(self, data: BatchedDataDict[Any], rule: MicrobatchRule) -> Batching:
+        """Return the mode that `auto` takes for `data`: this one, or another if the rows do not fit."""
+        return self
+
+    @abstractmethod
+    def limits(
+        self, rows: RowsToPlan, rule: MicrobatchRule, *, most_rows: int, tokens: int | None, preferred: int
+    ) -> BatchPlan:
+        """Return the limits of a microbatch: `most_rows` rows or `tokens` tokens.
+
+        Without `tokens`, these are `preferred`, or more if a row or a group of rows is longer.
+        """
+
+    @abstractmethod
+    def check(self, rows: RowsToPlan, limits: BatchPlan, rule: MicrobatchRule) -> None:
+        """Raise `BatchError` if a row, or a group of rows, is in no microbatch within the `limits`."""
+
+    @abstractmethod
+    def plan(self, rows: RowsToPlan, limits: BatchPlan, rule: MicrobatchRule) -> ShardPlan:
+        """Return the microbatches of a rank that has all `rows`; those that are not computed are in none."""
+
+    def plan_ranks(
+        self,
+        rows: RowsToPlan,
+        limits: BatchPlan,
+        rule: MicrobatchRule,
+        *,
+        ranks: int,
+        batch_size: int | None,
+        cost: TokenCost,
+    ) -> Sequence[ShardPlan] | None:
+        """Return the plan of each of several ranks: which rows it has, and which of these share a microbatch.
+
+        Every `batch_size` rows (None: all) are one global batch. All ranks have the same number of microbatches, of
+        similar `cost`, and together all rows. None: they get the rows in order, and each makes a plan of its own.
+        """
+        return None
+
+    def keeps_plan(self, limits: BatchPlan) -> bool:
+        """Whether a worker keeps the microbatches that the driver has planned."""
+        return True
+
+    @abstractmethod
+    def make(
+        self, data: BatchedDataDict[Any], rows: torch.Tensor, limits: BatchPlan, rule: MicrobatchRule, positions: str
+    ) -> Microbatch:
+        """Make the microbatch of `rows [b]` of `data`; see `DataProcessor.microbatches` for `positions`."""
+
+
 class DataProcessor(ABC):
-    """Splits a worker's rows into global batches and microbatches."""
+    """Splits a worker's rows into global batches and microbatches. `config`: the section `policy.batching`."""
+
+    modes: ClassVar[Mapping[str, type[Batching] | str]] = {
+        "padded": "rlframework.policy.microbatches.modes:Padded",
+        "dynamic": "rlframework.policy.microbatches.modes:Dynamic",
+        "packed": "rlframework.policy.microbatches.modes:Packed",
+    }
+    """The class of each mode, or its import path `module:Class`."""
+
+    def __init__(self, config: BatchingConfig | None = None) -> None:
+        self.config = config or BatchingConfig()
+
+    def batching(self, mode: str) -> Batching:
+        """Return the mode of this name; raise `BatchError` if there is none."""
+        if mode not in self.modes:
+            *others, last = self.modes
+            raise BatchError(f"unknown batching mode {mode!r}; use {', '.join(others)} or {last}")
+        target = self.modes[mode]
+        batching: type[Batching] = load_target(target) if isinstance(target, str) else target
+        return batching(mode, self.config)
 
     @abstractmethod
     def process_global_batch(
@@ -183,9 +277,8 @@ class DataProcessor(ABC):
         The sequence may make a microbatch when it is asked for. Workers ask for microbatches in CPU memory, and copy
         each to their device when the engine runs it.
 
-        `data` has `input_ids [B, S]` and `input_lengths [B]`. If it carries `micro_batch_indices` of one global batch,
-        keep those microbatches: the driver has balanced their cost over the ranks. `positions` selects where the head
-        runs:
+        `data` has `input_ids [B, S]` and `input_lengths [B]`. If it has a `plan` with `micro_batch_indices`, keep those
+        microbatches: the driver has balanced their cost over the ranks. `positions` selects where the head runs:
 
         - `"all"`: at every token of a row except the last, that is, for every target;
         - `"token_mask"`: only for targets with nonzero `token_mask [B, S]`; rows without any are left out;

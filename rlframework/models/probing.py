@@ -68,9 +68,8 @@ def probe_packing(config: PolicyConfig, model_config: Any, device: torch.device,
     require_saved_kind(model, model_config)
     require_rows_of_their_own(model)
     require_gradients(model)
-    mode = config.batching.mode
-    required = mode == "packed" or config.parallelism.context > 1
-    if not required and mode != "auto" and device.type == "cpu":  # nothing depends on it
+    required = config.batching.packs or config.parallelism.context > 1
+    if not required and config.batching.chosen and device.type == "cpu":  # nothing depends on it
         return False
     can_pack = attention in ("auto", "sdpa") and supports_packing(model)
     if required and not can_pack:

@@ -23,7 +23,7 @@ from rlframework.config.further_policies import FURTHER_POLICIES, in_section, pr
 from rlframework.config.hints import Hints, models_in
 from rlframework.config.load import Source, compose, escape_interpolation
 from rlframework.config.models import Models, run_model, run_schema
-from rlframework.config.policy import PolicyConfig
+from rlframework.config.policy import BatchingConfig, PolicyConfig
 from rlframework.config.problems import MOST, NOT_GIVEN, Problem, raise_problems
 from rlframework.config.sections import RunConfig
 from rlframework.config.trust import require_trusted, require_trusted_imports
@@ -35,6 +35,7 @@ from rlframework.plugins.manager import PluginManager, Registered, create_manage
 from rlframework.plugins.types import (
     RECORD_TYPES,
     Capability,
+    DataProcessorRecord,
     PolicyWorkerRecord,
     Record,
 )
@@ -182,7 +183,9 @@ def config_schema(manager: PluginManager) -> dict[str, Any]:
         section: tuple((name, _section_model(part)) for name, part in manager.registered(record_type.kind).items())
         for section, record_type in OPEN_SECTIONS.items()
     }
-    return run_schema(sections, _backend_models(manager))
+    processors = manager.registered(DataProcessorRecord.kind).values()
+    models: list[type[Section]] = [BatchingConfig, *map(_section_model, processors)]  # a union has each only once
+    return run_schema(sections, _backend_models(manager), models)
 
 
 def resolve_device(device: str) -> str:
@@ -223,11 +226,13 @@ def _typed(tree: Tree, manager: PluginManager) -> tuple[RunConfig, dict[str, Reg
             name,
             selected[name].record.name if name in selected else "",
             _section_model(selected[group]) if (group := f"{name}.worker_group") in selected else _Anything,
+            _batching_model(name, selected),
         )
         for name in FURTHER_POLICIES
         if tree.values.get(name) is not None
     )
-    model = run_model(tuple(sections.items()), _backend_models(manager), backend, tuple(unusable), further)
+    batching = _batching_model("policy", selected)
+    model = run_model(tuple(sections.items()), _backend_models(manager), backend, tuple(unusable), further, batching)
     config, invalid = validate(tree, model, _keys_of_others(selected, manager), MOST - len(problems), manager.hints)
     raise_problems(problems + invalid)
     assert config is not None
@@ -252,21 +257,25 @@ def manager_of(tree: Tree) -> PluginManager:
 def _select(tree: Tree, manager: PluginManager) -> tuple[dict[str, Registered], list[Problem]]:
     """The plugins that `tree` names, by section, and the problems of those that cannot be selected."""
     selected, problems = dict[str, Registered](), list[Problem]()
-    types: tuple[type[Record], ...] = (*OPEN_SECTIONS.values(), PolicyWorkerRecord)
+    types: tuple[type[Record], ...] = (*OPEN_SECTIONS.values(), PolicyWorkerRecord, DataProcessorRecord)
     places = [(record_type.key.partition(".")[0], record_type) for record_type in types]
     for name in FURTHER_POLICIES:
-        places += [(name, PolicyWorkerRecord), (f"{name}.worker_group", OPEN_SECTIONS["worker_group"])]
+        places += [(name, PolicyWorkerRecord), (name, DataProcessorRecord)]
+        places.append((f"{name}.worker_group", OPEN_SECTIONS["worker_group"]))
     for section, record_type in places:
         keys, key = tuple(section.split(".")), record_type.key.partition(".")[2]
-        model = PolicyConfig if key == "backend" else record_type.section
+        model = PolicyConfig if key in PolicyConfig.model_fields else record_type.section
         given, origin = tree.get(keys), tree.origin((*keys, key))
         if not isinstance(given, Mapping):
             continue  # validation reports this
+        if record_type is DataProcessorRecord and not manager.registered(record_type.kind):
+            continue  # the policy reports this
         parts = manager.registered(record_type.kind).values() if key == "name" else ()
         name = given.get(key, model.model_fields[key].default)
         if isinstance(name, str):
             try:
-                selected[section] = manager.select(record_type.kind, name)
+                part = manager.select(record_type.kind, name)
+                selected[f"{section}.batching" if record_type is DataProcessorRecord else section] = part
             except PluginError as error:
                 message = in_section(str(error), keys[0]) if keys[0] in FURTHER_POLICIES else str(error)
                 hint = _hints_for_unknown_keys(keys, given, parts, manager.hints)
@@ -286,6 +295,12 @@ def _hints_for_unknown_keys(section: Keys, given: Mapping[str, Any], parts: Iter
     own = given.get("name")  # a plugin that is not installed has a section of its own name
     unknown = {key: value for key, value in given.items() if key not in known and key != own}
     return hints("key_hint", path=tuple(map(str, section)), value=unknown, model=None) if known and unknown else ""
+
+
+def _batching_model(policy: str, selected: Mapping[str, Registered]) -> type[Section]:
+    """The model of the section `batching` of a policy."""
+    part = selected.get(f"{policy}.batching")
+    return BatchingConfig if part is None else _section_model(part)
 
 
 def _backend_models(manager: PluginManager) -> Models:

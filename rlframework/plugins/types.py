@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from rlframework.config.base import Section
 from rlframework.config.device_defaults import Default
+from rlframework.config.policy import BatchingConfig
 from rlframework.config.problems import Problem as Problem  # public here, for the checks of plugins
 from rlframework.config.sections import (
     AlgorithmConfig,
@@ -179,10 +180,14 @@ class PolicyWorkerRecord(Record):
 
 
 class DataProcessorRecord(Record):
-    """A data processor: `target` implements `rlframework.interfaces.data_processor.DataProcessor`."""
+    """A data processor: `target` implements `rlframework.interfaces.data_processor.DataProcessor`.
+
+    `config_model` is the section `policy.batching`, with the modes and keys that the processor adds.
+    """
 
     kind = "data_processor"
     key = "policy.data_processor"
+    section = BatchingConfig
 
 
 class WorkerGroupRecord(Record):

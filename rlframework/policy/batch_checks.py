@@ -52,7 +52,7 @@ class BatchLimits:
         """Return the limits of the model in `config`."""
         model = read_config(config.model_name, config.trust_remote_code)
         text, no_media = model.get_text_config(), None
-        if config.batching.mode == "packed" and not packs_images(model):
+        if config.batching.packs and not packs_images(model):
             kind = f"{model.model_type} models"
             no_media = f"policy.batching.mode=packed takes text only for {kind}; set it to dynamic or padded"
         elif not (getattr(model, "sub_configs", None) or config.trust_remote_code):

@@ -19,6 +19,7 @@ from rlframework.batch.packing import TokenCost
 from rlframework.config.further_policies import FurtherPolicyConfig
 from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.model_directories import check_replaceable, model_sizes
+from rlframework.interfaces.data_processor import DataProcessor, MicrobatchRule
 from rlframework.interfaces.loss import TOKEN_SETS, LossInput, loss_positions, needs_groups
 from rlframework.interfaces.named_sharding import policy_sharding
 from rlframework.interfaces.policy_worker import BytesMoved, PolicyWorker, Rows, SamplingBound
@@ -93,6 +94,8 @@ class Policy:
                 record, Capability.REFERENCE_MODEL, f"algorithm.name={config.algorithm.name} needs a reference policy"
             )
         self.config = config
+        processor = manager.load(manager.select("data_processor", config.policy.data_processor).record)
+        self._processor: DataProcessor = processor(config=config.policy.batching)
         self.record, self.capabilities = record, record.capabilities
         self._warned_of_state = self._warned_of_skipped = False
         self._has_optimizer, self.has_reference = init_optimizer, init_reference_model
@@ -123,14 +126,13 @@ class Policy:
         config = self.config.policy
         info = self.get_info()[0]
         hidden, _ = model_sizes(config.model_name, config.trust_remote_code)
+        rule: Any = {name: info[name] for name in ("pad_multiple", "few_shapes", "packs_media") if name in info}
         return BatchBalancer(
             self.data_parallel_size,
-            info.get("batching", "padded"),
+            self._processor.batching(info.get("batching", "padded")),
             info.get("preferred_tokens", 8192),
             TokenCost() if hidden is None else TokenCost.for_hidden_size(hidden),
-            info.get("pad_multiple", 1),
-            info.get("few_shapes", False),
-            info.get("packs_media", False),
+            MicrobatchRule(**rule),
         )
 
     @cached_property

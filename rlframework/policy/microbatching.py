@@ -15,16 +15,14 @@ from rlframework.base.errors import BatchTypeError
 from rlframework.batch.batch_rows import copy_to
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
-from rlframework.batch.packed_tensor import has_media
-from rlframework.interfaces.data_processor import BatchPlan, DataProcessor, GlobalBatch, Microbatch
+from rlframework.interfaces.data_processor import Batching, DataProcessor, GlobalBatch, Microbatch, RowsToPlan
 from rlframework.interfaces.loss import LossFunction, head_of
 from rlframework.interfaces.policy_worker import Rows
 from rlframework.policy.engine import Engine, Step, StepResult
 from rlframework.policy.head.patch import HeadOutput
-from rlframework.policy.microbatches.data_processor import make_dummy
 from rlframework.policy.microbatches.on_demand import Made, on_device
-from rlframework.policy.microbatches.row_groups import least_tokens, read_group_ids
-from rlframework.policy.microbatches.shapes import Padding
+from rlframework.policy.microbatches.one_microbatch import make_dummy
+from rlframework.policy.microbatches.row_groups import read_group_ids
 from rlframework.policy.profiling import LOSS, trace_span
 from rlframework.policy.sampled_tokens import SampledTokensCheck
 
@@ -36,17 +34,13 @@ class Microbatching:
     engine: Engine
     processor: DataProcessor
 
-    def mode(self, data: Rows | None = None) -> str:
-        """Return how rows are grouped: "padded", "dynamic" or "packed".
-
-        With `data`, `auto` does not choose packing for multimodal rows that the engine cannot pack.
-        """
-        mode = self.engine.config.batching.mode
-        if mode != "auto":
-            return mode
-        preferred = self.engine.preferred_batching()
-        multimodal = preferred == "packed" and data is not None and has_media(data)
-        return "dynamic" if multimodal and not self.engine.microbatch_rule().packs_media else preferred
+    def batching(self, data: Rows | None = None) -> Batching:
+        """Return the mode in which rows are grouped; with `data`, `auto` chooses one that they fit."""
+        name, engine = self.engine.config.batching.chosen, self.engine
+        if name is not None:
+            return self.processor.batching(name)
+        preferred = self.processor.batching(engine.preferred_batching())
+        return preferred if data is None else preferred.for_rows(data, engine.microbatch_rule())
 
     def global_batch(self, data: Rows, loss_fn: LossFunction, index: int, rows: int | None) -> GlobalBatch:
         """Return this rank's rows of global batch `index`, and its counts: `DataProcessor.process_global_batch`."""
@@ -62,17 +56,17 @@ class Microbatching:
         `groups`: rows with equal `group_ids` share a microbatch. They are made in CPU memory and copied to the device
         when the engine asks for them.
         """
-        engine = self.engine
-        rule, mode = engine.microbatch_rule(), self.mode(data)
-        padding, ids = Padding(rule.pad_multiple, rule.few_shapes), read_group_ids(data) if groups else None
-        most = tokens or max(engine.preferred_tokens(), least_tokens(data["input_lengths"], padding, mode, ids))
-        plan = BatchPlan(mode, rows, most, groups)
-        found = self.processor.microbatches(data, plan, rule, positions=positions, device=torch.device("cpu"))
+        engine, batching = self.engine, self.batching(data)
+        rule, ids = engine.microbatch_rule(), read_group_ids(data) if groups else None
+        all_rows = RowsToPlan(data, torch.ones(data.size, dtype=torch.bool), ids)
+        preferred = engine.preferred_tokens()
+        limits = batching.limits(all_rows, rule, most_rows=rows, tokens=tokens, preferred=preferred)
+        found = self.processor.microbatches(data, limits, rule, positions=positions, device=torch.device("cpu"))
         most = int(max_over_ranks(torch.tensor(len(found)), engine.data_parallel_group()))
         count = max(most, rule.count_minimum)
         count += -count % rule.count_multiple
         if count > len(found):
-            dummy = make_dummy(data, packed=plan.mode == "packed", padding=Padding.of(plan, rule))
+            dummy = make_dummy(data, lambda data, row: batching.make(data, row, limits, rule, "all"))
             real = found
             found = Made(count, lambda index: real[index] if index < len(real) else dummy)
         return on_device(found, engine.device)

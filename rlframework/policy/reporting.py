@@ -50,7 +50,7 @@ class Reporting:
             "peak_bytes_by_phase": phases if self._device.type == "cuda" else {},
             "bytes_by_part": self._memory.parts(),
             "threads": torch.get_num_threads(),
-            "batching": self._microbatching.mode(),
+            "batching": self._microbatching.batching().name,
             "preferred_tokens": self._engine.preferred_tokens(),
             "pad_multiple": rule.pad_multiple,
             "few_shapes": rule.few_shapes,

@@ -117,7 +117,7 @@ class PolicyWorkerBase(PolicyWorker):
 
             reference = BaseReference(engine) if adapters else SnapshotReference(engine)
         temperature = generation.temperature or 1.0  # greedy samples are scored at temperature 1
-        microbatching = Microbatching(engine, load_target(processor_target)())
+        microbatching = Microbatching(engine, load_target(processor_target)(config=engine.config.batching))
         self.training = Training(engine, microbatching, residency, progress, self.memory, temperature, init_optimizer)
         self.scoring = Scoring(engine, microbatching, residency, temperature, reference)
         self.weights = (Adapters if adapters else TrainedWeights)(engine, generation)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlframework import load_config, run
+from rlframework.base.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +109,54 @@ def test_the_longest_microbatch_comes_first_unless_the_driver_planned(monkeypatc
     plan, rule, cpu = BatchPlan("padded", 1, 100), MicrobatchRule(), torch.device("cpu")
     found = LongestFirst().microbatches(data, plan, rule, positions="all", device=cpu)
     assert [one.rows.tolist() for one in found] == [[1], [3], [2], [0]]
+
+
+def test_a_batching_mode_is_one_file(monkeypatch, tmp_path, tiny_llama):
+    """Its key is checked as others are, and a run on two processes learns the same as with padded microbatches."""
+    monkeypatch.syspath_prepend(PLUGINS)
+    values = {
+        "plugins": ["rlframework_examples.by_length"],
+        "algorithm": {"name": "sft", "num_steps": 2},
+        "environment": {"name": "addition", "digits": 2},
+        "policy": {
+            "model_name": str(tiny_llama),
+            "train_global_batch_size": 8,
+            "train_micro_batch_size": 2,
+            "data_processor": "by_length",
+            "batching": {"longest_first": True},
+        },
+        "worker_group": {"name": "processes", "num_workers": 2},
+        "observers": {"console": False, "tensorboard": False, "curve": False},
+    }
+    with pytest.raises(ConfigError, match=r"policy\.batching\.shortest_first"):
+        load_config(values, ["policy.batching.shortest_first=true"])
+    with pytest.raises(ConfigError, match=r"policy\.batching\.longest_first"):
+        load_config(values, ["policy.data_processor=microbatches"])
+    losses = {}
+    for mode in ("by_length", "padded"):
+        overrides = [f"output_dir={tmp_path / mode}", f"policy.batching.mode={mode}"]
+        run(load_config(values, overrides))
+        rows = [json.loads(line) for line in (tmp_path / mode / "metrics.jsonl").read_text().splitlines()]
+        losses[mode] = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert len(losses["padded"]) == 2
+    assert losses["by_length"] == pytest.approx(losses["padded"], abs=1e-5)
+
+
+def test_sorted_rows_are_grouped_by_length(monkeypatch):
+    monkeypatch.syspath_prepend(PLUGINS)
+    import torch
+    from rlframework_examples.by_length import ByLengthConfig, ByLengthProcessor
+
+    from rlframework.batch.batched_data_dict import BatchedDataDict
+    from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
+
+    lengths = torch.tensor([2, 6, 3, 4, 5])
+    data = BatchedDataDict({"input_ids": torch.ones(5, 6, dtype=torch.int64), "input_lengths": lengths})
+    plan, rule, cpu = BatchPlan("by_length", 2, 100), MicrobatchRule(), torch.device("cpu")
+    for longest_first, expected in ((True, [[1, 4], [3, 2], [0]]), (False, [[0, 2], [3, 4], [1]])):
+        processor = ByLengthProcessor(ByLengthConfig(longest_first=longest_first))
+        found = processor.microbatches(data, plan, rule, positions="all", device=cpu)
+        assert [one.rows.tolist() for one in found] == expected
 
 
 def test_the_observer_hears_the_run(monkeypatch, tmp_path, tiny_llama, capsys):

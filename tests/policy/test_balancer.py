@@ -34,8 +34,8 @@ def make_batch(lengths: list[int], off: set[int] = frozenset(), width: int = WID
     )
 
 
-def balancer(ranks: int, mode: str, tokens: int = 32) -> BatchBalancer:
-    return BatchBalancer(ranks, mode, tokens, TokenCost())
+def balancer(ranks: int, mode: str, tokens: int = 32, **rule: Any) -> BatchBalancer:
+    return BatchBalancer(ranks, MicrobatchProcessor().batching(mode), tokens, TokenCost(), MicrobatchRule(**rule))
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_each_row_goes_to_one_rank_within_its_global_batch(data, ranks, per_rank
     if order is not None:
         joined.reorder_data(order)
         assert joined["row"].tolist() == list(range(len(lengths)))
-    assert all("planned_lengths" not in shard for shard in shards)
+    assert all(set(shard) == set(make_batch([1])) for shard in shards)
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "packed"])
@@ -104,7 +104,7 @@ def test_a_single_rank_and_padded_rows_keep_their_order():
 
 def test_padding_to_a_multiple_stays_under_the_limit():
     """Two rows of 5 are two padded to 8 each, or one pack of 10 padded to 12."""
-    data, packed = make_batch([5, 5, 5, 5]), BatchBalancer(2, "packed", 8, TokenCost(), pad_multiple=4)
+    data, packed = make_batch([5, 5, 5, 5]), balancer(2, "packed", 8, pad_multiple=4)
     for tokens, microbatches in ((11, 2), (12, 1)):
         shards, _ = packed.shard(data, batch_size=None, positions="all", tokens=tokens)
         assert [len(shard.micro_batch_indices[0]) for shard in shards] == [microbatches] * 2
@@ -124,7 +124,7 @@ def test_a_row_that_fits_no_microbatch_is_rejected(mode, ranks):
 def test_dynamic_microbatches_of_few_shapes_stay_within_the_limit(columns):
     """Rows of 1,900 tokens are padded to 1,920, and rows of 2,000 to 2,048, so 8,000 tokens hold 3 of them, not 4."""
     data = make_batch([1900] * 8 + [2000] * 8, width=columns)
-    few = BatchBalancer(2, "dynamic", 8000, TokenCost(), few_shapes=True)
+    few = balancer(2, "dynamic", 8000, few_shapes=True)
     shards, _ = few.shard(data, batch_size=None, positions="all", tokens=None)
     plan, rule = BatchPlan("dynamic", 1, 8000), MicrobatchRule(few_shapes=True)
     for shard in shards:
@@ -156,7 +156,7 @@ def test_groups_stay_whole_from_the_driver_to_the_microbatches(data, ranks, mode
     off = data.draw(st.sets(st.integers(0, len(ids) - 1)))
     given_rows = make_batch(lengths, off)
     given_rows["group_ids"] = torch.tensor(ids)
-    one = BatchBalancer(ranks, mode, 50, TokenCost(), few_shapes=few)
+    one = balancer(ranks, mode, 50, few_shapes=few)
     shards, _ = one.shard(given_rows, batch_size=size, positions="loss", tokens=tokens, grouped_rows=4)
     limit = tokens or (128 if few else 96)  # few shapes: a row alone is padded to 128
     plan, rule = BatchPlan(mode, 4, limit, groups=True), MicrobatchRule(few_shapes=few)

@@ -27,6 +27,6 @@ class LongestFirst(MicrobatchProcessor):
     ) -> Sequence[Microbatch]:
         """See `DataProcessor.microbatches`."""
         found = super().microbatches(data, plan, rule, positions=positions, device=device)
-        if data.micro_batch_indices is not None:  # keep the driver's plan, which balances the ranks
+        if data.plan is not None:  # keep the driver's plan, which balances the ranks
             return found
         return sorted(found, key=lambda one: one.processed_inputs.input_ids.numel(), reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from rlframework.models import loading
 from rlframework.models.file_weights import FileWeight
 from rlframework.models.load_balancing import real_tokens
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.microbatches.data_processor import make_dummy, make_microbatch
+from rlframework.policy.microbatches.one_microbatch import make_dummy, make_microbatch
 from rlframework.policy.microbatches.shapes import Padding
 from rlframework.workers import process_groups
 from rlframework_conformance import cases
@@ -292,7 +293,8 @@ def test_only_tokens_of_real_rows_are_counted():
     assert real_tokens(padded).view(3, 5).int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]
     packed = make_microbatch(data, rows, packed=True, positions="loss", padding=Padding(5))
     assert real_tokens(packed).int().tolist() == [1] * 9 + [0]
-    assert not real_tokens(make_dummy(data, packed=True)).any()
+    dummy = make_dummy(data, partial(make_microbatch, packed=True, positions="all"))
+    assert not real_tokens(dummy).any()
     many = data.select_indices([0, 1, 2] * 6).slice(0, 17)
     added = make_microbatch(many, torch.arange(17), packed=False, positions="loss", padding=Padding(few=True))
     counts = real_tokens(added).view(18, 128).sum(1).tolist()  # 17 rows are padded to 18, and all to 128 tokens

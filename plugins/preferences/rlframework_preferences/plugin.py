@@ -110,6 +110,6 @@ def _pair_problems(config: RunConfig, *, least: int, pairwise: bool) -> Iterator
     if rows % 2 or rows < least:
         message = f"{rows} rows are not whole pairs of two rows, at least {least // 2}."
         yield Problem("policy.train_global_batch_size", message, f"Set it to an even number from {least} on.")
-    if pairwise and policy.batching.mode == "padded" and policy.train_micro_batch_size < 2:
+    if pairwise and policy.batching.limited == "rows" and policy.train_micro_batch_size < 2:
         message = f"a padded microbatch of {policy.train_micro_batch_size} row has no room for a pair."
         yield Problem("policy.train_micro_batch_size", message, "Set it to at least 2.")

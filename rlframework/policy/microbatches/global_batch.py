@@ -128,15 +128,6 @@ def _value(member: Any) -> Any:
     return getattr(member, "value", member)
 
 
-def check_fits(longest: int, mode: str, tokens: int) -> None:
-    """Raise `BatchError` if a row of `longest` tokens exceeds the limit of a microbatch."""
-    if longest > tokens:
-        raise BatchError(
-            f"a row has {longest} tokens, but a {mode} microbatch may have {tokens}; raise policy.batching.tokens "
-            "(policy.batching.logprob_tokens for scoring) or shorten the rows"
-        )
-
-
 def real_tokens(data: BatchedDataDict[Any]) -> Tensor:
     """Return `[B, S]` bool: False at padding."""
     input_ids = data["input_ids"]

@@ -1,25 +1,29 @@
-"""Groups of rows that a loss needs in one microbatch (`needs_groups`): reading `group_ids`, and checks of limits."""
+"""The rows that are computed, and groups of rows that a loss needs in one microbatch (`needs_groups`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
-from rlframework.batch.batch_rows import describe, is_integral, round_up
-from rlframework.batch.packing import RowGroups
+from rlframework.batch.batch_rows import describe, is_integral
+from rlframework.interfaces.data_processor import RowsToPlan
 from rlframework.interfaces.loss import GROUP_IDS
-from rlframework.policy.microbatches.shapes import Padding
+from rlframework.policy.microbatches.global_batch import rows_with_targets
 
 if TYPE_CHECKING:
     from rlframework.batch.batched_data_dict import BatchedDataDict
 
-KEYS = {"padded": "policy.train_micro_batch_size", "dynamic": "policy.batching.tokens"}
-KEYS["packed"] = KEYS["dynamic"]
+
+def rows_to_plan(data: BatchedDataDict[Any], positions: str, *, groups: bool) -> RowsToPlan:
+    """Return the rows of `data` that have one of the `positions`, with `groups` and the others of their groups."""
+    wanted = rows_with_targets(data, positions)
+    if not groups:
+        return RowsToPlan(data, wanted)
+    return RowsToPlan(data, with_whole_groups(wanted, data), read_group_ids(data))
 
 
 def read_group_ids(data: BatchedDataDict[Any]) -> Tensor:
@@ -55,39 +59,12 @@ def with_whole_groups(wanted: Tensor, data: BatchedDataDict[Any]) -> Tensor:
     return rows
 
 
-def least_tokens(lengths: Tensor, padding: Padding, mode: str, ids: Tensor | None) -> int:
-    """Return the tokens of a `mode` microbatch that has room for each row of `lengths [B]`, and for each group.
-
-    `ids [B]`: the groups, None if there are none. The padding must be one without a limit.
-    """
-    longest = padding.width(int(lengths.max()))
-    if ids is None or mode == "padded":
-        return longest
-    groups = RowGroups.of(ids, len(lengths))
-    if mode == "dynamic":
-        return max(longest, int(groups.sizes.max()) * round_up(int(lengths.max()), padding.multiple))
-    return max(longest, round_up(int(groups.sums(lengths.cpu().numpy()).max()), padding.multiple))
-
-
-def check_groups_fit(ids: Tensor, widths: Sequence[int], mode: str, most: int) -> None:
-    """Raise `BatchError` unless each group fits into a microbatch of `most` rows (padded) or tokens.
-
-    `widths [B]`: the length of each row, padded if `mode` is "dynamic"; 0 for rows that are left out.
-    """
-    groups, lengths = RowGroups.of(ids, len(widths)), np.asarray(widths, dtype=np.int64)
-    largest = groups.largest(lengths)
-    if mode == "padded":
-        needed = np.where(largest > 0, groups.sizes, 0)
-    else:
-        needed = groups.sizes * largest if mode == "dynamic" else groups.sums(lengths)
-    groups.require(needed, most, "rows" if mode == "padded" else "tokens", KEYS[mode])
-
-
-def check_planned(ranges: Sequence[Sequence[int]], ids: Tensor) -> None:
-    """Raise `BatchError` unless each group is in one of the planned microbatches, `ranges` of the rows of `ids [B]`."""
-    sizes = torch.tensor([end - start for start, end in ranges])
+def check_planned(microbatches: Sequence[Tensor], ids: Tensor) -> None:
+    """Raise `BatchError` unless each group of `ids [B]` is in one of the planned `microbatches` of rows."""
+    sizes = torch.tensor([len(rows) for rows in microbatches], dtype=torch.int64)
     microbatch = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    pairs = torch.stack((ids[: len(microbatch)].to("cpu", torch.int64), microbatch)).unique(dim=1)[0]
+    rows = torch.cat([*microbatches, sizes[:0]])
+    pairs = torch.stack((ids[rows].to("cpu", torch.int64), microbatch)).unique(dim=1)[0]
     divided = pairs[1:][pairs[1:] == pairs[:-1]]
     if len(divided):
         raise BatchError(

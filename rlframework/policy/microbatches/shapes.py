@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlframework.batch.batch_rows import round_up
-from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
 
 PACKED_LENGTHS = 16
 LEAST = 128
@@ -31,12 +30,6 @@ class Padding:
     few: bool = False
     tokens: int | None = None
     groups: bool = False
-
-    @classmethod
-    def of(cls, plan: BatchPlan, rule: MicrobatchRule) -> Padding:
-        """Return the padding of microbatches made by `plan` for an engine with `rule`."""
-        tokens = None if plan.mode == "padded" else plan.tokens
-        return cls(rule.pad_multiple, rule.few_shapes, tokens, plan.groups)
 
     def packed(self, tokens: int) -> int:
         """Return the length of a packed row of `tokens` tokens."""
@@ -67,6 +60,9 @@ class Padding:
         padded = step_up(rows)
         most = padded if self.tokens is None else self.tokens // width
         return padded if rows > most else min(padded, most)
+
+
+NO_PADDING = Padding()
 
 
 def step_up(value: int, least: int = 1) -> int:

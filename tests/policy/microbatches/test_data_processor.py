@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,9 @@ from hypothesis import strategies as st
 from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
-from rlframework.policy.microbatches.data_processor import (
-    MicrobatchProcessor,
-    group_rows,
-    make_dummy,
-    make_microbatch,
-)
+from rlframework.policy.microbatches.data_processor import MicrobatchProcessor, rows_by_microbatch
+from rlframework.policy.microbatches.one_microbatch import make_dummy, make_microbatch
+from rlframework.policy.microbatches.row_groups import rows_to_plan
 from rlframework.policy.microbatches.shapes import Padding
 
 CPU = torch.device("cpu")
@@ -31,6 +29,15 @@ def batch_of(lengths: list[int], width: int | None = None, **masks: Any) -> Batc
     ids = (torch.arange(len(lengths))[:, None] * 100 + columns + 1) * real
     data = {"input_ids": ids, "input_lengths": torch.tensor(lengths), "name": [f"row {r}" for r in range(len(lengths))]}
     return BatchedDataDict({**data, **{key: torch.tensor(value) for key, value in masks.items()}})
+
+
+def group_rows(lengths: list[int], plan: BatchPlan, pad_multiple: int = 1) -> list[list[int]]:
+    """The rows of each microbatch, of rows with these lengths."""
+    data, rule = batch_of(lengths, width=max([1, *lengths])), MicrobatchRule(pad_multiple=pad_multiple)
+    batching = MicrobatchProcessor().batching(plan.mode)
+    return [
+        rows.tolist() for rows in rows_by_microbatch(rows_to_plan(data, "last", groups=False), batching, plan, rule)
+    ]
 
 
 def test_padded_groups_are_consecutive():
@@ -207,7 +214,7 @@ def test_narrow_integers_are_supported(packed, lengths):
 def test_a_dummy_is_the_shortest_row_or_one_token(lengths, row, ids):
     data = batch_of(lengths, width=4)
     for packed in (True, False):
-        made = make_dummy(data, packed=packed)
+        made = make_dummy(data, partial(make_microbatch, packed=packed, positions="all"))
         assert made.is_dummy
         assert made.processed_inputs.input_ids.tolist() == [ids]
         assert len(made.head_positions) == len(ids) - 1
@@ -217,20 +224,25 @@ def test_a_dummy_is_the_shortest_row_or_one_token(lengths, row, ids):
 
 @pytest.mark.parametrize("mode", ["dynamic", "packed"])
 def test_padding_to_a_multiple_stays_within_the_limit(mode):
-    groups = group_rows([3, 3, 2, 2, 5], BatchPlan(mode, 1, 13), padding=Padding(4))
+    groups = group_rows([3, 3, 2, 2, 5], BatchPlan(mode, 1, 13), pad_multiple=4)
     lengths = [3, 3, 2, 2, 5]
     for group in groups:
         sizes = [lengths[row] for row in group]
         padded = -(-sum(sizes) // 4) * 4 if mode == "packed" else len(sizes) * (-(-max(sizes) // 4) * 4)
         assert padded <= 13
     with pytest.raises(BatchError, match=r"8 tokens.*may have 7"):
-        group_rows([5], BatchPlan(mode, 1, 7), padding=Padding(4))
+        group_rows([5], BatchPlan(mode, 1, 7), pad_multiple=4)
 
 
 @pytest.mark.parametrize(("mode", "rows", "tokens"), [("padded", 0, 8), ("padded", -1, 8), ("packed", 1, 0)])
 def test_microbatches_of_size_0_are_rejected(mode, rows, tokens):
     with pytest.raises(BatchError, match="must be at least 1"):
-        BatchPlan(mode, rows, tokens)
+        group_rows([3], BatchPlan(mode, rows, tokens))
+
+
+def test_an_unknown_mode_is_rejected():
+    with pytest.raises(BatchError, match="unknown batching mode 'sorted'; use padded, dynamic or packed"):
+        group_rows([3], BatchPlan("sorted", 1, 8))
 
 
 def test_token_types_alone_do_not_make_rows_multimodal():

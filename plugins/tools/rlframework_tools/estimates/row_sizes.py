@@ -82,7 +82,7 @@ def assumed_rows(config: RunConfig) -> Rows:
         answer = config.generation.max_new_tokens
         limits = model_positions(policy.model_name, policy.trust_remote_code), config.environment.max_episode_tokens
         length = min(answer, *(limit for limit in limits if limit is not None))
-        if batching.mode != "padded" and batching.tokens is not None and length > batching.tokens:
+        if batching.limited != "rows" and batching.tokens is not None and length > batching.tokens:
             raise ConfigError(
                 f"with generation.max_new_tokens={answer} a row may have {length} tokens or more, but "
                 f"policy.batching.tokens={batching.tokens} is the most that a dynamic or packed microbatch may have: "
@@ -113,7 +113,7 @@ def microbatch_tokens(config: RunConfig, rows: Rows, device: str) -> int:
     """Tokens of the largest microbatch; assumes the reference backend's size if it is left to the backend."""
     policy, workers = config.policy, config.worker_group.num_workers // config.policy.parallelism.model_size
     rows_per_worker = -(-policy.train_global_batch_size // max(1, workers))
-    if policy.batching.mode == "padded":
+    if policy.batching.limited == "rows":
         return min(policy.train_micro_batch_size, rows_per_worker) * rows.longest
     most = max(policy.batching.tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS), rows.longest)
     return min(most, round(rows_per_worker * max(rows.mean, 1.0)) + rows.longest)

@@ -69,7 +69,12 @@ def _number_one_by_one(call: Any, microbatching: Any, *args: Any) -> Any:
 
 
 patches_numbered_one_by_one = mutant("patches_numbered_one_by_one", "Tokens of images are numbered like text.")(
-    together(_number_one_by_one, around(Microbatching.mode)(lambda call, microbatching, data=None: "padded"))
+    together(
+        _number_one_by_one,
+        around(Microbatching.batching)(
+            lambda call, microbatching, data=None: microbatching.processor.batching("padded")
+        ),
+    )
 )
 
 
