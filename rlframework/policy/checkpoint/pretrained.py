@@ -16,7 +16,7 @@ from rlframework.base.errors import PluginError, UserError
 from rlframework.base.files import Replacement, replacing_directory, writing
 from rlframework.huggingface.vision_models import scoring_architecture
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, write_manifest
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, write_manifest, write_save_id
 from rlframework.policy.checkpoint.saved import ENGINE, NATIVE
 from rlframework.workers.process_groups import exhausting, run_on_all_ranks
 
@@ -31,9 +31,9 @@ SHARD_BYTES = 4 << 30
 
 
 def write_from_rank_0(
-    path: str | Path, rank: int, tensors: Iterator[object], write: Callable[[Path], None], *, checksums: bool
+    path: str | Path, rank: int, tensors: Iterator[object], write: Callable[[Path], None], *, save: str | None
 ) -> None:
-    """Fill the directory `path` by `write(folder)` on rank 0, atomically; with `checksums`, add a manifest.
+    """Fill the directory `path` by `write(folder)` on rank 0, atomically; with the id `save`, add it and a manifest.
 
     `tensors`, which `write` reads, is exhausted on every rank, even on failure: reading it is a collective.
     """
@@ -41,7 +41,8 @@ def write_from_rank_0(
         if rank == 0:
             with replacing_directory(path) as folder:
                 write(folder)
-                if checksums:
+                if save:
+                    write_save_id(folder, save)
                     write_manifest(folder)
 
 
