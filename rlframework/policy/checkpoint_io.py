@@ -20,7 +20,7 @@ from torch import Tensor
 from rlframework.base.errors import ConfigError, DataError, NotSupported
 from rlframework.base.files import remove_temporary, require_space, writing
 from rlframework.policy.checkpoint.manifest import check_files, reading, write_save_id
-from rlframework.policy.checkpoint.pretrained import save_native, write_config, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.pretrained import save_native, write_files, write_from_rank_0, write_tensors
 from rlframework.policy.checkpoint.saved import (
     FIRST,
     SECOND,
@@ -158,7 +158,7 @@ class CheckpointIO:
 
     def _write_config(self, folder: Path, save: str) -> None:
         write_save_id(folder, save)
-        write_config(folder, self.engine.config, self.engine.tokenizer)
+        write_files(folder, self.weights.model_files)
 
     def _write_training(self, folder: Path, steps: Mapping[str, int], states: Mapping[str, Tensor], save: str) -> None:
         write_save_id(folder, save)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlframework.base.errors import DataError
 from rlframework.config.policy import LoraConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.policy.checkpoint.pretrained import write_config, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.pretrained import read_config, write_files, write_from_rank_0, write_tensors
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors, differences, is_sharded, reject_native
 from rlframework.policy.engine import Engine, WeightSpec, no_adapters
 from rlframework.policy.lora_math import B
@@ -28,6 +28,8 @@ class TrainedWeights:
 
     def __init__(self, engine: Engine, generation: GenerationConfig) -> None:
         self.engine = engine
+        self.model_files = {} if engine.context.rank else read_config(engine.config, engine.tokenizer)
+        """Files of the model besides its weights, on rank 0, which writes them: the folder may change later."""
         self._refit_dtype = generation.refit.dtype
 
     def transfer_dtype(self) -> torch.dtype:
@@ -60,7 +62,7 @@ class TrainedWeights:
         weights = self.engine.gather_weights(self.engine.weight_specs())
 
         def write(folder: Path) -> None:
-            write_config(folder, self.engine.config, self.engine.tokenizer)
+            write_files(folder, self.model_files)
             write_tensors(folder, weights)
 
         write_from_rank_0(path, self.engine.context.rank, weights, write, save=save)

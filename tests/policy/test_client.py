@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +104,27 @@ def test_a_checkpoint_that_is_not_there_is_an_error_before_workers_are_called(tm
         policy.load_checkpoint(str(tmp_path / "optimizer"))
     with pytest.raises(DataError, match=r"^weights_path: \S+empty has no weights; give a folder"):
         policy.load_checkpoint(str(tmp_path / "empty"))
+
+
+def test_the_files_of_an_export_are_those_of_the_model_that_was_loaded(tmp_path, tiny_llama):
+    source = shutil.copytree(tiny_llama, tmp_path / "source")
+    config = load_config(
+        {
+            "policy": {"model_name": str(source)},
+            "algorithm": {"name": "sft"},
+            "environment": {"name": "addition"},
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
+    with Policy(config, load_tokenizer(str(source)), create_manager()) as policy:
+        policy.save_pretrained(str(tmp_path / "before"))
+        shutil.rmtree(source)
+        policy.save_pretrained(str(tmp_path / "after"))
+    before, after = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("before", "after")
+    )
+    assert before == after
+    assert "config.json" in before
 
 
 def test_folders_of_different_saves_are_not_loaded_together(tmp_path, tiny_llama):

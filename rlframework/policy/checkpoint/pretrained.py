@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Self
 
 from rlframework.base.errors import PluginError, UserError
@@ -63,6 +64,21 @@ def write_config(folder: Path, policy: PolicyConfig, tokenizer: PreTrainedTokeni
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)
     copy_processor(model_name, folder)
     tokenizer.save_pretrained(folder)
+
+
+def read_config(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, bytes]:
+    """Return by name the contents of the files that `write_config` writes, which does not read the model later."""
+    with TemporaryDirectory() as folder:
+        write_config(Path(folder), policy, tokenizer)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write `files`, contents by name, into `folder`."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
