@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rlframework.base.errors import DataError
-from rlframework.policy.checkpoint.manifest import reading, require_one_save
+from rlframework.policy.checkpoint.manifest import MANIFEST, reading, require_one_save
 from rlframework.policy.engine import Moments, WeightSpec
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ def require_checkpoint(weights: Path, optimizer: str | None) -> None:
     """Raise a `DataError` unless the folders are those of weights and of an optimizer, and of one save."""
     if (weights / TRAINING).exists():
         raise DataError(f"weights_path: {weights} is the optimizer's folder of a checkpoint; give the weights' folder")
-    if not (is_sharded(weights) or is_native(weights) or any(weights.glob("*model*.safetensors"))):
+    marked = is_sharded(weights) or is_native(weights) or (weights / MANIFEST).exists()  # workers name what is missing
+    if not (marked or any(weights.glob("*model*.safetensors"))):
         raise DataError(f"weights_path: {weights} has no weights; give a folder that save_checkpoint wrote")
     if optimizer and not Path(optimizer, TRAINING).exists():
         kind = "a model, such as an export" if Path(optimizer, "config.json").exists() else "of no optimizer"
