@@ -146,7 +146,10 @@ def test_folders_of_different_saves_are_not_loaded_together(tmp_path, tiny_llama
         left.mkdir()
         another.mkdir()
         policy.save_checkpoint(paths[0], None)  # as far as an interrupted save came
-        with pytest.raises(DataError, match=r"model and \S+optimizer are of different saves: one was interrupted"):
+        with pytest.raises(
+            DataError,
+            match=r"model and \S+optimizer are of different saves \(save\.json differs\): one was interrupted",
+        ):
             policy.load_checkpoint(*paths)
         policy.load_checkpoint(paths[0])
         policy.save_checkpoint(*paths)

@@ -128,6 +128,6 @@ def require_one_save(*folders: Path) -> None:
                 saves[str(json.loads(path.read_text(encoding="utf-8"))["save"])] = path.parent
     if len(saves) > 1:
         raise DataError(
-            f"{' and '.join(map(str, saves.values()))} are of different saves: one was interrupted between them, or "
-            "wrote only the weights. Load the weights alone, or another checkpoint"
+            f"{' and '.join(map(str, saves.values()))} are of different saves ({SAVE} differs): one was "
+            "interrupted between them, or wrote only the weights. Load the weights alone, or another checkpoint"
         )
