@@ -41,6 +41,10 @@ class BatchTypeError(BatchError, TypeError, NotImplementedError):
     """A value of a batch is neither a tensor with rows in dimension 0 nor a list with one element per row."""
 
 
+class UnpicklableError(UserError, TypeError):
+    """A value, such as a loss, cannot be sent to worker processes."""
+
+
 class PluginError(UserError):
     """A plugin is unknown, broken, duplicated, or incompatible. The message names the distributions responsible."""
 

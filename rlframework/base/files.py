@@ -278,10 +278,13 @@ def remove_directory(path: str | Path) -> None:
         _remove(aside)
 
 
-def remove_temporary(folder: str | Path) -> None:
-    """Remove what killed processes left in `folder`, and in its folders, while writing or removing others."""
-    for path in [*Path(folder).glob(".*"), *Path(folder).glob("*/.*")]:
-        if _TEMPORARY.fullmatch(path.name):
+def remove_temporary(folder: str | Path, name: str = "") -> None:
+    """Remove what killed processes left in `folder`, and in its folders, while writing or removing others.
+
+    With `name`, only what they left of `folder / name`.
+    """
+    for path in [*Path(folder).glob(".*"), *([] if name else Path(folder).glob("*/.*"))]:
+        if (match := _TEMPORARY.fullmatch(path.name)) and name in ("", match[2]):
             with writing(path):
                 _remove(path)
 

@@ -137,6 +137,8 @@ def _layers(source: Source) -> list[Tree]:
         return [Tree(escape_interpolation(source.model_dump(mode="json")))]
     if isinstance(source, Mapping):
         return _with_inherited(Tree(_plain(source, ())), None, ())
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(f"a configuration is a YAML file, a mapping or a RunConfig, given a {type(source).__name__}")
     return _with_inherited(read_yaml(Path(source)), Path(source), ())
 
 

@@ -160,7 +160,7 @@ _SAVED = re.compile(
     | (special_tokens_map|added_tokens|vocab|normalizer)\.json | vocab\.txt | merges\.txt
     | chat_template\.(jinja|json)
     | (configuration|modeling|tokenization|processing|image_processing)_\w+\.py
-    | base\.json | checksums\.json | training\.json | random\.safetensors
+    | base\.json | checksums\.json | training\.json | save\.json | random\.safetensors
     | native\.json | \.metadata | __\d+_\d+\.distcp
     """,
     re.VERBOSE,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlframework.base.errors import ConfigError, DataError, NotSupported
-from rlframework.base.files import require_space, writing
-from rlframework.policy.checkpoint.manifest import check_files, reading
-from rlframework.policy.checkpoint.pretrained import save_native, write_config, write_from_rank_0, write_tensors
-from rlframework.policy.checkpoint.saved import FIRST, SECOND, SavedMoments, is_native, is_sharded, native_files
+from rlframework.base.files import remove_temporary, require_space, writing
+from rlframework.policy.checkpoint.manifest import check_files, reading, write_save_id
+from rlframework.policy.checkpoint.pretrained import save_native, write_files, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.saved import (
+    FIRST,
+    SECOND,
+    TRAINING,
+    SavedMoments,
+    is_native,
+    is_sharded,
+    native_files,
+)
 from rlframework.policy.engine import Engine, Moments
 from rlframework.policy.scoring import BaseReference, SnapshotReference, require_copy
 from rlframework.policy.shared_state import Part, Residency, TrainingProgress
@@ -33,7 +42,7 @@ if TYPE_CHECKING:
 FORMS = ("portable", "sharded", "native")
 FORMAT = 1
 """Version of `training.json`."""
-TRAINING, RANDOM = "training.json", "random.safetensors"
+RANDOM = "random.safetensors"
 
 
 @dataclass
@@ -69,7 +78,10 @@ class CheckpointIO:
             raise NotSupported("this worker was built without an optimizer, so it has no optimizer state to save")
         self._require_form(form)
         self.finish()  # the previous one
-        engine = self.engine
+        engine, save = self.engine, uuid.uuid4().hex  # rank 0 writes its id
+        if engine.context.rank == 0:  # what interrupted saves left
+            for path in map(Path, filter(None, (weights_path, optimizer_path, reference_path))):
+                remove_temporary(path.parent, path.name)
         copies = (1 if optimizer_path is None else 3) + (reference_path is not None)  # two moments
         size = self.weights.trained_bytes() * copies
         # the first rank checks for all
@@ -77,22 +89,23 @@ class CheckpointIO:
         if form != "sharded":  # shards are written from whichever device they are on
             self.residency.onload(*_parts(optimizer_path))
         if reference_path is not None:
-            self._save_reference(reference_path, sharded=form == "sharded")
+            self._save_reference(reference_path, save, sharded=form == "sharded")
         if form == "portable":
             moments = engine.gather_moments()  # raises before anything is written
-            self.weights.write(weights_path)
+            self.weights.write(weights_path, save)
             if optimizer_path is not None:
-                self._save_optimizer(optimizer_path, moments)
+                self._save_optimizer(optimizer_path, moments, save)
         elif form == "native":
             optimizer = optimizer_path is not None
             facts = {"backend": self.backend, "workers": engine.context.world_size, "optimizer": optimizer}
             write = partial(engine.save_native, optimizer=optimizer)
-            beside = partial(write_config, policy=engine.config, tokenizer=engine.tokenizer)
-            save_native(weights_path, engine.context, beside=beside, write=write, facts=facts)
+            save_native(
+                weights_path, engine.context, beside=partial(self._write_config, save=save), write=write, facts=facts
+            )
             if optimizer_path is not None:
-                self._save_optimizer(optimizer_path, iter(()))
+                self._save_optimizer(optimizer_path, iter(()), save)
         else:
-            self._start_sharded(weights_path, optimizer_path, asynchronous)
+            self._start_sharded(weights_path, optimizer_path, asynchronous, save)
         if tokenizer_path is not None and engine.context.rank == 0:
             with writing(tokenizer_path):
                 engine.tokenizer.save_pretrained(tokenizer_path)
@@ -104,18 +117,18 @@ class CheckpointIO:
         if form != "portable" and self.engine.config.lora is not None:
             raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
 
-    def _save_reference(self, path: str, *, sharded: bool) -> None:
+    def _save_reference(self, path: str, save: str, *, sharded: bool) -> None:
         """Write the weights of the reference; complete when the call returns, as the model has them only within it."""
         reference = require_copy(self.reference, "save_checkpoint with a reference_path")
         self.residency.onload("model")
         with reference.use():
             if not sharded:
-                self.weights.write(path)
+                self.weights.write(path, save)
                 return
-            self._start_sharded(path, None, asynchronous=False)
+            self._start_sharded(path, None, False, save)
             self.finish()
 
-    def _save_optimizer(self, path: str, moments: Iterator[tuple[str, Moments]]) -> None:
+    def _save_optimizer(self, path: str, moments: Iterator[tuple[str, Moments]], save: str) -> None:
         states, steps = self._random_states(), dict[str, int]()
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -127,24 +140,28 @@ class CheckpointIO:
 
         def write(folder: Path) -> None:
             write_tensors(folder, tensors())
-            self._write_training(folder, steps, states)
+            self._write_training(folder, steps, states, save)
 
-        write_from_rank_0(path, self.engine.context.rank, moments, write, checksums=True)
+        write_from_rank_0(path, self.engine.context.rank, moments, write, save=save)
 
-    def _start_sharded(self, weights_path: str, optimizer_path: str | None, asynchronous: bool) -> None:
+    def _start_sharded(self, weights_path: str, optimizer_path: str | None, asynchronous: bool, save: str) -> None:
         from rlframework.policy.checkpoint.sharded import CheckpointSave, DirectoryPlan
 
         context, state = self.engine.context, self.engine.sharded_state()
-        beside = partial(write_config, policy=self.engine.config, tokenizer=self.engine.tokenizer)
-        plans = [DirectoryPlan(weights_path, state.weights, beside)]
+        plans = [DirectoryPlan(weights_path, state.weights, partial(self._write_config, save=save))]
         if optimizer_path is not None:
             parts = run_on_all_ranks(context, lambda: state.steps)
             steps = {name: count for part in parts for name, count in part.items()}
-            write = partial(self._write_training, steps=steps, states=self._random_states())
+            write = partial(self._write_training, steps=steps, states=self._random_states(), save=save)
             plans.append(DirectoryPlan(optimizer_path, state.moments, write))
         self._save = CheckpointSave(plans, context, asynchronous=asynchronous)
 
-    def _write_training(self, folder: Path, steps: Mapping[str, int], states: Mapping[str, Tensor]) -> None:
+    def _write_config(self, folder: Path, save: str) -> None:
+        write_save_id(folder, save)
+        write_files(folder, self.weights.model_files)
+
+    def _write_training(self, folder: Path, steps: Mapping[str, int], states: Mapping[str, Tensor], save: str) -> None:
+        write_save_id(folder, save)
         save_file(dict(states), folder / RANDOM)
         facts = {
             "format": FORMAT,

@@ -34,6 +34,7 @@ from rlframework.policy.batch_checks import (
     detached,
     require_batch,
 )
+from rlframework.policy.checkpoint.saved import require_checkpoint
 from rlframework.policy.engine import require_head, require_head_of
 from rlframework.policy.optimization import resolve_total_steps
 from rlframework.workers.remote_calls import WorkerCalls, remote
@@ -287,6 +288,7 @@ class Policy:
                 raise DataError(f"{name}: there is no folder {path}")
         if (Path(weights_path) / "run.json").is_file():
             raise DataError(f"{weights_path} is the checkpoint of a run; give its folders model and optimizer")
+        require_checkpoint(Path(weights_path), optimizer_path)
         self._calls.on_all(PolicyWorker.load_checkpoint, **folders)
 
     def save_pretrained(self, path: str, *, replace: bool = False) -> None:

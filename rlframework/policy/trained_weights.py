@@ -16,7 +16,7 @@ from torch import Tensor
 from rlframework.base.errors import DataError
 from rlframework.config.policy import LoraConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.policy.checkpoint.pretrained import write_config, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.pretrained import read_config, write_files, write_from_rank_0, write_tensors
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors, differences, is_sharded, reject_native
 from rlframework.policy.engine import Engine, WeightSpec, no_adapters
 from rlframework.policy.lora_math import B
@@ -28,6 +28,8 @@ class TrainedWeights:
 
     def __init__(self, engine: Engine, generation: GenerationConfig) -> None:
         self.engine = engine
+        self.model_files = {} if engine.context.rank else read_config(engine.config, engine.tokenizer)
+        """Files of the model besides its weights, on rank 0, which writes them: the folder may change later."""
         self._refit_dtype = generation.refit.dtype
 
     def transfer_dtype(self) -> torch.dtype:
@@ -55,19 +57,19 @@ class TrainedWeights:
     def _trained(self) -> Mapping[str, WeightSpec]:
         return self.engine.weight_specs()
 
-    def save_pretrained(self, path: str, *, checksums: bool = False) -> None:
+    def save_pretrained(self, path: str, *, save: str | None = None) -> None:
         """Write the (merged) model as a Hugging Face directory from rank 0. Collective."""
         weights = self.engine.gather_weights(self.engine.weight_specs())
 
         def write(folder: Path) -> None:
-            write_config(folder, self.engine.config, self.engine.tokenizer)
+            write_files(folder, self.model_files)
             write_tensors(folder, weights)
 
-        write_from_rank_0(path, self.engine.context.rank, weights, write, checksums=checksums)
+        write_from_rank_0(path, self.engine.context.rank, weights, write, save=save)
 
-    def write(self, path: str) -> None:
-        """Write what training resumes from, apart from the moments, to the directory `path`. Collective."""
-        self.save_pretrained(path, checksums=True)
+    def write(self, path: str, save: str) -> None:
+        """Write what training resumes from, apart from the moments, to `path`. Collective. `save`: id of the save."""
+        self.save_pretrained(path, save=save)
 
     def read(self, path: str) -> None:
         """Load the weights from the directory `path`, in the portable or the sharded form."""
@@ -98,11 +100,11 @@ class Adapters(TrainedWeights):
     def _trained(self) -> Mapping[str, WeightSpec]:
         return self.engine.adapter_specs()
 
-    def write(self, path: str) -> None:
+    def write(self, path: str, save: str) -> None:
         """See `TrainedWeights`."""
-        self.save(path, checksums=True)
+        self.save(path, save=save)
 
-    def save(self, path: str, *, checksums: bool = False) -> None:
+    def save(self, path: str, *, save: str | None = None) -> None:
         """Write the adapters as a directory that peft reads, from rank 0. Collective."""
         from rlframework.policy.checkpoint.adapter import write_adapter
 
@@ -112,7 +114,7 @@ class Adapters(TrainedWeights):
         def write(folder: Path) -> None:
             write_adapter(folder, adapters, engine.config.model_name, self._lora, engine.tokenizer)
 
-        write_from_rank_0(path, engine.context.rank, adapters, write, checksums=checksums)
+        write_from_rank_0(path, engine.context.rank, adapters, write, save=save)
 
     def read(self, path: str) -> None:
         """Load the adapters from the directory `path`; raise `DataError`, with nothing changed, if they do not fit."""

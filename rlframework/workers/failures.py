@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlframework.base.errors import RLFrameworkError, WorkerError, WorkerLost
+from rlframework.base.errors import RLFrameworkError, UnpicklableError, WorkerError, WorkerLost
 from rlframework.base.secrets import hide_in_text
 
 _CONNECTION_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "remote process")
@@ -87,6 +87,12 @@ def unsendable_variable(value: Any, searched: frozenset[int] = frozenset()) -> s
             if inner := unsendable_variable(variable, searched | {id(function), id(variable)}):
                 return inner
     return ""
+
+
+def unpicklable(value: object, error: Exception) -> UnpicklableError:
+    """Return the error for `value`, which pickling rejected with `error`."""
+    reason = f"{type(error).__name__}: {error}{unsendable_variable(value)}"
+    return UnpicklableError(f"values sent to worker processes must be picklable: {reason}")
 
 
 def _is_sendable(value: Any) -> bool:

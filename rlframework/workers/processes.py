@@ -38,7 +38,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from rlframework.interfaces.worker_group import WorkerSpec
 from rlframework.workers import dispatch, machine
-from rlframework.workers.failures import HostFailure, unsendable_variable
+from rlframework.workers.failures import HostFailure, unpicklable
 from rlframework.workers.remote_group import RemoteWorkerGroup, WorkerHost
 
 _LOG = logging.getLogger(__name__)
@@ -173,10 +173,7 @@ def _pickled(value: Any) -> bytes:
     try:
         _Pickler(buffer, protocol=5).dump(value)
     except Exception as error:
-        raise TypeError(
-            f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
-            f"{unsendable_variable(value)}"
-        ) from error
+        raise unpicklable(value, error) from error
     return buffer.getvalue()
 
 

@@ -319,3 +319,10 @@ def test_values_of_variables_are_written_as_references(data: dict[str, str]) -> 
 )
 def test_messages_show_no_part_of_a_secret(override: str) -> None:
     assert "s3cr3t" not in hide_in_text(refused({}, [override]))
+
+
+@pytest.mark.parametrize("source", [None, 3, ["run.yaml"]])
+def test_a_source_of_another_type_is_named(source):
+    match = f"a YAML file, a mapping or a RunConfig, given a {type(source).__name__}"
+    with pytest.raises(ConfigError, match=match):
+        compose(source)

@@ -54,6 +54,7 @@ def test_a_former_save_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     check_replaceable(tmp_path / "empty")
     written = "model-00001-of-00002.safetensors model.safetensors.index.json checksums.json training.json native.json"
+    written += " save.json"
     for name in [*written.split(), "random.safetensors", ".metadata", "__0_0.distcp", "vocab.json", "engine/x"]:
         path = tmp_path / "made" / name
         path.parent.mkdir(exist_ok=True)

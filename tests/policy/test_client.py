@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -81,7 +82,12 @@ def test_the_flops_are_those_of_all_workers_rows_in_the_loss(tmp_path, tiny_llam
 
 def test_a_checkpoint_that_is_not_there_is_an_error_before_workers_are_called(tmp_path):
     """An error in a worker would end all of them, and with them the weights."""
-    (tmp_path / "model").mkdir()
+    for name in ("model", "optimizer", "export"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "optimizer/training.json").touch()
+    (tmp_path / "export/config.json").touch()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "run.json").touch()
     policy = object.__new__(Policy)
     with pytest.raises(DataError, match=r"^weights_path: there is no folder \S+typo$"):
@@ -90,12 +96,72 @@ def test_a_checkpoint_that_is_not_there_is_an_error_before_workers_are_called(tm
         policy.load_checkpoint(str(tmp_path / "model"), str(tmp_path / "typo"))
     with pytest.raises(DataError, match=r"is the checkpoint of a run; give its folders model and optimizer$"):
         policy.load_checkpoint(str(tmp_path))
+    with pytest.raises(
+        DataError, match=r"^optimizer_path: \S+export is a model, such as an export: it has no training"
+    ):
+        policy.load_checkpoint(str(tmp_path / "model"), str(tmp_path / "export"))
+    with pytest.raises(DataError, match=r"^weights_path: \S+optimizer is the optimizer's folder of a checkpoint"):
+        policy.load_checkpoint(str(tmp_path / "optimizer"))
+    with pytest.raises(DataError, match=r"^weights_path: \S+empty has no weights; give a folder"):
+        policy.load_checkpoint(str(tmp_path / "empty"))
+
+
+def test_the_files_of_an_export_are_those_of_the_model_that_was_loaded(tmp_path, tiny_llama):
+    source = shutil.copytree(tiny_llama, tmp_path / "source")
+    config = load_config(
+        {
+            "policy": {"model_name": str(source)},
+            "algorithm": {"name": "sft"},
+            "environment": {"name": "addition"},
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
+    with Policy(config, load_tokenizer(str(source)), create_manager()) as policy:
+        policy.save_pretrained(str(tmp_path / "before"))
+        shutil.rmtree(source)
+        policy.save_pretrained(str(tmp_path / "after"))
+    before, after = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("before", "after")
+    )
+    assert before == after
+    assert "config.json" in before
+
+
+def test_folders_of_different_saves_are_not_loaded_together(tmp_path, tiny_llama):
+    """A save that ends after its weights leaves the former optimizer beside them; what it left is removed later."""
+    config = load_config(
+        {
+            "policy": {"model_name": str(tiny_llama)},
+            "algorithm": {"name": "sft"},
+            "environment": {"name": "addition"},
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
+    paths = str(tmp_path / "model"), str(tmp_path / "optimizer")
+    with Policy(config, load_tokenizer(str(tiny_llama)), create_manager()) as policy:
+        policy.save_checkpoint(*paths)
+        policy.load_checkpoint(*paths)
+        left = tmp_path / ".optimizer.0123456789ab.tmp"
+        another = tmp_path / ".other.0123456789ab.tmp"
+        left.mkdir()
+        another.mkdir()
+        policy.save_checkpoint(paths[0], None)  # as far as an interrupted save came
+        with pytest.raises(
+            DataError,
+            match=r"model and \S+optimizer are of different saves \(save\.json differs\): one was interrupted",
+        ):
+            policy.load_checkpoint(*paths)
+        policy.load_checkpoint(paths[0])
+        policy.save_checkpoint(*paths)
+        policy.load_checkpoint(*paths)
+        assert (left.exists(), another.exists()) == (False, True)
 
 
 def test_paths_are_of_the_program_and_not_of_the_workers(tmp_path, monkeypatch):
     """Workers keep the directory that they were started in; a notebook may change its own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/model.safetensors").touch()
     policy, calls = object.__new__(Policy), []
     policy._calls = SimpleNamespace(on_all=lambda method, **paths: calls.append(paths))
     policy.save_pretrained("model")

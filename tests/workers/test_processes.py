@@ -17,7 +17,7 @@ import cloudpickle
 import pytest
 import torch
 
-from rlframework.base.errors import ConfigError, DeadlineExceeded, WorkerError
+from rlframework.base.errors import ConfigError, DeadlineExceeded, UnpicklableError, WorkerError
 from rlframework.config.sections import DeadlinesConfig, WorkerGroupConfig
 from rlframework.interfaces.named_sharding import NamedSharding
 from rlframework.interfaces.worker_group import WorkerSpec
@@ -118,7 +118,7 @@ def test_shared_arguments_are_pickled_once(group):
 
 
 def test_unpicklable_arguments_reach_no_worker(group):
-    with pytest.raises(TypeError, match="must be picklable"):
+    with pytest.raises(UnpicklableError, match="must be picklable"):
         group.run_all_workers_sharded_data("echo", in_sharded_axes=["data_parallel"], x=["fine", threading.Lock()])
     assert ask(group, "echo", x=1) == [(0, {"x": 1}), (1, {"x": 1})]
     before = threads_of_peers()  # of groups that other tests share

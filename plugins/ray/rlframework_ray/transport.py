@@ -50,12 +50,9 @@ class Packed:
         try:
             _Pickler(file, protocol=5, buffer_callback=self._buffers.append).dump(value)  # type: ignore[no-untyped-call]
         except Exception as error:
-            from rlframework.workers.failures import unsendable_variable
+            from rlframework.workers.failures import unpicklable
 
-            raise TypeError(
-                f"values sent to worker processes must be picklable: {type(error).__name__}: {error}"
-                f"{unsendable_variable(value)}"
-            ) from error
+            raise unpicklable(value, error) from error
         self._head = file.getvalue()
 
     def __reduce__(self) -> tuple[Any, ...]:

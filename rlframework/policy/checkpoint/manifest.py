@@ -18,6 +18,8 @@ from typing import TypedDict
 from rlframework.base.errors import DataError
 
 MANIFEST = "checksums.json"
+SAVE = "save.json"
+"""In each directory of a checkpoint: the id of the save that wrote it."""
 _BLOCK = 1 << 20
 
 
@@ -110,3 +112,22 @@ def check_files(folder: str | Path, *, required: bool = False, share: tuple[int,
     for name in list(manifest)[rank::ranks]:
         if describe_file(folder / name) != manifest[name]:
             raise DataError(f"{folder / name} is damaged: its contents differ from what was written. {remedy}")
+
+
+def write_save_id(folder: Path, save: str) -> None:
+    """Write `save.json`: the same in all directories of a checkpoint that one save wrote."""
+    (folder / SAVE).write_text(json.dumps({"save": save}) + "\n", encoding="utf-8")
+
+
+def require_one_save(*folders: Path) -> None:
+    """Raise a `DataError` if the directories are of different saves. Those without `save.json` are not compared."""
+    saves = dict[str, Path]()
+    for path in (folder / SAVE for folder in folders):
+        if path.exists():
+            with reading(path):
+                saves[str(json.loads(path.read_text(encoding="utf-8"))["save"])] = path.parent
+    if len(saves) > 1:
+        raise DataError(
+            f"{' and '.join(map(str, saves.values()))} are of different saves ({SAVE} differs): one was "
+            "interrupted between them, or wrote only the weights. Load the weights alone, or another checkpoint"
+        )

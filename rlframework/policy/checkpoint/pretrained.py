@@ -10,13 +10,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Self
 
 from rlframework.base.errors import PluginError, UserError
 from rlframework.base.files import Replacement, replacing_directory, writing
 from rlframework.huggingface.vision_models import scoring_architecture
 from rlframework.interfaces.worker_group import WorkerContext
-from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, write_manifest
+from rlframework.policy.checkpoint.manifest import FileFacts, describe_file, write_manifest, write_save_id
 from rlframework.policy.checkpoint.saved import ENGINE, NATIVE
 from rlframework.workers.process_groups import exhausting, run_on_all_ranks
 
@@ -31,9 +32,9 @@ SHARD_BYTES = 4 << 30
 
 
 def write_from_rank_0(
-    path: str | Path, rank: int, tensors: Iterator[object], write: Callable[[Path], None], *, checksums: bool
+    path: str | Path, rank: int, tensors: Iterator[object], write: Callable[[Path], None], *, save: str | None
 ) -> None:
-    """Fill the directory `path` by `write(folder)` on rank 0, atomically; with `checksums`, add a manifest.
+    """Fill the directory `path` by `write(folder)` on rank 0, atomically; with the id `save`, add it and a manifest.
 
     `tensors`, which `write` reads, is exhausted on every rank, even on failure: reading it is a collective.
     """
@@ -41,7 +42,8 @@ def write_from_rank_0(
         if rank == 0:
             with replacing_directory(path) as folder:
                 write(folder)
-                if checksums:
+                if save:
+                    write_save_id(folder, save)
                     write_manifest(folder)
 
 
@@ -62,6 +64,21 @@ def write_config(folder: Path, policy: PolicyConfig, tokenizer: PreTrainedTokeni
         GenerationConfig.from_pretrained(model_name).save_pretrained(folder)
     copy_processor(model_name, folder)
     tokenizer.save_pretrained(folder)
+
+
+def read_config(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, bytes]:
+    """Return by name the contents of the files that `write_config` writes, which does not read the model later."""
+    with TemporaryDirectory() as folder:
+        write_config(Path(folder), policy, tokenizer)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write `files`, contents by name, into `folder`."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def write_tensors(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rlframework.base.errors import DataError
-from rlframework.policy.checkpoint.manifest import reading
+from rlframework.policy.checkpoint.manifest import MANIFEST, reading, require_one_save
 from rlframework.policy.engine import Moments, WeightSpec
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ SHARD_SUFFIX = ".distcp"
 """Suffix of the files of the sharded form that contain shards."""
 NATIVE, ENGINE = "native.json", "engine"
 """In the native form: the file that names the backend, and the folder with its files."""
+TRAINING = "training.json"
+"""In the optimizer's folder: steps and progress of training."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Of adapters: the file that describes them, in peft's format."""
 FIRST = "exp_avg."
@@ -174,6 +176,22 @@ def reject_native(folder: str | Path) -> None:
             f"{folder} is a checkpoint in the format of the engine that wrote it (named in {NATIVE}), which only that "
             "engine reads; resume the run with checkpoints.format=portable or sharded, and use what it saves"
         )
+
+
+def require_checkpoint(weights: Path, optimizer: str | None) -> None:
+    """Raise a `DataError` unless the folders are those of weights and of an optimizer, and of one save."""
+    if (weights / TRAINING).exists():
+        raise DataError(f"weights_path: {weights} is the optimizer's folder of a checkpoint; give the weights' folder")
+    marked = is_sharded(weights) or is_native(weights) or (weights / MANIFEST).exists()  # workers name what is missing
+    if not (marked or any(weights.glob("*model*.safetensors"))):
+        raise DataError(f"weights_path: {weights} has no weights; give a folder that save_checkpoint wrote")
+    if optimizer and not Path(optimizer, TRAINING).exists():
+        kind = "a model, such as an export" if Path(optimizer, "config.json").exists() else "of no optimizer"
+        raise DataError(
+            f"optimizer_path: {optimizer} is {kind}: it has no {TRAINING}. Give the optimizer_path of a "
+            "save_checkpoint, or none to load the weights alone"
+        )
+    require_one_save(weights, *([Path(optimizer)] if optimizer else []))
 
 
 def native_files(path: str, backend: str, *, optimizer: bool) -> Path:
