@@ -1,4 +1,4 @@
-"""Write docs/models.md: what each kind of causal language model of transformers supports. It takes a few minutes.
+"""Write docs/reference/models.md: what each kind of causal language model of transformers supports. It takes a few minutes.
 
     python docs/tools/models_page.py            # all kinds
     python docs/tools/models_page.py llama glm  # their rows
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/models.md"
+PAGE = ROOT / "docs/reference/models.md"
 TARGET = "rlframework_dtensor.worker:DTensorPolicyWorker"
 COLUMNS = ("dynamic", "packed", "context", "generation")
 HEADER = """\
@@ -23,9 +23,9 @@ HEADER = """\
 Every kind of causal language model that transformers {version} offers, as a tiny model with random weights in which
 each parameter matters, on the `dtensor` backend in fp32 on a CPU.
 
-- **padded, dynamic** and **packed** are the modes of [`policy.batching`](reference/configuration.md), **context** is
+- **padded, dynamic** and **packed** are the modes of [`policy.batching`](configuration.md), **context** is
   `policy.parallelism.context: 2` with packed rows, **generation** is that of
-  [embedded generation](generation_workers.md).
+  [the embedded engine](../generation_engines.md).
 - **equal**: log-probabilities, gradients, the exported model and the most likely tokens are those of a plain forward of
   each row by itself, within 1e-5.
 - **rejected**: the run ends with the reason in the last column, before any weights are loaded.

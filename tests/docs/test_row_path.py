@@ -1,4 +1,4 @@
-"""docs/design.md lists the modules on the way of a training row in the order in which a step enters them."""
+"""docs/step.md lists the modules on the way of a training row in the order in which a step enters them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMIZED = 2  # of a code object's flags: set in functions, not in the bodies o
 
 def listed() -> list[str]:
     """The modules of the page, in order."""
-    text = (DOCS / "design.md").read_text(encoding="utf-8")
+    text = (DOCS / "step.md").read_text(encoding="utf-8")
     section = text.split("## The way of a training row")[1].split("\n## ")[0]
     return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
 

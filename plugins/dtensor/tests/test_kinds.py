@@ -1,4 +1,4 @@
-"""Every kind of causal language model is computed as its rows one by one, or rejected: docs/models.md."""
+"""Every kind of causal language model is computed as its rows one by one, or rejected: docs/reference/models.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframework_dtensor.worker import DTensorPolicyWorker
 TEXT = PAGE.read_text()
 ROWS = rows_of_page(TEXT)
 SAME_VERSION = transformers.__version__ == version_of_page(TEXT)
-WHAT_TO_DO = "run `python docs/tools/models_page.py {kind}` and look at the difference in docs/models.md"
+WHAT_TO_DO = "run `python docs/tools/models_page.py {kind}` and look at the difference in docs/reference/models.md"
 
 
 @pytest.fixture(scope="module")
