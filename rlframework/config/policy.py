@@ -85,7 +85,7 @@ class BatchingConfig(Section):
 
     @property
     def limited(self) -> Literal["rows", "tokens"] | None:
-        """What a microbatch has a maximum of, where the mode is chosen."""
+        """The unit of the maximum of a microbatch; None if the backend chooses the mode."""
         return {"auto": None, "padded": "rows"}.get(self.mode, "tokens")
 
     @property
