@@ -1,4 +1,4 @@
-"""Write docs/reference/models.md: what each kind of causal language model of transformers supports. It takes a few minutes.
+"""Write docs/reference/models.md: what each kind of causal model of transformers supports. It takes a few minutes.
 
     python docs/tools/models_page.py            # all kinds
     python docs/tools/models_page.py llama glm  # their rows

@@ -13,7 +13,7 @@ from typing import Any
 from rlframework.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rlframework.batch.packing import TokenCost
 from rlframework.interfaces.data_processor import Batching, MicrobatchRule
-from rlframework.policy.microbatches.row_groups import rows_to_plan
+from rlframework.policy.microbatches.global_batch import rows_to_plan
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,13 @@ from rlframework.config.policy import PolicyConfig
 from rlframework.huggingface.model_directories import first_size, read_config
 from rlframework.huggingface.vision_models import TOKEN_TYPES, packs_images
 from rlframework.interfaces.loss import TOKEN_SETS, LossColumn, LossInput, LossType
-from rlframework.policy.microbatches.global_batch import check_sequence_dim, check_tokens, read_mask, real_tokens
-from rlframework.policy.microbatches.row_groups import read_group_ids
+from rlframework.policy.microbatches.global_batch import (
+    check_sequence_dim,
+    check_tokens,
+    read_group_ids,
+    read_mask,
+    real_tokens,
+)
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -16,15 +16,14 @@ from rlframework.batch.batch_rows import copy_to
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.collectives import max_over_ranks, sum_over_ranks
 from rlframework.interfaces.data_processor import Batching, DataProcessor, GlobalBatch, Microbatch, RowsToPlan
-from rlframework.interfaces.loss import LossFunction, head_of
-from rlframework.interfaces.policy_worker import Rows
+from rlframework.interfaces.loss import LossFunction, LossInput, head_of
+from rlframework.interfaces.policy_worker import SAMPLED_NOW, Rows, SampledDifference, SamplingBound
 from rlframework.policy.engine import Engine, Step, StepResult
 from rlframework.policy.head.patch import HeadOutput
+from rlframework.policy.microbatches.data_processor import make_dummy
+from rlframework.policy.microbatches.global_batch import read_group_ids
 from rlframework.policy.microbatches.on_demand import Made, on_device
-from rlframework.policy.microbatches.one_microbatch import make_dummy
-from rlframework.policy.microbatches.row_groups import read_group_ids
 from rlframework.policy.profiling import LOSS, trace_span
-from rlframework.policy.sampled_tokens import SampledTokensCheck
 
 
 @dataclass
@@ -259,3 +258,42 @@ def _table(
     table = copy_to(numbers, device).flatten()
     table[copy_to(torch.tensor(places), device)] = torch.stack(scalars).to(torch.float64)
     return table.view(numbers.shape)
+
+
+_SUM, _COUNT, _LARGEST = "sampled_difference", "sampled_tokens", "sampled_difference_max"
+
+
+@dataclass(frozen=True)
+class SampledTokensCheck:
+    """Compares the log-probabilities of sampled tokens in a global batch with those of the engine.
+
+    The loss has the policy's anyway, so this costs three operations on `[B, S]` for each microbatch, and that the host
+    waits for the backward pass before it asks for the optimizer step.
+    """
+
+    bound: SamplingBound
+
+    @classmethod
+    def of(
+        cls, bound: SamplingBound | None, data: Rows, loss: LossFunction, *, same_temperature: bool
+    ) -> SampledTokensCheck | None:
+        """Return the check with `bound`, or None where the loss gets no log-probabilities to compare."""
+        comparable = same_temperature and loss.input_type in (LossInput.LOGPROBS, LossInput.TOKEN_SETS)
+        return cls(bound) if bound is not None and comparable and "generation_logprobs" in data else None
+
+    @staticmethod
+    def metrics(logprobs: Tensor, data: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the sums of a microbatch. `logprobs`: `[b, S-1]`, or `[b, S-1, 1 + K]` with those of token sets."""
+        current = logprobs.detach() if logprobs.ndim == 2 else logprobs.detach()[..., 0]
+        before = data["prev_logprobs"][:, 1:] if "prev_logprobs" in data else current  # of the weights that sampled
+        counted = (data["token_mask"][:, 1:] != 0) & (data["sample_mask"][:, None] != 0)
+        if SAMPLED_NOW in data:
+            counted = counted & (data[SAMPLED_NOW][:, 1:] != 0)
+        size = torch.where(counted, (before - data["generation_logprobs"][:, 1:]).abs(), 0.0)
+        return {_SUM: size.sum(), _COUNT: counted.sum(), _LARGEST: size.max()}
+
+    def of_batch(self, metrics: dict[str, float]) -> SampledDifference:
+        """Take the sums over all microbatches out of `metrics`, and compare them with the bound."""
+        total, count, largest = (metrics.pop(name, 0.0) for name in (_SUM, _COUNT, _LARGEST))
+        mean = total / max(count, 1.0)
+        return SampledDifference(mean, largest, count, mean > self.bound.mean or largest > self.bound.largest)

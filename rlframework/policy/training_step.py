@@ -29,10 +29,16 @@ from rlframework.policy.flops import ModelFlops
 from rlframework.policy.head.patch import HeadRequest
 from rlframework.policy.microbatches.global_batch import rows_with_targets
 from rlframework.policy.microbatches.model_inputs import with_token_sets
-from rlframework.policy.microbatching import Microbatching, average_metrics, loss_step, reduce_metrics, require_results
+from rlframework.policy.microbatching import (
+    Microbatching,
+    SampledTokensCheck,
+    average_metrics,
+    loss_step,
+    reduce_metrics,
+    require_results,
+)
 from rlframework.policy.optimization import learning_rate
 from rlframework.policy.profiling import CLIP_AND_STEP, trace_span
-from rlframework.policy.sampled_tokens import SampledTokensCheck
 from rlframework.policy.shared_state import DeviceMemory, Residency, TrainingProgress
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

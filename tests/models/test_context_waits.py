@@ -19,8 +19,8 @@ def positions_of_rank_zero() -> None:
 
     from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.models.forward import ContextParallel
+    from rlframework.policy.microbatches.data_processor import make_microbatch
     from rlframework.policy.microbatches.on_demand import to_device
-    from rlframework.policy.microbatches.one_microbatch import make_microbatch
     from rlframework.policy.microbatches.shapes import Padding
 
     counting_device.register()

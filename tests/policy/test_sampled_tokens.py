@@ -11,7 +11,7 @@ import torch
 
 from rlframework.interfaces.loss import LossInput
 from rlframework.interfaces.policy_worker import SAMPLED_NOW, SampledDifference, SamplingBound
-from rlframework.policy.sampled_tokens import SampledTokensCheck
+from rlframework.policy.microbatching import SampledTokensCheck
 
 BOUND = SamplingBound(mean=1.0, largest=3.0)
 

@@ -72,7 +72,7 @@ def errors(folder: Path, exchange: str, layout: str) -> tuple[float, dict[str, f
     from rlframework.models.forward import attending, forward
     from rlframework.models.rotary import rotate_by_sequence
     from rlframework.policy.head.patch import HeadPatch, HeadRequest
-    from rlframework.policy.microbatches.one_microbatch import make_microbatch
+    from rlframework.policy.microbatches.data_processor import make_microbatch
     from rlframework.policy.microbatches.shapes import Padding
     from rlframework_deepspeed.config import DeepSpeedConfig
     from rlframework_deepspeed.ulysses import context_of

@@ -20,7 +20,7 @@ from rlframework.models import loading
 from rlframework.models.file_weights import FileWeight
 from rlframework.models.load_balancing import real_tokens
 from rlframework.plugins.manager import create_manager
-from rlframework.policy.microbatches.one_microbatch import make_dummy, make_microbatch
+from rlframework.policy.microbatches.data_processor import make_dummy, make_microbatch
 from rlframework.policy.microbatches.shapes import Padding
 from rlframework.workers import process_groups
 from rlframework_conformance import cases

@@ -296,7 +296,7 @@ def _images(name: str) -> list[int]:
 def test_media_of_two_kinds(packed):
     """If ranks have images and videos, a microbatch gets a row for each kind that it lacks."""
     from rlframework.policy.microbatches import aligned_media as media
-    from rlframework.policy.microbatches.one_microbatch import make_microbatch
+    from rlframework.policy.microbatches.data_processor import make_microbatch
 
     rows = tiny_vlms.make_rows("qwen2_vl", [1, 0, 1]).select_indices([0, 1, 2])
     films = PackedTensor([None, None, torch.ones(2, 2)], dim_to_pack=0)

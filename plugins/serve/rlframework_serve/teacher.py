@@ -22,8 +22,8 @@ from rlframework.base.secrets import hide_in_text
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.endpoint import TeacherEndpointConfig
 from rlframework.generation.driver import run_in_loop
+from rlframework.policy.microbatches.data_processor import wanted_targets
 from rlframework.policy.microbatches.global_batch import real_tokens
-from rlframework.policy.microbatches.one_microbatch import wanted_targets
 from rlframework.rollout.episode_thread import gather_or_cancel
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from rlframework.batch.packing.balanced import pack_balanced
 from rlframework.batch.packing.dynamic import balanced_microbatches as balanced_microbatches
 from rlframework.batch.packing.dynamic import round_robin_microbatches as round_robin_microbatches
 from rlframework.batch.packing.first_fit import concatenate, first_fit_decreasing, first_fit_shuffle, modified_first_fit
-from rlframework.batch.packing.groups import GroupIds as GroupIds
-from rlframework.batch.packing.groups import RowGroups as RowGroups
 from rlframework.batch.packing.lengths import Floats, Ints, Lengths, assign_by_cost, bin_sums, read_lengths
+from rlframework.batch.packing.lengths import GroupIds as GroupIds
+from rlframework.batch.packing.lengths import RowGroups as RowGroups
 from rlframework.batch.packing.lengths import TokenCost as TokenCost
 
 

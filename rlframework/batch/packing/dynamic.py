@@ -12,10 +12,11 @@ import numpy as np
 
 from rlframework.base.errors import BatchError
 from rlframework.batch.batch_rows import round_up
-from rlframework.batch.packing.groups import GroupIds, RowGroups
 from rlframework.batch.packing.lengths import (
+    GroupIds,
     Ints,
     Lengths,
+    RowGroups,
     TokenCost,
     assign_by_cost,
     read_lengths,

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.batch.packed_tensor import PackedTensor
 from rlframework.interfaces.data_processor import Microbatch
+from rlframework.policy.microbatches.data_processor import packed_media
 from rlframework.policy.microbatches.global_batch import real_tokens
 from rlframework.policy.microbatches.model_inputs import packed_inputs, padded_inputs
-from rlframework.policy.microbatches.one_microbatch import packed_media
 
 Rows = BatchedDataDict[Any]
 

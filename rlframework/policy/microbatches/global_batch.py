@@ -1,11 +1,11 @@
-"""The rows of a global batch, the counts that losses are divided by, and checks of shapes that read no values.
+"""The rows of a global batch and their groups, the counts that losses are divided by, and checks of shapes.
 
 The driver checks the values: `rlframework.policy.batch_checks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from rlframework.base.errors import BatchError, BatchKeyError, BatchTypeError
 from rlframework.batch.batch_rows import describe, is_integral, read_lengths
 from rlframework.batch.collectives import sum_over_ranks
-from rlframework.interfaces.data_processor import GlobalBatch
-from rlframework.interfaces.loss import LossType
+from rlframework.interfaces.data_processor import GlobalBatch, RowsToPlan
+from rlframework.interfaces.loss import GROUP_IDS, LossType
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -156,3 +156,58 @@ def rows_with_targets(data: BatchedDataDict[Any], positions: str) -> Tensor:
         return counted
     wanted: Tensor = data["token_mask"][:, 1:].bool().any(dim=1)
     return wanted if positions == "token_mask" else wanted & (data["sample_mask"] != 0)
+
+
+def rows_to_plan(data: BatchedDataDict[Any], positions: str, *, groups: bool) -> RowsToPlan:
+    """Return the rows of `data` that have one of the `positions`, with `groups` and the others of their groups."""
+    wanted = rows_with_targets(data, positions)
+    if not groups:
+        return RowsToPlan(data, wanted)
+    return RowsToPlan(data, with_whole_groups(wanted, data), read_group_ids(data))
+
+
+def read_group_ids(data: BatchedDataDict[Any]) -> Tensor:
+    """Return `group_ids [B]`; raise `BatchError` unless they are integers, one for each row."""
+    ids = data.get(GROUP_IDS)
+    if ids is None:
+        raise BatchKeyError(
+            f"{GROUP_IDS} must be present in the data, as the loss needs groups of rows (needs_groups); it has "
+            f"{sorted(data, key=str)}"
+        )
+    if not is_integral(ids) or ids.shape != (data.size,):
+        raise BatchTypeError(f"{GROUP_IDS} must be a tensor [B] = [{data.size}] of integers, got {describe(ids)}")
+    return ids
+
+
+def with_whole_groups(wanted: Tensor, data: BatchedDataDict[Any]) -> Tensor:
+    """Return `[B]` bool: the rows of groups with at least one `wanted [B]` row.
+
+    Raises `BatchError` if such a group has a row without tokens, which no model can compute.
+    """
+    ids = read_group_ids(data)
+    found, group = ids.unique(return_inverse=True)
+    kept = torch.zeros(len(found), dtype=torch.bool, device=ids.device)
+    kept[group[wanted]] = True
+    rows = kept[group]
+    empty = rows & (data["input_lengths"] == 0)
+    if bool(empty.any()):
+        row = int(empty.nonzero()[0])
+        raise BatchError(
+            f"row {row} of group {int(ids[row])} has no tokens; give it at least one, or set the sample_mask of the "
+            "whole group to 0"
+        )
+    return rows
+
+
+def check_planned(microbatches: Sequence[Tensor], ids: Tensor) -> None:
+    """Raise `BatchError` unless each group of `ids [B]` is in one of the planned `microbatches` of rows."""
+    sizes = torch.tensor([len(rows) for rows in microbatches], dtype=torch.int64)
+    microbatch = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    rows = torch.cat([*microbatches, sizes[:0]])
+    pairs = torch.stack((ids[rows].to("cpu", torch.int64), microbatch)).unique(dim=1)[0]
+    divided = pairs[1:][pairs[1:] == pairs[:-1]]
+    if len(divided):
+        raise BatchError(
+            f"group {int(divided[0])} is divided over several planned microbatches, but the loss needs whole groups; "
+            f"plan them with group_ids_key={GROUP_IDS!r}"
+        )

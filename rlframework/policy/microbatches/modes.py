@@ -22,7 +22,7 @@ from rlframework.batch.packing import RowGroups, balanced_microbatches, get_pack
 from rlframework.batch.packing.lengths import Ints
 from rlframework.batch.sharding import Assign, ShardPlan, deal, dynamic_groups, packed_groups
 from rlframework.interfaces.data_processor import Batching, BatchPlan, Microbatch, MicrobatchRule, RowsToPlan
-from rlframework.policy.microbatches.one_microbatch import make_microbatch
+from rlframework.policy.microbatches.data_processor import make_microbatch
 from rlframework.policy.microbatches.shapes import Padding
 
 if TYPE_CHECKING:

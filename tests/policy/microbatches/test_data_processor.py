@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan, MicrobatchRule
-from rlframework.policy.microbatches.data_processor import MicrobatchProcessor, rows_by_microbatch
-from rlframework.policy.microbatches.one_microbatch import make_dummy, make_microbatch
-from rlframework.policy.microbatches.row_groups import rows_to_plan
+from rlframework.policy.microbatches.data_processor import (
+    MicrobatchProcessor,
+    make_dummy,
+    make_microbatch,
+    rows_by_microbatch,
+)
+from rlframework.policy.microbatches.global_batch import rows_to_plan
 from rlframework.policy.microbatches.shapes import Padding
 
 CPU = torch.device("cpu")
