@@ -43,7 +43,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "data_processor.wrong_row_groups",
         "data_processor.contents",
     ),
-    "worker_group": ("worker_group.calls", "worker_group.wrong_results", "worker_group.lifecycle"),
+    "worker_group": ("worker_group.calls", "worker_group.lifecycle"),
     "generation_engine": (
         "generation_engine.wrong_scores",
         "generation_engine.samples",
