@@ -117,16 +117,6 @@ class Grouping(Suite):
                 given: BatchedDataDict[Any] = BatchedDataDict({**data, "token_mask": mask})
                 harness.first_step(given, f"{what} of each row, {mode}", batching={"mode": mode, "tokens": 30})
 
-    @holds(2)
-    def test_counts_are_of_the_whole_global_batch(self, harness: PolicyHarness) -> None:
-        """`global_valid_seqs` and `global_valid_toks` must count the whole global batch over all workers."""
-        data = harness.batch()
-        result = harness.policy().train(data, loss_function("nll"))
-        rows = [row for row in range(data.size) if data["sample_mask"][row]]
-        tokens = sum(int(value) for row in rows for value in data["token_mask"][row][1:])
-        harness.equal("global_valid_seqs", result["global_valid_seqs"], len(rows))
-        harness.equal("global_valid_toks", result["global_valid_toks"], tokens)
-
     @holds(2, data_parallel=2)
     def test_workers_with_unequal_work_agree(self, harness: PolicyHarness) -> None:
         """Workers with unequal work must run the same number of forwards and agree on the sums.
@@ -156,7 +146,7 @@ class Grouping(Suite):
     def test_metrics_are_of_the_whole_global_batch(self, harness: PolicyHarness) -> None:
         """Metrics must cover the global batch: sums over microbatches and workers, extremes for `_min` and `_max`.
 
-        Several global batches give the mean of their metrics.
+        Several global batches give the mean of their metrics, and the sums of their valid rows and tokens.
         """
         policy, batches = harness.policy(), [harness.batch(seed=seed) for seed in range(2)]
         rows = [valid_advantages(data) for data in batches]
@@ -174,6 +164,8 @@ class Grouping(Suite):
                     f"metric_max, {what}", metrics["advantage_max"], max(float(r.max()) for r in rows[:count])
                 )
                 harness.equal(f"valid tokens, {what}", result["global_valid_toks"], sum(len(r) for r in rows[:count]))
+                valid = sum(int(data["sample_mask"].sum()) for data in batches[:count])
+                harness.equal(f"valid rows, {what}", result["global_valid_seqs"], valid)
 
     @holds(2)
     def test_sizes_may_be_given_with_the_call(self, harness: PolicyHarness) -> None:
@@ -215,19 +207,11 @@ class GroupedRows(Suite):
     """A step of a loss with `needs_groups` on pairs of rows: its value depends on whole groups and on their order."""
 
     @holds(13)
-    def test_groups_share_a_padded_microbatch(self, harness: PolicyHarness) -> None:
-        """Padded microbatches of three or eight rows must have whole groups; the first has room for the largest."""
-        for rows in (3, 8):
-            harness.first_step(_batch(harness), f"pairs in {rows} rows", kind="pairs", train_micro_batch_size=rows)
+    def test_groups_share_a_microbatch(self, harness: PolicyHarness) -> None:
+        """Microbatches must have whole groups in every batching mode.
 
-    @holds(13, Capability.DYNAMIC_BATCHING)
-    def test_groups_share_a_dynamic_microbatch(self, harness: PolicyHarness) -> None:
-        """Dynamic microbatches must have whole groups; 48 tokens have room for three rows of full width, padded."""
-        batching = {"mode": "dynamic", "tokens": 48}
-        harness.first_step(_batch(harness), "pairs, dynamic", kind="pairs", batching=batching)
-
-    @holds(13, Capability.PACKING)
-    def test_groups_share_a_packed_microbatch(self, harness: PolicyHarness) -> None:
-        """Packed microbatches must have whole groups."""
-        batching = {"mode": "packed", "tokens": 48}
-        harness.first_step(_batch(harness), "pairs, packed", kind="pairs", batching=batching)
+        Three padded rows, or 48 tokens with padding, have room for the largest group and nothing else.
+        """
+        for batching in harness.batchings(48):
+            harness.first_step(_batch(harness), f"pairs, {batching['mode']}", kind="pairs", batching=batching)
+        harness.first_step(_batch(harness), "pairs in 8 rows", kind="pairs", train_micro_batch_size=8)
