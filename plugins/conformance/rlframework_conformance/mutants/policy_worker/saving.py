@@ -1,8 +1,8 @@
-"""Violations of contracts 5 and 6: the saved or generating weights are not the trained ones."""
+"""Violations of contracts 5 and 6: the saved, generating or sent weights are not the trained ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlframework.base.errors import WriteError
+from rlframework.base.errors import RefitError, WriteError
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
+from rlframework.policy.trained_weights import TrainedWeights
 from rlframework_conformance.layouts import Layout
 from rlframework_conformance.mutants.mutant import around, mutant, together
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
@@ -130,3 +131,112 @@ def _saving_fails_in_silence(call: Any, worker: Any, path: str) -> None:
 def _greedy_samples(call: Any, worker: Any, requests: Any, *args: Any, **options: Any) -> Any:
     sampled = [replace(each, sampling=replace(each.sampling, temperature=1.0)) for each in requests]
     return call(sampled, *args, **options)
+
+
+SQUARE = "model.layers.0.self_attn.q_proj.weight"
+OTHER = "model.layers.1.self_attn.q_proj.weight"
+EXCHANGED = {SQUARE: OTHER, OTHER: SQUARE}
+
+
+def _stale_when_sent(fragment: str) -> Callable[[Any], Any]:
+    """Break sending only: weights whose names contain `fragment` stay as they were when first sent."""
+
+    @around(TrainedWeights.gather)
+    def gather(call: Any, weights: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        first: dict[str, Tensor] = vars(weights).setdefault("first", {})
+        for name, weight in call(names):
+            yield name, first.setdefault(name, weight.clone()) if fragment in name else weight
+
+    return gather
+
+
+def _changed_when_sent(change: Callable[[Tensor], Tensor], names: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """Break sending only: each sent weight, or each of those with these `names`, becomes `change(weight)`."""
+
+    @around(TrainedWeights.gather)
+    def gather(call: Any, weights: Any, sent: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in call(sent):
+            yield name, change(weight) if not names or name in names else weight
+
+    return gather
+
+
+weights_of_the_first_refit = mutant("weights_of_the_first_refit", "Every refit sends the weights of the first one.")(
+    _stale_when_sent("")
+)
+
+one_weight_stale = mutant("one_weight_stale", "The norms are always sent as they were at the first refit.")(
+    _stale_when_sent("layernorm")
+)
+
+
+@mutant("names_swapped", "Two weights of the same shape are sent under each other's names.")
+@around(TrainedWeights.gather)
+def _names_swapped(call: Any, weights: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in call([EXCHANGED.get(name, name) for name in names]):
+        yield EXCHANGED.get(name, name), weight
+
+
+sent_transposed = mutant("sent_transposed", "A square matrix is sent transposed.")(
+    _changed_when_sent(lambda weight: weight.t().contiguous(), (SQUARE,))
+)
+
+rounded_on_the_way = mutant("rounded_on_the_way", "Weights are rounded to float16 in transit.")(
+    _changed_when_sent(lambda weight: weight.to(torch.float16).to(weight.dtype))
+)
+
+part_sent_as_whole = mutant(
+    "part_sent_as_whole", "One shard of a matrix sharded over two ranks is sent twice.", layout=Layout(tensor=2)
+)(_changed_when_sent(lambda weight: torch.cat([weight.chunk(2)[0]] * 2), (SQUARE,)))
+
+
+@mutant("last_weight_not_sent", "The last weight of each group is not sent.")
+@around(PolicyWorker.get_weights_ipc_handles)
+def _last_weight_not_sent(call: Any, worker: Any, keys: Iterable[str]) -> Any:
+    return call(list(keys)[:-1])
+
+
+@mutant("one_buffer", "A group of weights overwrites the previous one before it has been read.")
+@around(PolicyWorker.get_weights_ipc_handles)
+def _one_buffer(call: Any, worker: Any, keys: Iterable[str]) -> Any:
+    handles = call(keys)
+    for group in handles.values():  # overwritten before any receiver can read it
+        group.slots[-1].of(worker.sender.ipc.written()).zero_()
+    return handles
+
+
+@mutant("room_not_written", "Weights are reported as written into the engine's memory, but one of them is missing.")
+@around(PolicyWorker.get_weights_ipc_handles)
+def _room_not_written(call: Any, worker: Any, keys: Iterable[str]) -> Any:
+    handles = call(keys)
+    for group in handles.values() if worker.sender.ipc.receive_buffer is not None else ():
+        group.slots[-1].of(worker.sender.ipc.written()).zero_()
+    return handles
+
+
+announced_in_fp32 = mutant("announced_in_fp32", "Weights are announced in fp32 instead of the transfer dtype.")(
+    around(TrainedWeights.transfer_dtype)(lambda call, weights: torch.float32)
+)
+
+
+@mutant("trainer_rounded", "A refit rounds the trainer's own weights to the transfer dtype.")
+@around(PolicyWorker.prepare_info_for_collective)
+def _trainer_rounded(call: Any, worker: Any) -> Any:
+    info = call()
+    if torch.bfloat16 in {dtype for _, dtype in info.values()}:
+        change_weights(worker.engine, to_bfloat16)
+    return info
+
+
+@mutant("nothing_to_prepare", "Handles are returned without a refit having been prepared.")
+@around(PolicyWorker.get_weights_ipc_handles)
+def _nothing_to_prepare(call: Any, worker: Any, keys: Iterable[str]) -> Any:
+    worker.prepare_weights_for_ipc()
+    return call(keys)
+
+
+@mutant("lost_engines_borne", "Weights that no engine received are reported as sent.")
+@around(PolicyWorker.broadcast_weights_for_collective)
+def _lost_engines_borne(call: Any, worker: Any) -> None:
+    with suppress(RefitError):
+        call()

@@ -1,21 +1,23 @@
-"""Violations of contract 5: training does not resume from the same state."""
+"""Violations of contract 5: training does not resume from the same state, in any form of a checkpoint."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlframework.base.errors import DataError
+from rlframework.base.errors import DataError, WriteError
 from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.policy.checkpoint_io import CheckpointIO
 from rlframework.policy.engine import Engine
 from rlframework.policy.scoring import SnapshotReference
 from rlframework.policy.trained_weights import TrainedWeights
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
+from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, copy_of, to_bfloat16
 
 
 @mutant("checkpoint_without_schedule", "The learning-rate schedule restarts after resuming.")
@@ -99,3 +101,104 @@ def _without_moved_reference(
 def _damage_borne(call: Any, worker: Any, *args: Any, **options: Any) -> None:
     with suppress(DataError):
         call(*args, **options)
+
+
+@mutant("pieces_without_second_moments", "The shards of the second moments are saved as zeros.")
+@around(Engine.sharded_state)
+def _pieces_without_second_moments(call: Any, engine: Any) -> Any:
+    state = call()
+    for index, shard in enumerate(state.moments):
+        if shard.name.startswith("exp_avg_sq."):
+            state.moments[index] = replace(shard, local=torch.zeros_like(shard.local))
+    return state
+
+
+@mutant("pieces_without_steps", "The shards are saved with an optimizer step count of 0.")
+@around(Engine.sharded_state)
+def _pieces_without_steps(call: Any, engine: Any) -> Any:
+    state = call()
+    return replace(state, steps=dict.fromkeys(state.steps, 0))
+
+
+@mutant("pieces_elsewhere", "The shards are saved with each other's offsets.", layout=Layout(data=2))
+@around(Engine.sharded_state)
+def _elsewhere(call: Any, engine: Any) -> Any:
+    """The two halves of each weight have each other's offsets, so the shards still cover it."""
+    state = call()
+    for index, shard in enumerate(state.weights):
+        if shard.shape and 2 * shard.local.shape[0] == shard.shape[0]:
+            first = 0 if shard.offset[0] else shard.local.shape[0]
+            state.weights[index] = replace(shard, offset=(first, *shard.offset[1:]))
+    return state
+
+
+@around(PolicyWorker.save_checkpoint)
+def _save_later(call: Any, worker: Any, *args: Any, asynchronous: bool = False, **options: Any) -> None:
+    if asynchronous:
+        worker.later = options["weights_path"], options["optimizer_path"]
+    else:
+        call(*args, **options)
+
+
+@around(PolicyWorker.finish_checkpoint)
+def _save_now(call: Any, worker: Any) -> None:
+    if paths := vars(worker).pop("later", None):
+        worker.save_checkpoint(*paths, form="sharded")
+    call()
+
+
+asynchronous_is_later = mutant(
+    "asynchronous_is_later", "An asynchronous save writes the state at the time it finishes, not at the call."
+)(together(_save_later, _save_now))
+
+
+@mutant("moments_of_one_layout", "Resuming with another number of workers drops the optimizer state.")
+@around(PolicyWorker.load_checkpoint)
+def _moments_of_one_layout(call: Any, worker: Any, weights_path: str, optimizer_path: str | None = None) -> None:
+    from safetensors.torch import load_file
+
+    if optimizer_path is not None:
+        states = load_file(Path(optimizer_path) / "random.safetensors")
+        if sum(name.startswith("cpu.") for name in states) != worker.engine.context.world_size:
+            optimizer_path = None
+    call(weights_path, optimizer_path)
+
+
+_unchecked = around(CheckpointIO.check)(lambda call, checkpoints, *folders: None)
+
+without_checksums = mutant("without_checksums", "The checksums of a checkpoint are not verified.")(_unchecked)
+
+
+@mutant("failed_save_is_silent", "A failed checkpoint save raises no error.")
+@around(PolicyWorker.save_checkpoint)
+def _failed_save_is_silent(call: Any, worker: Any, *args: Any, **options: Any) -> None:
+    with suppress(WriteError):
+        call(*args, **options)
+
+
+@mutant("native_without_optimizer", "The optimizer state in native files is not loaded.")
+@around(Engine.load_native)
+def _native_without_optimizer(call: Any, engine: Any, folder: Path, *, optimizer: bool) -> None:
+    fresh = {name: copy_of(moments) for name, moments in engine.gather_moments()} if optimizer else {}
+    call(folder, optimizer=optimizer)
+    if optimizer:
+        engine.load_moments(fresh)
+
+
+@mutant("native_without_progress", "The schedule restarts after resuming from native files.")
+@around(PolicyWorker.load_checkpoint)
+def _native_without_progress(call: Any, worker: Any, *args: Any, **options: Any) -> None:
+    call(*args, **options)
+    worker.progress.train_calls = 0
+
+
+@mutant("native_stays_as_built", "Loading only the weights from native files has no effect.")
+@around(Engine.load_native)
+def _native_stays_as_built(call: Any, engine: Any, folder: Path, *, optimizer: bool) -> None:
+    before = engine.snapshot()
+    call(folder, optimizer=optimizer)
+    if not optimizer:
+        engine.restore(before)
+
+
+native_unchecked = mutant("native_unchecked", "The checksums of native files are not verified.")(_unchecked)
