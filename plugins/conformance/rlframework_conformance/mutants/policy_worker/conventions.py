@@ -14,7 +14,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.training_step import Training
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, mutant, result
 from rlframework_conformance.mutants.policy_worker.engine_access import around_step, module_of
 
 
@@ -42,12 +42,6 @@ padding_scored = mutant("padding_scored", "Padding gets log-probabilities instea
 def _scored_entropy_in_bits(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     scored = call(*args, **options).items()
     return BatchedDataDict({name: value / math.log(2) if name == "entropy" else value for name, value in scored})
-
-
-@mutant("next_top_tokens", "The top-k tokens are stored at the position that predicts them, as logits are.")
-@around(PolicyWorker.get_topk_logits)
-def _next_top_tokens(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    return BatchedDataDict({name: values.roll(-1, dims=1) for name, values in call(*args, **options).items()})
 
 
 half_results = mutant("half_results", "Results come back in half precision.")(
@@ -131,7 +125,14 @@ def _stays_on_the_cpu(call: Any, engine: Any, *, init_optimizer: bool) -> None:
     torch.cuda.empty_cache()
 
 
-@mutant("rank_one_everywhere", "Every worker reports rank 1.")
-@around(PolicyWorker.get_info)
-def _rank_one_everywhere(call: Any, worker: Any) -> Any:
-    return {**call(), "rank": 1}
+MUTANTS = (
+    mutant("next_top_tokens", "The top-k tokens are stored at the position that predicts them, as logits are.")(
+        result(
+            PolicyWorker.get_topk_logits,
+            lambda scored: BatchedDataDict({name: values.roll(-1, dims=1) for name, values in scored.items()}),
+        )
+    ),
+    mutant("rank_one_everywhere", "Every worker reports rank 1.")(
+        result(PolicyWorker.get_info, lambda info: {**info, "rank": 1})
+    ),
+)

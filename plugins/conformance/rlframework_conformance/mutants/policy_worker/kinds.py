@@ -23,7 +23,7 @@ from rlframework.policy.engine import Engine
 from rlframework.policy.head.patch import LogitFormula
 from rlframework.policy.microbatching import Microbatching
 from rlframework_conformance import cases
-from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.mutant import after, around, before, mutant, together
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     STATE,
     around_forward,
@@ -67,26 +67,6 @@ sinks_lost_in_packed_rows = mutant("sinks_lost_in_packed_rows", "Attention in pa
 caps_lost_in_packed_rows = mutant(
     "caps_lost_in_packed_rows", "Attention in packed rows ignores the soft cap of scores."
 )(_lost_in_packed_rows(softcap=None))
-
-
-@mutant(
-    "masks_lost_with_the_window",
-    "A window that the model leaves to its mask is ignored by an attention without a mask.",
-)
-@around(Engine.build)
-def _masks_lost_with_the_window(call: Any, engine: Any, **how: Any) -> None:
-    call(**how)
-    module_of(engine).config.sliding_window = 10**6
-
-
-@mutant(
-    "cap_of_logits_lost",
-    "Log-probabilities are those of the head's outputs, without the soft cap that the model puts on its logits.",
-)
-@around(Engine.build)
-def _cap_of_logits_lost(call: Any, engine: Any, **how: Any) -> None:
-    call(**how)
-    head_of(engine)._formula = LogitFormula()
 
 
 @mutant(
@@ -172,13 +152,6 @@ patches_numbered_one_by_one = mutant("patches_numbered_one_by_one", "Tokens of i
 )
 
 
-@mutant("freeze_ignored", "All parts are trained, whatever is configured.")
-@around(Engine.build)
-def _freeze_ignored(call: Any, engine: Any, **how: Any) -> None:
-    engine.config = engine.config.model_copy(update={"freeze": None})
-    call(**how)
-
-
 decays_without_a_gradient = mutant(
     "decays_without_a_gradient", "Weight decay applies to parameters without a gradient too.", needs=STATE
 )(changed_updates(lambda _, before, after: 0.999 * after if after.equal(before) else after))
@@ -212,3 +185,20 @@ def _gradients_of_the_step_before(call: Any, engine: Any, *args: Any) -> Any:
     last.update({name: one for name, one in updates.items() if one.any() or name not in last})
     engine.load_weights({name: before[name] + last[name] for name in updates})
     return done
+
+
+MUTANTS = (
+    mutant(
+        "masks_lost_with_the_window",
+        "A window that the model leaves to its mask is ignored by an attention without a mask.",
+    )(after(Engine.build, lambda engine: setattr(module_of(engine).config, "sliding_window", 10**6))),
+    mutant(
+        "cap_of_logits_lost",
+        "Log-probabilities are those of the head's outputs, without the soft cap that the model puts on its logits.",
+    )(after(Engine.build, lambda engine: setattr(head_of(engine), "_formula", LogitFormula()))),
+    mutant("freeze_ignored", "All parts are trained, whatever is configured.")(
+        before(
+            Engine.build, lambda engine: setattr(engine, "config", engine.config.model_copy(update={"freeze": None}))
+        )
+    ),
+)

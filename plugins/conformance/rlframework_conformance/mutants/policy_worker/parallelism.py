@@ -17,7 +17,7 @@ from torch import Tensor
 from rlframework.policy.engine import Engine
 from rlframework.policy.head.vocabulary import VocabularyShard
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, before, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     SHARDS,
     STATE,
@@ -208,13 +208,6 @@ routers_that_do_not_learn = mutant(
 )(_scaled_gradients(".mlp.gate.", 0.0))
 
 
-@mutant("router_loss_left_out", "The configured weight of the load-balancing loss is ignored.")
-@around(Engine.build)
-def _router_loss_left_out(call: Any, engine: Any, **how: Any) -> None:
-    engine.config = engine.config.model_copy(update={"router_aux_loss_coef": 0.0})
-    call(**how)
-
-
 @mutant("router_loss_of_a_microbatch", "The load-balancing loss uses the expert shares of the first microbatch only.")
 @around(Engine.build)
 def _router_loss_of_a_microbatch(call: Any, engine: Any, **how: Any) -> None:
@@ -252,3 +245,13 @@ def _gate_and_up_exchanged(call: Any, engine: Any, names: Iterable[str]) -> Iter
 def _moments_of_another_half(call: Any, engine: Any) -> Iterator[tuple[str, Any]]:
     for name, moments in call():
         yield _exchanged(name), moments
+
+
+MUTANTS = (
+    mutant("router_loss_left_out", "The configured weight of the load-balancing loss is ignored.")(
+        before(
+            Engine.build,
+            lambda engine: setattr(engine, "config", engine.config.model_copy(update={"router_aux_loss_coef": 0.0})),
+        )
+    ),
+)

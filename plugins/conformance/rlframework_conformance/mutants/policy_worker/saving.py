@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.trained_weights import TrainedWeights
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.mutant import after, around, before, in_silence, mutant, result, together
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, to_bfloat16
 
 DATA = Layout(data=2)
@@ -38,25 +38,6 @@ def _save_the_start(call: Any, worker: Any, path: str) -> None:
 saves_the_weights_of_the_start = mutant(
     "saves_the_weights_of_the_start", "Saving writes the initial weights instead of the trained ones."
 )(together(_keep_the_start, _save_the_start))
-
-
-@mutant("one_tensor_not_saved", "The final norm is missing from the saved model.")
-@around(Engine.gather_weights)
-def _one_tensor_not_saved(call: Any, engine: Any, names: Any) -> Any:
-    return ((name, weight) for name, weight in call(names) if name != "model.norm.weight")
-
-
-@mutant("saved_in_bfloat16", "Weights are saved in bfloat16.")
-@around(Engine.gather_weights)
-def _saved_in_bfloat16(call: Any, engine: Any, names: Any) -> Any:
-    return ((name, weight.to(torch.bfloat16)) for name, weight in call(names))
-
-
-@mutant("saving_rounds_weights", "Saving rounds the live weights to bfloat16.")
-@around(PolicyWorker.save_pretrained)
-def _saving_rounds_weights(call: Any, worker: Any, path: str) -> None:
-    call(path)
-    change_weights(worker.engine, to_bfloat16)
 
 
 def _stale_in_a_refit(fragment: str) -> Callable[[Any], Any]:
@@ -105,25 +86,10 @@ reference_left_for_generation = mutant(
 )(together(_leave_the_reference, _restore_the_policy))
 
 
-@mutant("generating_rounds_weights", "Generation rounds the live weights to bfloat16.")
-@around(PolicyWorker.exchange)
-def _generating_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    incoming = call(*args, **options)
-    change_weights(worker.engine, to_bfloat16)
-    return incoming
-
-
 @mutant("seeds_by_place", "Samples are drawn by row index instead of by seed.")
 @around(PolicyWorker.exchange)
 def _seeds_by_place(call: Any, worker: Any, requests: Any, *args: Any, **options: Any) -> Any:
     return call([replace(request, seed=row) for row, request in enumerate(requests)], *args, **options)
-
-
-@mutant("saving_fails_in_silence", "A failed save raises no error.")
-@around(PolicyWorker.save_pretrained)
-def _saving_fails_in_silence(call: Any, worker: Any, path: str) -> None:
-    with suppress(WriteError):
-        call(path)
 
 
 @mutant("greedy_samples", "Greedy generation samples.")
@@ -228,15 +194,29 @@ def _trainer_rounded(call: Any, worker: Any) -> Any:
     return info
 
 
-@mutant("nothing_to_prepare", "Handles are returned without a refit having been prepared.")
-@around(PolicyWorker.get_weights_ipc_handles)
-def _nothing_to_prepare(call: Any, worker: Any, keys: Iterable[str]) -> Any:
-    worker.prepare_weights_for_ipc()
-    return call(keys)
-
-
-@mutant("lost_engines_borne", "Weights that no engine received are reported as sent.")
-@around(PolicyWorker.broadcast_weights_for_collective)
-def _lost_engines_borne(call: Any, worker: Any) -> None:
-    with suppress(RefitError):
-        call()
+MUTANTS = (
+    mutant("one_tensor_not_saved", "The final norm is missing from the saved model.")(
+        result(
+            Engine.gather_weights,
+            lambda weights: ((name, weight) for name, weight in weights if name != "model.norm.weight"),
+        )
+    ),
+    mutant("saved_in_bfloat16", "Weights are saved in bfloat16.")(
+        result(Engine.gather_weights, lambda weights: ((name, weight.to(torch.bfloat16)) for name, weight in weights))
+    ),
+    mutant("saving_rounds_weights", "Saving rounds the live weights to bfloat16.")(
+        after(PolicyWorker.save_pretrained, lambda worker: change_weights(worker.engine, to_bfloat16))
+    ),
+    mutant("generating_rounds_weights", "Generation rounds the live weights to bfloat16.")(
+        after(PolicyWorker.exchange, lambda worker: change_weights(worker.engine, to_bfloat16))
+    ),
+    mutant("saving_fails_in_silence", "A failed save raises no error.")(
+        in_silence(PolicyWorker.save_pretrained, WriteError)
+    ),
+    mutant("nothing_to_prepare", "Handles are returned without a refit having been prepared.")(
+        before(PolicyWorker.get_weights_ipc_handles, lambda worker: worker.prepare_weights_for_ipc())
+    ),
+    mutant("lost_engines_borne", "Weights that no engine received are reported as sent.")(
+        in_silence(PolicyWorker.broadcast_weights_for_collective, RefitError)
+    ),
+)

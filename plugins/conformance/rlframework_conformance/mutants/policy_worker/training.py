@@ -20,7 +20,7 @@ from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
 from rlframework.policy.training_step import Training
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, before, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     SHARDS,
     around_measured_step,
@@ -40,13 +40,6 @@ from rlframework_conformance.mutants.policy_worker.engine_access import (
 @around(Engine.clip_and_step)
 def _update_too_small(call: Any, engine: Any, max_grad_norm: Any, lr: float) -> Any:
     return call(max_grad_norm, lr * 0.98)
-
-
-@mutant("update_sign", "Updates follow the gradient instead of opposing it.")
-@around(Engine.clip_and_step)
-def _update_sign(call: Any, engine: Any, *args: Any) -> Any:
-    scale_gradients(engine, -1.0)
-    return call(*args)
 
 
 @mutant("decay_on_everything", "Weight decay is applied to norms and biases too.")
@@ -269,3 +262,10 @@ def _matrices(engine: Any) -> Iterator[tuple[dict[str, Any], Any]]:
 def _local(tensor: Any) -> Tensor:
     shard: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
     return shard
+
+
+MUTANTS = (
+    mutant("update_sign", "Updates follow the gradient instead of opposing it.")(
+        before(Engine.clip_and_step, lambda engine: scale_gradients(engine, -1.0))
+    ),
+)

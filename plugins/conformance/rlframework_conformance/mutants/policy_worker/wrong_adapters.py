@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.scoring import SnapshotReference
 from rlframework.policy.worker import PolicyWorkerBase
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.mutant import after, around, in_silence, mutant, result, together
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     module_of,
     optimizer_of,
@@ -75,20 +75,6 @@ def _draw(engine: Any, fragment: str, seed: int) -> None:
     _change_adapters(
         engine, lambda name, matrix: torch.randn(matrix.shape, generator=generator) if fragment in name else matrix
     )
-
-
-@mutant("lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.")
-@around(Engine.build)
-def _b_not_zero(call: Any, engine: Any, **how: Any) -> None:
-    call(**how)
-    _draw(engine, ".lora_B.", 7)
-
-
-@mutant("lora_a_by_rank", "Each rank initializes A from a generator of its own.", layout=Layout(data=2))
-@around(Engine.build)
-def _a_by_rank(call: Any, engine: Any, **how: Any) -> None:
-    call(**how)
-    _draw(engine, ".lora_A.", 100 + engine.context.rank)
 
 
 @mutant("lora_trains_the_base", "The norms of the base model are trained along with the adapters.")
@@ -155,13 +141,6 @@ def _frozen_after_reference(call: Any, engine: Any) -> Any:
         group["params"] = []
 
 
-@mutant("lora_copies_the_reference", "A copy of the base is kept for the reference model.")
-@around(PolicyWorkerBase.__init__)
-def _copies_the_reference(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    call(*args, **options)
-    worker.scoring.reference = SnapshotReference(worker.engine)
-
-
 def _changed_merge(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
     """Break merging: merged weights become `base + change(merged - base)`."""
 
@@ -187,25 +166,6 @@ not_merged = mutant("lora_not_merged", "The base model is saved without the adap
 )
 
 
-@mutant("lora_adapters_not_saved", "The adapter files contain zeros.")
-@around(Engine.gather_adapters)
-def _adapters_not_saved(call: Any, engine: Any, names: Any) -> Any:
-    return ((name, torch.zeros_like(matrix)) for name, matrix in call(names))
-
-
-@mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.")
-@around(Engine.gather_adapters)
-def _adapters_in_bfloat16(call: Any, engine: Any, names: Any) -> Any:
-    return ((name, to_bfloat16(matrix)) for name, matrix in call(names))
-
-
-@mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.")
-@around(PolicyWorker.load_adapter)
-def _misfits_taken(call: Any, worker: Any, path: str) -> None:
-    with suppress(DataError):
-        call(path)
-
-
 checkpoint_without_moments = mutant(
     "lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters."
 )(around(Engine.load_moments)(lambda call, engine, moments: None))
@@ -225,3 +185,28 @@ def _checkpoint_with_the_base(call: Any, worker: Any, weights_path: str, *args: 
 def _generates_with_the_base(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     with worker.engine.without_adapters():
         return call(*args, **options)
+
+
+MUTANTS = (
+    mutant("lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.")(
+        after(Engine.build, lambda engine: _draw(engine, ".lora_B.", 7))
+    ),
+    mutant("lora_a_by_rank", "Each rank initializes A from a generator of its own.", layout=Layout(data=2))(
+        after(Engine.build, lambda engine: _draw(engine, ".lora_A.", 100 + engine.context.rank))
+    ),
+    mutant("lora_copies_the_reference", "A copy of the base is kept for the reference model.")(
+        after(
+            PolicyWorkerBase.__init__,
+            lambda worker: setattr(worker.scoring, "reference", SnapshotReference(worker.engine)),
+        )
+    ),
+    mutant("lora_adapters_not_saved", "The adapter files contain zeros.")(
+        result(Engine.gather_adapters, lambda adapters: ((name, torch.zeros_like(matrix)) for name, matrix in adapters))
+    ),
+    mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.")(
+        result(Engine.gather_adapters, lambda adapters: ((name, to_bfloat16(matrix)) for name, matrix in adapters))
+    ),
+    mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.")(
+        in_silence(PolicyWorker.load_adapter, DataError)
+    ),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,47 +15,14 @@ from rlframework.policy.engine import Engine
 from rlframework.policy.scoring import SnapshotReference
 from rlframework.policy.trained_weights import TrainedWeights
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.mutant import after, around, in_silence, mutant, result, together
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, copy_of, to_bfloat16
-
-
-@mutant("checkpoint_without_schedule", "The learning-rate schedule restarts after resuming.")
-@around(PolicyWorker.load_checkpoint)
-def _without_schedule(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    call(*args, **options)
-    worker.progress.train_calls = 0
-
-
-@mutant("checkpoint_without_skips", "The count of consecutive skipped steps restarts at 0 after resuming.")
-@around(PolicyWorker.load_checkpoint)
-def _without_skips(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    call(*args, **options)
-    worker.progress.skipped_in_a_row = 0
-
-
-@mutant("checkpoint_without_random_state", "Workers draw different random numbers after resuming.")
-@around(PolicyWorker.load_checkpoint)
-def _without_random_state(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    call(*args, **options)
-    torch.manual_seed(99)
-
-
-@mutant("checkpoint_without_second_moments", "The second moments are not saved.")
-@around(Engine.gather_moments)
-def _without_second_moments(call: Any, engine: Any) -> Any:
-    return ((name, replace(each, exp_avg_sq=torch.zeros_like(each.exp_avg_sq))) for name, each in call())
 
 
 @mutant("checkpoint_without_steps", "The optimizer's bias correction restarts after resuming.")
 @around(Engine.load_moments)
 def _without_steps(call: Any, engine: Any, moments: Any) -> None:
     call({name: replace(moments[name], steps=0) for name in moments})
-
-
-@mutant("moments_in_bfloat16", "The first moments are saved in bfloat16.")
-@around(Engine.gather_moments)
-def _moments_in_bfloat16(call: Any, engine: Any) -> Any:
-    return ((name, replace(each, exp_avg=to_bfloat16(each.exp_avg))) for name, each in call())
 
 
 @mutant("rank_zero_loads", "Only rank 0 loads the weights.", layout=Layout(data=2))
@@ -72,20 +38,6 @@ def _weights_only(call: Any, worker: Any, weights_path: str, optimizer_path: str
     call(weights_path)
 
 
-@mutant("checkpoint_rounds_weights", "Saving a checkpoint rounds the live weights to bfloat16.")
-@around(PolicyWorker.save_checkpoint)
-def _checkpoint_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    call(*args, **options)
-    change_weights(worker.engine, to_bfloat16)
-
-
-@mutant("reference_from_the_checkpoint", "The reference model is loaded from the checkpoint.")
-@around(PolicyWorker.load_checkpoint)
-def _reference_from_the_checkpoint(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    call(*args, **options)
-    worker.scoring.reference = SnapshotReference(worker.engine)
-
-
 @mutant(
     "checkpoint_without_moved_reference", "A reference that moved starts from the first model again after resuming."
 )
@@ -94,13 +46,6 @@ def _without_moved_reference(
     call: Any, worker: Any, weights_path: str, optimizer_path: Any = None, reference_path: Any = None
 ) -> None:
     call(weights_path, optimizer_path)
-
-
-@mutant("damage_borne", "A checkpoint that cannot be read is silently skipped.")
-@around(PolicyWorker.load_checkpoint)
-def _damage_borne(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    with suppress(DataError):
-        call(*args, **options)
 
 
 @mutant("pieces_without_second_moments", "The shards of the second moments are saved as zeros.")
@@ -166,14 +111,9 @@ def _moments_of_one_layout(call: Any, worker: Any, weights_path: str, optimizer_
 
 _unchecked = around(CheckpointIO.check)(lambda call, checkpoints, *folders: None)
 
-without_checksums = mutant("without_checksums", "The checksums of a checkpoint are not verified.")(_unchecked)
-
-
-@mutant("failed_save_is_silent", "A failed checkpoint save raises no error.")
-@around(PolicyWorker.save_checkpoint)
-def _failed_save_is_silent(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    with suppress(WriteError):
-        call(*args, **options)
+without_checksums = mutant("without_checksums", "The checksums of a checkpoint, in any form, are not verified.")(
+    _unchecked
+)
 
 
 @mutant("native_without_optimizer", "The optimizer state in native files is not loaded.")
@@ -185,13 +125,6 @@ def _native_without_optimizer(call: Any, engine: Any, folder: Path, *, optimizer
         engine.load_moments(fresh)
 
 
-@mutant("native_without_progress", "The schedule restarts after resuming from native files.")
-@around(PolicyWorker.load_checkpoint)
-def _native_without_progress(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    call(*args, **options)
-    worker.progress.train_calls = 0
-
-
 @mutant("native_stays_as_built", "Loading only the weights from native files has no effect.")
 @around(Engine.load_native)
 def _native_stays_as_built(call: Any, engine: Any, folder: Path, *, optimizer: bool) -> None:
@@ -201,4 +134,43 @@ def _native_stays_as_built(call: Any, engine: Any, folder: Path, *, optimizer: b
         engine.restore(before)
 
 
-native_unchecked = mutant("native_unchecked", "The checksums of native files are not verified.")(_unchecked)
+MUTANTS = (
+    mutant("moments_in_bfloat16", "The first moments are saved in bfloat16.")(
+        result(
+            Engine.gather_moments,
+            lambda moments: ((name, replace(each, exp_avg=to_bfloat16(each.exp_avg))) for name, each in moments),
+        )
+    ),
+    mutant("checkpoint_rounds_weights", "Saving a checkpoint rounds the live weights to bfloat16.")(
+        after(PolicyWorker.save_checkpoint, lambda worker: change_weights(worker.engine, to_bfloat16))
+    ),
+    mutant("reference_from_the_checkpoint", "The reference model is loaded from the checkpoint.")(
+        after(
+            PolicyWorker.load_checkpoint,
+            lambda worker: setattr(worker.scoring, "reference", SnapshotReference(worker.engine)),
+        )
+    ),
+    mutant("damage_borne", "A checkpoint that cannot be read is silently skipped.")(
+        in_silence(PolicyWorker.load_checkpoint, DataError)
+    ),
+    mutant("failed_save_is_silent", "A failed checkpoint save raises no error.")(
+        in_silence(PolicyWorker.save_checkpoint, WriteError)
+    ),
+    mutant("checkpoint_without_schedule", "The learning-rate schedule restarts after resuming.")(
+        after(PolicyWorker.load_checkpoint, lambda worker: setattr(worker.progress, "train_calls", 0))
+    ),
+    mutant("checkpoint_without_skips", "The count of consecutive skipped steps restarts at 0 after resuming.")(
+        after(PolicyWorker.load_checkpoint, lambda worker: setattr(worker.progress, "skipped_in_a_row", 0))
+    ),
+    mutant("checkpoint_without_random_state", "Workers draw different random numbers after resuming.")(
+        after(PolicyWorker.load_checkpoint, lambda worker: torch.manual_seed(99))
+    ),
+    mutant("checkpoint_without_second_moments", "The second moments are not saved.")(
+        result(
+            Engine.gather_moments,
+            lambda moments: (
+                (name, replace(each, exp_avg_sq=torch.zeros_like(each.exp_avg_sq))) for name, each in moments
+            ),
+        )
+    ),
+)

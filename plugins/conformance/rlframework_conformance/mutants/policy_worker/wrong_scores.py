@@ -16,7 +16,7 @@ from rlframework.interfaces.policy_worker import SAMPLED_NOW, PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.head.patch import SCORE_WEIGHT, HeadPatch, HeadRequest
 from rlframework.policy.training_step import Training
-from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.mutant import around, mutant, result, together
 from rlframework_conformance.mutants.policy_worker.engine_access import around_microbatch, changed_output, whole_weights
 from rlframework_conformance.mutants.policy_worker.parallelism import TENSOR
 from rlframework_conformance.mutants.policy_worker.wrong_grouping import DATA
@@ -36,12 +36,6 @@ def _score_before_the_end(call: Any, worker: Any, data: Any, *args: Any, **optio
     return call(BatchedDataDict({**data, "input_lengths": earlier}), *args, **options)
 
 
-@mutant("scores_in_bfloat16", "Scores are rounded to bfloat16.")
-@around(PolicyWorker.score)
-def _scores_in_bfloat16(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    return BatchedDataDict({"scores": call(*args, **options)["scores"].bfloat16().float()})
-
-
 @mutant("scores_made_up", "A language model returns its highest logit as a score.")
 @around(PolicyWorker.score)
 def _scores_made_up(call: Any, worker: Any, data: Any, micro_batch_size: int | None = None) -> Any:
@@ -59,12 +53,6 @@ def _values_made_up(
 ) -> Any:
     scored = worker.scoring.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, positions)
     return BatchedDataDict({"values": scored["scores"]})
-
-
-@mutant("values_after_the_token", "A value is that of the state after its token, not before it.")
-@around(PolicyWorker.get_values)
-def _values_after_the_token(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    return BatchedDataDict({"values": call(*args, **options)["values"].roll(-1, 1)})
 
 
 @mutant("trained_values_after_the_token", "A loss gets the value of the state after each token.")
@@ -204,3 +192,13 @@ def _sets_of_own_rows(call: Any, head: Any, request: Any, rows: Any, weight: Any
 def _normalizers_of_the_top(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     scored = call(*args, **options)
     return BatchedDataDict({**scored, "topk_normalizers": scored["topk_logits"].logsumexp(-1)})
+
+
+MUTANTS = (
+    mutant("scores_in_bfloat16", "Scores are rounded to bfloat16.")(
+        result(PolicyWorker.score, lambda scored: BatchedDataDict({"scores": scored["scores"].bfloat16().float()}))
+    ),
+    mutant("values_after_the_token", "A value is that of the state after its token, not before it.")(
+        result(PolicyWorker.get_values, lambda scored: BatchedDataDict({"values": scored["values"].roll(-1, 1)}))
+    ),
+)

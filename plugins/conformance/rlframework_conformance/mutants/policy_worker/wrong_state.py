@@ -15,7 +15,7 @@ from rlframework.policy.engine import Engine
 from rlframework.policy.scoring import SnapshotReference
 from rlframework.policy.training_step import Training
 from rlframework_conformance.measure import MutantNotApplicable
-from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.mutant import after, around, before, mutant, together
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, optimizer_of, to_bfloat16
 
 
@@ -38,14 +38,6 @@ def _evaluation_moves_the_schedule(
     return result
 
 
-@mutant("scoring_rounds_weights", "Scoring rounds the weights to bfloat16.")
-@around(PolicyWorker.get_logprobs)
-def _scoring_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    scored = call(*args, **options)
-    change_weights(worker.engine, to_bfloat16)
-    return scored
-
-
 @mutant("scores_from_a_cache", "Scoring returns cached log-probabilities from before the last step.")
 @around(PolicyWorker.get_logprobs)
 def _scores_from_a_cache(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
@@ -62,14 +54,6 @@ def _data_changed_in_place(call: Any, worker: Any, data: Any, *args: Any, **opti
     return result
 
 
-@mutant("reference_follows", "The reference model is updated at each step.")
-@around(PolicyWorker.train)
-def _reference_follows(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    result = call(*args, **options)
-    worker.scoring.reference = SnapshotReference(worker.engine)
-    return result
-
-
 reference_never_moves = mutant("reference_never_moves", "`sync_reference` does nothing.")(
     around(PolicyWorker.sync_reference)(lambda call, worker, alpha: None)
 )
@@ -79,13 +63,6 @@ reference_never_moves = mutant("reference_never_moves", "`sync_reference` does n
 @around(Engine.mix)
 def _reference_keeps_the_share(call: Any, engine: Any, snapshot: Any, other: Any, alpha: float) -> None:
     call(snapshot, other, 1 - alpha if alpha < 1 else alpha)
-
-
-@mutant("policy_moves_with_the_reference", "`sync_reference` leaves the mixed weights in the policy.")
-@around(PolicyWorker.sync_reference)
-def _policy_moves_with_the_reference(call: Any, worker: Any, alpha: float) -> None:
-    call(alpha)
-    worker.engine.restore(worker.scoring.reference.weights)
 
 
 @mutant(
@@ -110,21 +87,6 @@ def _swap_forgets_moments(call: Any, worker: Any) -> Any:
     optimizer_of(worker.engine).state.clear()
 
 
-@mutant("reseeds", "The engine seeds the process-wide random state.")
-@around(Engine.build)
-def _reseeds(call: Any, engine: Any, **how: Any) -> None:
-    torch.manual_seed(0)
-    call(**how)
-
-
-@mutant("preparing_rounds_weights", "`prepare_for_training` rounds the weights to bfloat16.")
-@around(PolicyWorker.prepare_for_training)
-def _preparing_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    moved = call(*args, **options)
-    change_weights(worker.engine, to_bfloat16)
-    return moved
-
-
 @mutant(
     "reference_at_temperature_one", "The reference is scored at temperature 1, the policy at the sampling temperature."
 )
@@ -138,14 +100,6 @@ def _reference_at_temperature_one(call: Any, worker: Any) -> Any:
             yield
         finally:
             worker.scoring.temperature = configured
-
-
-@mutant("moments_left_behind", "The optimizer's state is not onloaded again.")
-@around(PolicyWorker.offload_after_refit)
-def _moments_left_behind(call: Any, worker: Any) -> Any:
-    moved = call()
-    optimizer_of(worker.engine).state.clear()
-    return moved
 
 
 @mutant("weights_of_before_come_back", "Onloading restores the copy made by the first offload.")
@@ -267,3 +221,25 @@ unknown_keys_taken = mutant(
     "The backend's own section accepts unknown keys.",
     break_record=lambda record: replace(record, config_model=_AnySection),
 )(together())
+
+
+MUTANTS = (
+    mutant("scoring_rounds_weights", "Scoring rounds the weights to bfloat16.")(
+        after(PolicyWorker.get_logprobs, lambda worker: change_weights(worker.engine, to_bfloat16))
+    ),
+    mutant("reference_follows", "The reference model is updated at each step.")(
+        after(PolicyWorker.train, lambda worker: setattr(worker.scoring, "reference", SnapshotReference(worker.engine)))
+    ),
+    mutant("policy_moves_with_the_reference", "`sync_reference` leaves the mixed weights in the policy.")(
+        after(PolicyWorker.sync_reference, lambda worker: worker.engine.restore(worker.scoring.reference.weights))
+    ),
+    mutant("reseeds", "The engine seeds the process-wide random state.")(
+        before(Engine.build, lambda engine: torch.manual_seed(0))
+    ),
+    mutant("preparing_rounds_weights", "`prepare_for_training` rounds the weights to bfloat16.")(
+        after(PolicyWorker.prepare_for_training, lambda worker: change_weights(worker.engine, to_bfloat16))
+    ),
+    mutant("moments_left_behind", "The optimizer's state is not onloaded again.")(
+        after(PolicyWorker.offload_after_refit, lambda worker: optimizer_of(worker.engine).state.clear())
+    ),
+)
