@@ -84,6 +84,11 @@ def result(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable
     return around(method)(lambda call, _, *args, **keywords: change(call(*args, **keywords)))
 
 
+def entries(method: Callable[..., Any], change: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Any]:
+    """Break the dictionary that `method` returns: the entries of `change(result)` replace its own."""
+    return result(method, lambda found: {**found, **change(found)})
+
+
 def before(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Break what `method` finds: `change(part)` runs before it."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlframework.interfaces.data_processor import DataProcessor
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, entries, mutant
 
 
 def in_each_microbatch(change: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
@@ -119,39 +119,10 @@ def _sliced_by_batch_size(sound: Any, _: Any, data: Any, *args: Any, **where: An
     return sound(plain, *args, **where)
 
 
-@mutant("first_token_counted", "The first token of a row is counted, although nothing predicts it.")
-@around(DataProcessor.process_global_batch)
-def _first_token_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
-    counts = sound(data, *args, **where)
-    batch = counts["batch"]
-    return counts | {"global_valid_toks": (batch["token_mask"].sum(1) * batch["sample_mask"]).sum()}
-
-
-@mutant("masked_rows_counted", "Tokens of rows whose `sample_mask` is 0 are counted.")
-@around(DataProcessor.process_global_batch)
-def _masked_rows_counted(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
-    counts = sound(data, *args, **where)
-    return counts | {"global_valid_toks": counts["batch"]["token_mask"][:, 1:].sum()}
-
-
 @mutant("counts_of_this_rank", "Each rank divides by the counts of its own rows.")
 @around(DataProcessor.process_global_batch)
 def _this_rank_only(sound: Any, _: Any, data: Any, loss_fn: Any, dp_group: Any, **where: Any) -> Any:
     return sound(data, loss_fn, None, **where)
-
-
-@mutant("counts_never_zero", "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch.")
-@around(DataProcessor.process_global_batch)
-def _never_zero(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
-    counts = sound(*args, **where)
-    return {name: value.clamp(min=1) if name.startswith("global_valid") else value for name, value in counts.items()}
-
-
-@mutant("counts_are_integers", "The counts are int64.")
-@around(DataProcessor.process_global_batch)
-def _integer_counts(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
-    counts = sound(*args, **where)
-    return {name: value.long() if name.startswith("global_valid") else value for name, value in counts.items()}
 
 
 @mutant("masks_made_up", "A missing `sample_mask` is replaced by ones.")
@@ -159,3 +130,28 @@ def _integer_counts(sound: Any, _: Any, *args: Any, **where: Any) -> Any:
 def _missing_mask_is_ones(sound: Any, _: Any, data: Any, *args: Any, **where: Any) -> Any:
     ones = torch.ones(len(data["input_ids"]))
     return sound(batch_with(data, sample_mask=data.get("sample_mask", ones)), *args, **where)
+
+
+def _each_count(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Break each of the counts that losses divide by: it becomes `change(count)`."""
+    names = ("global_valid_seqs", "global_valid_toks")
+    return entries(DataProcessor.process_global_batch, lambda counts: {name: change(counts[name]) for name in names})
+
+
+def _tokens(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Break the number of valid tokens, which becomes `change(batch)`."""
+    return entries(DataProcessor.process_global_batch, lambda counts: {"global_valid_toks": change(counts["batch"])})
+
+
+MUTANTS = (
+    mutant("first_token_counted", "The first token of a row is counted, although nothing predicts it.")(
+        _tokens(lambda batch: (batch["token_mask"].sum(1) * batch["sample_mask"]).sum())
+    ),
+    mutant("masked_rows_counted", "Tokens of rows whose `sample_mask` is 0 are counted.")(
+        _tokens(lambda batch: batch["token_mask"][:, 1:].sum())
+    ),
+    mutant(
+        "counts_never_zero", "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch."
+    )(_each_count(lambda count: count.clamp(min=1))),
+    mutant("counts_are_integers", "The counts are int64.")(_each_count(lambda count: count.long())),
+)

@@ -17,7 +17,7 @@ from rlframework.policy.microbatches.on_demand import on_host
 from rlframework.policy.microbatching import Microbatching
 from rlframework.policy.training_step import Training
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, entries, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import around_microbatch, around_step
 
 DATA = Layout(data=2)
@@ -27,37 +27,6 @@ def scaled(factor: float, result: Any) -> Any:
     """Multiply the loss of the result of a step by `factor`."""
     result.loss = result.loss * factor
     return result
-
-
-@mutant("mean_over_padding", "The loss is averaged over all positions, including padding.")
-@around(Microbatching.global_batch)
-def _mean_over_padding(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    return {**processed, "global_valid_toks": torch.tensor(float(processed["batch"]["input_ids"].numel()))}
-
-
-@mutant("masked_rows_counted", "Rows whose `sample_mask` is 0 count in the denominator.")
-@around(Microbatching.global_batch)
-def _masked_rows_counted(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    toks = processed["batch"]["token_mask"][:, 1:].sum()
-    return {**processed, "global_valid_toks": toks, "global_valid_seqs": torch.tensor(float(processed["batch"].size))}
-
-
-@mutant("local_counts", "Each worker divides by the counts of its own rows.", layout=DATA)
-@around(Microbatching.global_batch)
-def _local_counts(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    batch = processed["batch"]
-    toks = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].sum().clamp(min=1.0)
-    return {**processed, "global_valid_toks": toks, "global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)}
-
-
-@mutant("tokens_for_sequences", "The sequence-level loss divides by the number of tokens.")
-@around(Microbatching.global_batch)
-def _tokens_for_sequences(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    return {**processed, "global_valid_seqs": processed["global_valid_toks"]}
 
 
 @mutant("loss_averaged_per_microbatch", "Gradients are averaged over microbatches instead of summed.")
@@ -206,7 +175,7 @@ def _group_ids_of_other_rows(call: Any, data: Any, *how: Any) -> Any:
 @mutant(
     "groups_divided_over_ranks",
     "Rows are assigned to data-parallel ranks in turn, whatever their group.",
-    layout=Layout(data=2),
+    layout=DATA,
 )
 @around(PolicyWorker.train)
 def _groups_divided_over_ranks(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
@@ -217,14 +186,31 @@ def _groups_divided_over_ranks(call: Any, worker: Any, data: Any, *args: Any, **
     return call(data, *args, **options)
 
 
-@mutant(
-    "groups_counted_by_each_rank",
-    "A loss of groups is divided by the rows of its own rank, not by those of the global batch.",
-    layout=Layout(data=2),
+def _counts_of(batch: Any) -> dict[str, Any]:
+    """Return the counts of the rows of one rank."""
+    toks = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].sum().clamp(min=1.0)
+    return {"global_valid_toks": toks, "global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)}
+
+
+def _counted(change: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Any]:
+    """Break the counts that a loss divides by: those of `change(batch)` replace them."""
+    return entries(Microbatching.global_batch, lambda processed: change(processed["batch"]))
+
+
+MUTANTS = (
+    mutant("mean_over_padding", "The loss is averaged over all positions, including padding.")(
+        _counted(lambda batch: {"global_valid_toks": torch.tensor(float(batch["input_ids"].numel()))})
+    ),
+    mutant("masked_rows_counted", "Rows whose `sample_mask` is 0 count in the denominator.")(
+        _counted(lambda batch: _counts_of({**batch, "sample_mask": torch.ones_like(batch["sample_mask"])}))
+    ),
+    mutant("local_counts", "Each worker divides by the counts of its own rows.", layout=DATA)(_counted(_counts_of)),
+    mutant(
+        "groups_counted_by_each_rank",
+        "A loss of groups is divided by the rows of its own rank, not by those of the global batch.",
+        layout=DATA,
+    )(_counted(lambda batch: _counts_of(batch) if "group_ids" in batch else {})),
+    mutant("tokens_for_sequences", "The sequence-level loss divides by the number of tokens.")(
+        entries(Microbatching.global_batch, lambda processed: {"global_valid_seqs": processed["global_valid_toks"]})
+    ),
 )
-@around(Microbatching.global_batch)
-def _groups_counted_by_each_rank(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    batch = processed["batch"]
-    own = {"global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)} if "group_ids" in batch else {}
-    return {**processed, **own}
